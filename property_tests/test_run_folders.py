@@ -65,6 +65,8 @@ class RunFolders(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
         self.there: dict[str, dict[str, Saved]] = {run: {} for run in RUNS}
         self.aside: dict[str, set[int]] = {run: set() for run in RUNS}
+        self.skipped: dict[str, set[int]] = {run: set() for run in RUNS}
+        """Those of `aside` that could not be read when the run went on."""
         self.seed, self.now = 0, 1.7e9
         clock = SimpleNamespace(time=lambda: self.now, monotonic=time.monotonic)
         self.clock = mock.patch.multiple(commit, time=clock, _begun=[0.0])
@@ -248,6 +250,7 @@ class RunFolders(RuleBasedStateMachine):
                     old.rename(self.folder / new)
             self.there = {"a": self.there["b"], "b": self.there["a"]}
             self.aside = {"a": self.aside["b"], "b": self.aside["a"]}
+            self.skipped = {"a": self.skipped["b"], "b": self.skipped["a"]}
         elif how == "one":
             names = sorted(self.there["a"].keys() - self.there["b"].keys())
             if names and b.exists():
@@ -258,13 +261,15 @@ class RunFolders(RuleBasedStateMachine):
             shutil.rmtree(b, ignore_errors=True)
             shutil.copytree(a, b, copy_function=os.link if how == "links" else shutil.copy2)
             self.there["b"], self.aside["b"] = {**self.there["a"]}, {*self.aside["a"]}
+            self.skipped["b"] = {*self.skipped["a"]}
 
     @rule(run=st.sampled_from(RUNS), last=st.integers(1, 3), background=st.booleans(), back=st.booleans(),
           saves=st.booleans(), data=st.data())  # fmt: skip
     def manage(self, run: str, last: int, background: bool, back: bool, saves: bool, data: Any) -> None:
         """A job that goes on from the newest step, or from an earlier one, and saves the next one."""
         options: Any = {"every": reshard.Every(steps=1), "keep": reshard.Keep(last=last), "background": background}
-        its, aside = self.there[run], self.aside[run]
+        its, aside, skipped = self.there[run], self.aside[run], self.skipped[run]
+        not_read: set[int] = set()
         own = {STEPS[name]: one for name, one in its.items() if name.startswith("step-") and one.format == "native"}
         counts = {step: one for step, one in own.items() if step not in aside}
         wanted = data.draw(st.sampled_from(sorted(counts))) if back and counts else None
@@ -281,7 +286,7 @@ class RunFolders(RuleBasedStateMachine):
                 others += [name for name, one in its.items() if one.opens and name in ("2", "checkpoint-10")]
                 tried = counts if wanted is None else {wanted: counts[wanted]}
                 assert not any(one.opens and one.sound for one in tried.values()), error
-                assert tried or others, error
+                assert tried or others or skipped, error
                 return
             if report is None:
                 assert not counts
@@ -291,19 +296,30 @@ class RunFolders(RuleBasedStateMachine):
                 newer = [one for step, one in counts.items() if step > report.step]
                 assert wanted == report.step or not any(one.opens and one.sound for one in newer)
                 assert wanted == report.step or len(report.skipped) >= len(newer)
-                aside |= {step for step in counts if step > report.step}
+                passed = {step for step in counts if step > report.step}
+                if wanted is None:
+                    not_read = passed
+                else:
+                    aside |= passed
+                    skipped -= passed
             step = 1 if report is None else report.step + 1
             if saves and f"step-{step}" in STEPS and its.get(f"step-{step}", Saved(0, "native", 0)).format == "native":
                 self.seed += 1
-                aside -= {step}
+                aside |= not_read
+                skipped |= not_read
+                for known in (aside, skipped):
+                    known -= {step}
                 its[f"step-{step}"] = Saved(self.seed, "native", max(self.now, commit._begun[0] + 1e-6))
                 manager.save(step, state_of(self.seed))
                 manager.wait()
                 own[step] = its[f"step-{step}"]
                 stay = sorted(step for step, one in own.items() if one.opens and step not in aside)
-                for gone in {step for step, one in own.items() if one.opens} - {*stay[-last:]}:
+                kept = {*stay[-last:]}
+                kept |= {one for one in skipped & own.keys() if len(stay) <= last or one > stay[-1]}
+                for gone in {step for step, one in own.items() if one.opens} - kept:
                     del its[f"step-{gone}"]
-                aside &= {step for step, one in own.items() if not one.opens}
+                aside &= {step for step, one in own.items() if not one.opens} | kept
+                skipped &= aside
 
     # What must hold.
 

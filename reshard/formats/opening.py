@@ -584,6 +584,9 @@ class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     is_aside: bool = False
     """A step that the run did not continue from. It is not restored, and is removed when a later
     save is complete."""
+    is_skipped: bool = False
+    """Whether that was since it could not be read, which may have passed. Then it stays until the
+    run has a newer step."""
 
 
 class StepRecords(msgspec.Struct, frozen=True):

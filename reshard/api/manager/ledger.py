@@ -89,10 +89,10 @@ class Ledger:
         self.steps[step] = StepRecord(told, is_based=is_based)
         self.publish()
 
-    def set_aside(self, steps: Collection[int]) -> None:
-        """Mark steps that the run does not continue from."""
+    def set_aside(self, steps: Collection[int], *, is_skipped: bool = False) -> None:
+        """Mark steps that the run does not continue from, as was asked for or since they could not be read."""
         for step in steps:
-            self.steps[step] = msgspec.structs.replace(self.steps.get(step, StepRecord()), is_aside=True)
+            self.steps[step] = msgspec.structs.replace(self._of(step), is_aside=True, is_skipped=is_skipped)
         if steps:
             self.publish()
 
@@ -139,14 +139,21 @@ class Ledger:
         """The steps that do not count."""
         return {step for step, record in self.steps.items() if record.is_aside}
 
+    def skipped(self) -> list[int]:
+        """Those of them that could not be read when the run went on from an earlier step, in order."""
+        return sorted(step for step, record in self.steps.items() if record.is_skipped)
+
     def tidy(self, kept: Collection[int]) -> None:
         """Remove all complete steps except these, and leftovers of killed saves. Damaged ones that do not count stay
-        so."""
-        published = published_steps(self.root, self._seen)
-        paths = {step_path(self.root, step): step for step, why in published.items() if not why and step not in kept}
+        so. Of those that were skipped, what is newer than all others stays, and all if nothing else goes."""
+        published, keeps_all = published_steps(self.root, self._seen), set(kept).issuperset(self.current())
+        newest = max(kept, default=-1)
+        skipped = {step for step in self.skipped() if step in published and (keeps_all or step > newest)}
+        old = [step for step, why in published.items() if not why and step not in kept and step not in skipped]
+        paths = {step_path(self.root, step): step for step in old}
         gone = remove_checkpoints(self.root, paths)
         damaged = {step for step in self.aside() if published.get(step)}
-        stay = {*kept, *damaged, *(step for path, step in paths.items() if path not in gone)}
+        stay = {*kept, *damaged, *skipped, *(step for path, step in paths.items() if path not in gone)}
         if gone_before := self.steps.keys() - stay:
             remove_empty(open_storage(self.root), [f"step-{step}" for step in gone_before])
             self.steps = {step: record for step, record in self.steps.items() if step in stay}

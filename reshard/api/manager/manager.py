@@ -209,6 +209,8 @@ class CheckpointManager:
         """Of the steps that must stay behind those that are saved."""
         self._here = -1
         """The last step that this manager saved or restored."""
+        self._skipped: list[int] = []
+        """Steps that `restore` could not read, until the next save begins."""
         self._before: int | None = None
         """The step of the call before."""
         self._saved_at = self._kept_at = time.monotonic()
@@ -346,6 +348,8 @@ class CheckpointManager:
             based, unranked = None, "" if self.keep.metric in metrics else self.keep.metric
             if self._claim is not None:
                 self._claim.check()
+                self._ledger.set_aside(self._skipped, is_skipped=True)
+                self._skipped = []
                 if not self._is_tidy:  # a job killed before it removed older steps has left them
                     self._tidy(but=self._ledger.aside())
                 based = self._is_based()
@@ -439,11 +443,11 @@ class CheckpointManager:
             wanted = None if step is None else checked_step(step)
             group.same_options("restore", {"step": step, "discard_newer": discard_newer})
             ledger = self._read() if group.rank == 0 else None
-            known = (ledger.published(), ledger.foreign()) if ledger is not None else None
-            found, foreign = group.share(known, kind=tuple[dict[int, str], dict[str, int]])
+            known = (ledger.published(), ledger.foreign(), ledger.skipped()) if ledger is not None else None
+            found, foreign, aside = group.share(known, kind=tuple[dict[int, str], dict[str, int], list[int]])
             taken = LiveObjects(state, to_fill=True, strict=strict)
         options = {"strict": strict, "dtype_policy": dtype_policy, "mapping": mapping}
-        report = self._newest_whole(found, foreign, wanted, taken.state, options)
+        report = self._newest_whole(found, foreign, aside, wanted, taken.state, options)
         if report is None:
             with group.together("CheckpointManager.restore"):
                 if ledger is not None:
@@ -455,8 +459,10 @@ class CheckpointManager:
             taken.put_back(report.load.aliases)
             missing, unexpected = report.load.missing + taken.missing, report.load.unexpected + taken.unexpected
             report = replace(report, load=replace(report.load, missing=missing, unexpected=unexpected))
-            if goes_on and self._claim is not None:
-                self._ledger.set_aside([one for one in found if one > report.step])
+            newer = [one for one in found if one > report.step]
+            self._skipped = newer if wanted is None else []
+            if discard_newer and self._claim is not None:
+                self._ledger.set_aside(newer)
         if discard_newer and self._may_save and not report.from_memory and self._memory is not None:
             self._memory.clear()
         self._newest = max([one for one in found if one <= report.step or not goes_on], default=-1)
@@ -467,14 +473,25 @@ class CheckpointManager:
         return report
 
     def _newest_whole(
-        self, steps: dict[int, str], foreign: dict[str, int], wanted: int | None, state: Any, options: dict[str, Any]
+        self,
+        steps: dict[int, str],
+        foreign: dict[str, int],
+        aside: list[int],
+        wanted: int | None,
+        state: Any,
+        options: dict[str, Any],
     ) -> RestoreReport | None:
-        """Collective: try candidates from the newest to the oldest. `steps` also says why one cannot be opened, and
-        `foreign` which checkpoints no manager saved."""
+        """Collective: try candidates from the newest to the oldest. `steps` also says why one cannot be opened,
+        `foreign` which checkpoints no manager saved, and `aside` which steps could not be read before."""
         chosen = [*reversed(steps)] if wanted is None else [wanted] if wanted in steps else []
         candidates: list[int | None] = [*chosen, None] if self._memory is not None else [*chosen]
         passed = [
             f"{path} was not saved by a manager" for path, step in foreign.items() if step > max(steps, default=-2)
+        ]
+        passed += [
+            f"step {step}: the run went on from an earlier step when it could not be read"
+            for step in aside
+            if step > max(steps, default=-1)
         ]
         for one in candidates:
             problem = "" if one is None else steps[one]

@@ -265,7 +265,8 @@ def test_what_is_damaged_is_passed_over_and_never_newest_again(tmp_path: Path) -
     assert [text.split(":")[0] for text in report.skipped] == ["step 3", "step 2"]
     assert run(root, [2], keep=Keep(last=2)) == [1, 2]
     assert value_at(root)[1] == 2.0
-    assert sorted(path.name for path in root.glob("step-*")) == ["step-1", "step-2"]
+    # step 3 may be readable later
+    assert sorted(path.name for path in root.glob("step-*")) == ["step-1", "step-2", "step-3"]
     [file] = Path(root, "step-1").glob("data-*/*.safetensors")
     file.write_bytes(file.read_bytes()[:-1])
     assert value_at(root, 2)[1] == 2.0
@@ -989,3 +990,46 @@ def test_the_log_says_what_was_restored_or_that_nothing_was(tmp_path: Path, capl
 
     assert f"{tmp_path / 'run'} has no step to restore: the state is unchanged" in caplog.messages
     assert f"{tmp_path / 'run'}: restored step 4" in caplog.messages
+
+
+def test_a_step_that_could_not_be_read_for_a_while_is_not_lost(tmp_path: Path) -> None:
+    """As on a mount that is late: the run goes on from an earlier step, and nothing is removed that no one asked for."""
+    root, keep = tmp_path / "run", Keep()
+    state = {"w": torch.zeros(2), "step": 0}
+
+    def manager() -> reshard.CheckpointManager:
+        return reshard.CheckpointManager(root, every=Every(steps=5), keep=keep, background=False)
+
+    with manager() as one:
+        for step in (10, 20, 30):
+            state["step"] = step
+            one.save(step, state)
+    file = next((root / "step-30").rglob("*.safetensors"))
+    file.rename(away := tmp_path / "away")
+    with manager() as one:
+        assert one.restore(state).step == 20
+    assert not [step.path for step in reshard.steps(root) if "went back" in (step.problem or "")]
+    away.rename(file)
+    with manager() as one:  # no save since: the newest step counts again
+        assert one.restore(state).step == 30
+    file.rename(away)
+    with manager() as one:
+        assert one.restore(state).step == 20
+        one.save(25, {**state, "step": 25})
+    away.rename(file)
+    with manager() as one:
+        report = one.restore(state)
+        assert (report.step, report.skipped) == (
+            25,
+            ("step 30: the run went on from an earlier step when it could not be read",),
+        )
+        assert reshard.verify(root / "step-30").ok
+        keep = Keep(last=1)
+        assert one.all_steps() == [10, 20, 25]
+    with manager() as one:
+        one.restore(state)
+        one.save(28, {**state, "step": 28}, force=True)
+        assert one.all_steps() == [28]
+        assert (root / "step-30").exists()  # until the run has passed it
+        one.save(35, {**state, "step": 35})
+    assert [step.step for step in reshard.steps(root)] == [35]
