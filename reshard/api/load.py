@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, partial
@@ -382,9 +382,10 @@ def _landings(
 
 
 def own_values(
-    targets: Mapping[str, PerRank], keys: Iterable[str], checkpoint: Checkpoint, group: Group
+    targets: Mapping[str, PerRank], names: Mapping[str, str], checkpoint: Checkpoint, group: Group
 ) -> dict[str, PerRank]:
-    """Return the new value of each of `keys` on this rank, by the rule of its target.
+    """Return the new value of each key of `names` on this rank, by the rule of its target. `names` has those in the
+    checkpoint.
 
     Raises KeyMismatchError where a different number of ranks saved, and the target has no rule for that, or where the
     value is of a class that the target has none of.
@@ -394,15 +395,15 @@ def own_values(
     native = checkpoint.contents.details(NativeFacts)
     saved_size = int(native.manifest.layout["world_size"]) if native is not None else 0
     out = {}
-    for key in keys:
+    for key, name in names.items():
         # mostly one is asked for
-        values, wrapper = LazyMapping({of: partial(_value, saved[key], of) for of in saved[key]}), targets[key]
+        values, wrapper = LazyMapping({of: partial(_value, saved[name], of) for of in saved[name]}), targets[key]
         # who loads alone in a job of as many ranks as saved is still the rank that it was
         is_same = group.world_size == 1 and job_size in (len(values), saved_size)
         world = job_size if is_same else group.world_size
         value = restore_types(wrapper.choose(key, values, group.job_rank, world, saved_size), wrapper.value)
-        if (name := unresolved_class(value)) is not None:
-            raise KeyMismatchError(f"each rank's own {key!r} was {needs_class(name)}")
+        if (unknown := unresolved_class(value)) is not None:
+            raise KeyMismatchError(f"each rank's own {key!r} was {needs_class(unknown)}")
         out[key] = replace(wrapper, value=value)
     return out
 

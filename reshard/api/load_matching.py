@@ -72,7 +72,7 @@ class KeyMatch:
         """Key of the target -> what it is filled from."""
         self.objects: dict[str, Any] = {}
         """Key of the target -> its new value."""
-        self.per_rank: list[str] = []
+        self.per_rank: dict[str, str] = {}
         self.missing: list[str] = []
         self.mismatched: list[str] = []
         self.dropped: list[str] = []
@@ -229,7 +229,7 @@ class KeyMatch:
         for key in self.targets.per_rank:
             if (name := self._name_of(key)) in self.checkpoint.contents.per_rank:
                 self._use(name)
-                self.per_rank.append(key)
+                self.per_rank[key] = name
             else:
                 self.missing.append(key)
 

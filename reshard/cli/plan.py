@@ -48,6 +48,9 @@ _ReadRate = Annotated[
 _AllowUnsharded = Annotated[
     bool, typer.Option("--allow-unsharded-axes", help="Accept an axis whose rules match no tensor.")
 ]
+_Json = Annotated[
+    bool, typer.Option("--json", help="Print the bytes per rank and the proof as JSON, and --items of all ranks.")
+]
 
 
 def plan(
@@ -69,9 +72,7 @@ def plan(
     ranks_per_host: Annotated[int, typer.Option(metavar="N", min=1, help="For --read-rate and --html.")] = 8,
     allow_unsharded_axes: _AllowUnsharded = False,
     allow_uncut_axes: Annotated[bool, typer.Option("--allow-uncut-axes", hidden=True)] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the bytes per rank and the proof as JSON, and --items of all ranks.")
-    ] = False,
+    as_json: _Json = False,
 ) -> None:
     """Plan what each rank of ONTO reads from CHECKPOINT, and prove the plan.
 
@@ -103,10 +104,7 @@ def plan(
         page = made.to_html(source=source, target=onto, ranks_per_host=ranks_per_host, cluster=cluster, wrong=useless)
         html.write_text(page, encoding="utf-8")
     if as_json:
-        told = _as_json(made, report, useless, cluster)
-        if items:
-            told["items"] = [[item._asdict() for item in made.items(rank)] for rank in range(made.world_size)]
-        print_json({"source": source, "target": onto, **told})
+        print_json({"source": source, "target": onto, **_as_json(made, report, useless, cluster, items)})
     else:
         _print_verdict(report, [*useless, *map(str, report.findings[:20])])
         _print(made, (limit, items, legend), cluster)
@@ -139,7 +137,10 @@ def _seconds(made: LoadPlan, cluster: Cluster) -> float:
     return estimate(made, cluster).seconds
 
 
-def _as_json(made: LoadPlan, report: Report, unsharded: list[str], cluster: Cluster | None) -> dict[str, Any]:
+def _as_json(
+    made: LoadPlan, report: Report, unsharded: list[str], cluster: Cluster | None, items: bool
+) -> dict[str, Any]:
+    listed = [[item._asdict() for item in made.items(rank)] for rank in range(made.world_size * items)]
     return {
         "ok": report.ok and not unsharded,
         "unsharded_axes": made.wanted.unsharded_axes(),
@@ -152,6 +153,7 @@ def _as_json(made: LoadPlan, report: Report, unsharded: list[str], cluster: Clus
         "proved": report.ok,
         "covers": report.covers,
         "findings": [*map(str, report.findings), *unsharded],
+        **({"items": listed} if items else {}),
     }
 
 

@@ -155,7 +155,7 @@ class FileSystemWriter(StorageWriter):
 
         Raises CheckpointExistsError if a checkpoint exists and `overwrite` is off. Raises
         StorageError if each rank saves for itself into a folder with a checkpoint of all ranks,
-        because a load would read that one, and for a folder with a checkpoint of Megatron.
+        because a load would read that one, or into one that would open as another format.
         """
         names = self.storage.list()
         if self._metadata_name in names and not self.overwrite:
@@ -167,8 +167,10 @@ class FileSystemWriter(StorageWriter):
                 f"{self.path} has a checkpoint of all ranks, which loads would read instead of the ones that each "
                 "rank saves for itself (use_collectives=False): save elsewhere, or delete it first"
             )
-        if "common.pt" in names and kind_beside(self.storage, names, "dcp", ()) == "megatron":
-            raise StorageError(f"{self.path} has a checkpoint of Megatron, and would open as that: save elsewhere")
+        if "common.pt" in names and (kind := kind_beside(self.storage, names, "dcp", ())):
+            raise StorageError(
+                f"{self.path} has a checkpoint of the format {kind}, and would open as that: save elsewhere"
+            )
         mine = f"__{self.rank}_" if self._each_for_itself else ""
         self._old = [name for name in names if name.endswith(".distcp") and name.startswith(mine)]
         # a name of its own for every attempt, also if `reset` is not called between them

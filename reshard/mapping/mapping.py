@@ -108,7 +108,7 @@ class Mapping:
     def check_taken(self, state: Checkpoint) -> None:
         """Raise KeyMismatchError if no rule takes anything of the checkpoint, unless a rule is optional."""
         is_needed = self.stages and not any(rule.optional for stage in self.stages for rule in stage)
-        names, objects = [*state, *state.aliases], [*state.objects]
+        names, objects = [*state, *state.aliases], [*state.objects, *state.contents.per_rank]
         if not is_needed or not (names or objects) or self.names(names):
             return
         matchers = [Matcher(stage) for stage in self.stages]
@@ -152,7 +152,7 @@ def apply_dict(names: Dict[str, str], checkpoint: Checkpoint) -> Checkpoint:
 
     Raises KeyMismatchError for a name that the checkpoint does not have, or one that would be there twice.
     """
-    known = {*checkpoint, *checkpoint.aliases, *checkpoint.objects}
+    known = {*checkpoint, *checkpoint.aliases, *checkpoint.objects, *checkpoint.contents.per_rank}
     unknown = [name for name in names.values() if name not in known]
     if unknown:
         raise KeyMismatchError(f"the mapping names {unknown[0]!r}, which {checkpoint.url} does not have")
@@ -161,11 +161,12 @@ def apply_dict(names: Dict[str, str], checkpoint: Checkpoint) -> Checkpoint:
         first.setdefault(old, new)
     made = MappingStage(_ExactMatcher(first), checkpoint.contents, checkpoint.url).contents()
     aliases, paths = dict(made.aliases), dict(made.paths)
+    plain = {*made.objects, *made.per_rank}
     for new, old in names.items():
         kept = first[old]
         if new == kept:
             continue
-        if kept in made.objects or new in made.tensors or new in made.objects or new in aliases:
+        if kept in plain or new in plain or new in made.tensors or new in aliases:
             raise KeyMismatchError(
                 f"{checkpoint.url}: two tensors or objects would be called {new!r}, or {old!r} is no tensor and would "
                 "have two names; rename one of them"
@@ -223,6 +224,7 @@ class MappingStage:
         self._parameters = {hit.site.name: name for name, hit in self.matcher.parameters(self.tensors)}
         self.made: dict[str, Callable[[], Any]] = {}
         self.objects: dict[str, Callable[[], Any]] = {}
+        self.per_rank: dict[str, Callable[[], Any]] = {}
         self.paths: dict[str, tuple[Any, ...]] = {}
         self.renamed: dict[str, str] = {}
         """What becomes of names that are not put together with others, or taken apart."""
@@ -232,6 +234,10 @@ class MappingStage:
 
     def contents(self) -> Contents:
         """The contents under the new names."""
+        for key in self.given.per_rank:
+            hit = self.matcher.match_object(key)
+            for new in [key] if hit is None else hit.target_names(None):
+                self._put(self.per_rank, new, key, partial(self.given.per_rank.__getitem__, key))
         groups, rest = self.matcher.groups(self.tensors)
         for name in rest:
             self._put(self.made, name, name, self.tensors[name])
@@ -251,6 +257,7 @@ class MappingStage:
             self.given,
             tensors=LazyMapping(listed),
             objects=LazyMapping(self.objects),
+            per_rank=LazyMapping(self.per_rank),
             aliases=aliases,
             paths=self.paths,
             fingerprints=None,
@@ -258,7 +265,7 @@ class MappingStage:
         )
 
     def _put(self, into: dict[str, Callable[[], Any]], new: str, old: str, make: Callable[[], Any]) -> None:
-        if new in self.made or new in self.objects or new in self.given.per_rank:
+        if new in self.made or new in self.objects or new in self.per_rank:
             raise KeyMismatchError(
                 f"{self.url}: two tensors or objects would be called {new!r}, one of them is {old!r}; "
                 "rename one of them"

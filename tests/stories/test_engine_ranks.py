@@ -59,7 +59,7 @@ def test_own_values_are_read_by_their_owners_alone(tmp_path, monkeypatch):
     asked = []
     read = LazyTensor.__getitem__
     monkeypatch.setattr(LazyTensor, "__getitem__", lambda self, at: asked.append(1) or read(self, at))
-    own = own_values({"rng": reshard.PerRank(on_change="keep")}, ["rng"], reshard.open(path), Group())
+    own = own_values({"rng": reshard.PerRank(on_change="keep")}, {"rng": "rng"}, reshard.open(path), Group())
     assert own["rng"].value.tolist() == [0] * 3
     assert len(asked) == 1
 

@@ -94,8 +94,10 @@ class LiveObjects:
         self._put(self._user, self.state, "")
 
     def _untie(self) -> None:
-        """Give a tensor of an object memory of its own where another key has the same, since the values that were saved
-        can differ. The object gets it from the state, and so need not have it filled in place."""
+        """Give a tensor of an object memory of its own where another key has the same.
+
+        Their saved values can differ, and the object gets its own from the state.
+        """
         leaves = {path: leaf for path, leaf in leaves_of(self.state).items() if is_tensor(leaf)}
         ours = (path for path in leaves if not any(path[: len(at)] == at for at in self._stateful))
         seen = {identity_of(leaves[path]) for path in ours}

@@ -570,3 +570,20 @@ def test_values_that_are_no_tensors_are_renamed_and_dropped_by_their_full_names_
             KeyMismatchError, match=r"matches no name .* A value that is no tensor .* by its full name$"
         ):
             reshard.load(dict(state), tmp_path / "c", mapping=Mapping([rule]), strict=False)
+
+
+@pytest.mark.parametrize("mapping", [Mapping([Rename("rng", "random"), Rename("w", "v")]), {"random": "rng", "v": "w"}])
+def test_values_of_single_ranks_are_renamed_by_their_full_names(mapping: Any, tmp_path: Path) -> None:
+    """A rule left them as they were, and a dict said that there are none."""
+    reshard.save({"w": torch.ones(2), "rng": reshard.PerRank({"seed": 1})}, tmp_path / "c")
+    reshard.convert(tmp_path / "c", tmp_path / "d", mapping=mapping)
+    target = {"v": torch.zeros(2), "random": reshard.PerRank()}
+    for path, names in ((tmp_path / "d", None), (tmp_path / "c", mapping)):
+        assert reshard.load(target, path, mapping=names).ok
+        assert target.pop("random").value == {"seed": 1}
+        target["random"] = reshard.PerRank()
+    with pytest.raises(KeyMismatchError, match="'rng' is no tensor and would have two names"):
+        reshard.convert(tmp_path / "c", tmp_path / "e", mapping={"one": "rng", "two": "rng"})
+    taken = Mapping([Rename("rng", "w")])
+    with pytest.raises(KeyMismatchError, match="two tensors or objects would be called 'w'"):
+        reshard.convert(tmp_path / "c", tmp_path / "e", mapping=taken)
