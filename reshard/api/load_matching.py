@@ -15,6 +15,7 @@ import msgspec
 import torch
 import xxhash
 
+from planners.geometry.arrays import grouped
 from planners.geometry.layout import Form, ProductForm, TensorSpec
 from reshard.api.key_suggestions import (
     OF_NUMBERED,
@@ -242,6 +243,10 @@ class KeyMatch:
         self.used.update(names, map(key_of, kinds))
         depth = len(place)
         leaves = {contents.path_of(n)[depth:]: contents.objects[n] for n in names}
+        if contents.subset is not None:  # some items of a list, perhaps
+            found = grouped((path[:i], n) for path in leaves for i, n in enumerate(path) if type(n) is int)
+            gaps = ((*at, n) for at, numbers in found.items() for n in range(max(numbers)) if n not in numbers)
+            self.dropped += [key_of((key, *path)) for path in gaps]
         self._give(key, unflatten(leaves, {path[depth:]: kind for path, kind in kinds.items()}), place)
         return True
 

@@ -158,7 +158,7 @@ class SinceLastPass:
 class WeightSource:
     """The weights of a sharded training job, as an inference engine loads them: full tensors, under the engine's
     names, in its dtype. Any layout and pipeline stage works. Each byte is sent once to each rank that gets it. A pass
-    needs memory for one bucket at a time (at least 64 MiB).
+    needs memory for one bucket at a time (at least 64 MiB). A tied tensor is given once, under its first name.
 
     Every pass reads the tensors again. The tensor objects must stay the same; their values may change.
     """

@@ -27,6 +27,8 @@ __all__ = [
 
 
 _MAX_INT_KEY = 1 << 256
+_MOST_ABSENT = 1 << 16
+"""A sequence that lacks more items than this closes up: a checkpoint can claim any place."""
 MAX_DEPTH = 100
 """Levels of nesting that are supported: what is written can then be read without exhausting the stack,
 in any program."""
@@ -192,8 +194,8 @@ def _part_of(key: Any) -> str | IntKey | None:
 
 
 def unflatten(leaves: Mapping[KeyPath, Any], containers: Mapping[KeyPath, str] | None = None) -> Any:
-    """The nest that `flatten` took apart. A sequence of which only some positions are given becomes
-    shorter, in order.
+    """The nest that `flatten` took apart. A sequence of which only some positions are given has None
+    at the others before them, unless these are more than can be.
 
     Raises KeyMismatchError if one path leads through another's leaf.
     """
@@ -241,7 +243,9 @@ def _build(node: Any, path: KeyPath, kinds: Mapping[KeyPath, str]) -> Any:
     # of a sequence, ranks may have other items each, which have text keys then
     if kind.partition(":")[0] in ("dict", "tensor") or any(type(k) is not int for k in node):
         return {plain_key(k): _build(v, (*path, k), kinds) for k, v in node.items()}
-    return make_sequence(kind, [_build(node[k], (*path, k), kinds) for k in sorted(node)])
+    absent, count = _Leaf(None), max(node, default=-1) + 1
+    places = range(count) if count - len(node) <= _MOST_ABSENT else sorted(node)
+    return make_sequence(kind, [_build(node.get(k, absent), (*path, k), kinds) for k in places])
 
 
 # Values of classes that plain data have no word for, and what comes back in the type of the live

@@ -207,6 +207,29 @@ class TestLoading:
         assert "unexpected" not in text
 
 
+@pytest.mark.parametrize("format", ["native", "dcp", "torch_save", "torch_checkpointing"])
+@pytest.mark.parametrize("items", ["tensors", "numbers"])
+def test_items_of_a_list_stay_where_they_are_when_one_before_them_is_left_out(tmp_path, format, items):
+    """They moved up. A folder of torch_checkpointing could not even be opened."""
+    first, last = (torch.zeros(2), torch.ones(2)) if items == "tensors" else (1, 3)
+    state = {"a": {"w": torch.ones(2), "l": [first, reshard.PerRank(4), last]}}
+    reshard.save(state, tmp_path / "c")
+    reshard.convert(tmp_path / "c", tmp_path / "out", format=format)
+    nested = reshard.open(tmp_path / "out").nested()["a"]
+    assert len(nested["l"]) == 3
+    found = nested["l"][2]
+    assert found == 3 if items == "numbers" else torch.equal(found[...], last)
+
+
+def test_a_list_of_which_some_items_were_saved_is_not_filled_without_a_word(tmp_path):
+    reshard.save({"w": torch.ones(2), "l": [1, 2, 3]}, tmp_path / "c", select=["w", "l.2"])
+    target = {"w": torch.zeros(2), "l": [7, 8, 9]}
+    report = reshard.load(target, tmp_path / "c")
+    assert not report.ok
+    assert report.dropped == ("l.0", "l.1")
+    assert target["l"] == [None, None, 3]
+
+
 def test_a_list_whose_tensors_are_all_tied_is_no_empty_one(tmp_path):
     w = torch.ones(2)
     reshard.save({"w": w, "x": [w]}, tmp_path / "c")

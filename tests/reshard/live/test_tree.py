@@ -142,9 +142,8 @@ def test_a_path_through_a_leaf_is_refused() -> None:
             unflatten(leaves_)
 
 
-def test_sequences_with_gaps_close_up() -> None:
-    """A partial load of a list gives the elements that are there, in order."""
-    assert unflatten({("l", 7): "b", ("l", 2): "a"}) == {"l": ["a", "b"]}
+def test_items_of_sequences_with_gaps_stay_where_they_are() -> None:
+    assert unflatten({("l", 3): "b", ("l", 1): "a"}) == {"l": [None, "a", None, "b"]}
 
 
 _DAY = datetime.timedelta(hours=23)
