@@ -128,7 +128,7 @@ def _check_numbers(url: str, files: list[str], refuse: Callable[[CorruptCheckpoi
         have_numbers = {int(m[2]) for m in numbered if m}
         first = min(1, *have_numbers)  # some count from 0
         lost = [i for i in range(first, first + total) if i not in have_numbers]
-        if len(files) + len(lost) > total:
+        if len(files) > total:
             raise FormatError(
                 f"{url} has {len(files)} files whose names say that there are {total}, and no index that lists them: "
                 "move those of another save elsewhere"
