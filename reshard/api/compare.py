@@ -35,7 +35,7 @@ from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.api.transfer_memory import held_parts
 from reshard.arguments import check_options, renamed
-from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint, save_of
+from reshard.checkpoint import Checkpoint, CheckpointSource, NormalizedState, open as open_checkpoint, save_of
 from reshard.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -201,15 +201,7 @@ def compare_sides(
     each = (found.of_tensor(name, is_shared=group is not None) for name in both if name not in foreign)
     findings += [finding for finding in each if finding is not None]
     findings += found.on_others
-    open_: list[str] = []
-    if foreign:
-        names = format_names(sorted(foreign))
-        open_.append(
-            f"{names}, whose elements another rank will overwrite, as DistributedDataParallel does with buffers"
-        )
-    if others := _ranks_left_open(left, right, group):
-        open_.append(f"values of other ranks: {format_names(others)}")
-    left_open = "; ".join(f"not compared: {text}" for text in open_)
+    left_open = "; ".join(f"not compared: {text}" for text in _left_open(left, right, sorted(foreign), group))
     within = "bit by bit" if exact else f"within rtol={rtol}, atol={atol}"
     return CompareReport(
         subject, tuple(findings), len(both), Coverage(total, found.read_bytes, found.read_bytes, leaves_open=left_open),
@@ -218,6 +210,18 @@ def compare_sides(
         found.measures() if is_measured else None,
         (left.label, right.label), {name: one.error for name, one in found.totals.items() if one.is_damage},
     )  # fmt: skip
+
+
+def _left_open(left: _Side, right: _Side, foreign: Sequence[str], group: Group | None) -> Iterator[str]:
+    """Say what was not compared."""
+    for side in (left, right):
+        if side.left_out:
+            yield f"{format_names(side.left_out)} of {side.label}, {side.why_left_out}"
+    if foreign:
+        words = "whose elements another rank will overwrite, as DistributedDataParallel does with buffers"
+        yield f"{format_names(foreign)}, {words}"
+    if others := _ranks_left_open(left, right, group):
+        yield f"values of other ranks: {format_names(others)}"
 
 
 def _in_words(found: _JointFindings, total: int, left_open: str, within: str) -> str:
@@ -599,6 +603,7 @@ class _Side:
         self.own: Mapping[str, Mapping[int, Any]]
         self.foreign: set[str] = set()
         self.is_one_rank_s = False
+        self.why_left_out = "which belong to neither model nor optimizer"
         if not isinstance(source, str | os.PathLike | Storage | Mapping):
             got = state_instead_of(source)
             raise option_error(f"compare: {name} must be a path, Checkpoint, or state dict, got {got}", StorageError)
@@ -617,7 +622,7 @@ class _Side:
         sharded = [key for key, value in values.items() if is_sharded(value)]
         if sharded and group is None:
             raise LayoutError(f"{sharded[0]!r} is sharded: call reshard.compare(path, state), on all ranks")
-        self.label = _IN_MEMORY
+        self.label, self.left_out = _IN_MEMORY, source.left_out if isinstance(source, NormalizedState) else ()
         self.tensors = {
             k: _HeldBoxes.of(k, v, group) if group is not None and is_sharded(v) else v
             for k, v in values.items()
@@ -644,6 +649,9 @@ class _Side:
         self.objects = _values(checkpoint.objects) | {key: [] for key in empty_sequences(contents.containers, paths)}
         self.own = contents.per_rank
         self.fingerprints = checkpoint.fingerprints or {}
+        self.left_out = contents.left_out
+        if checkpoint.format != "normalized":
+            self.why_left_out = "which cannot be read here"
 
 
 def _values(objects: Mapping[str, Any]) -> dict[str, Any]:

@@ -175,6 +175,8 @@ def _print(report: CompareReport, is_unread: bool, is_within: bool, limit: int) 
         shown = dataclasses.replace(report, findings=tuple(different), hint=hint)
         right = _verdict(covered, is_within) if report.ok else ""
         print_report(shown, right=right, of=" in common", limit=limit, more="--limit or --json")
+    if covered.leaves_open:
+        print_text(screen, arguments.in_words_of_the_command_line(covered.leaves_open), "note", "yellow")
 
 
 def _damage(report: CompareReport) -> Iterator[str]:

@@ -23,7 +23,7 @@ from reshard.state import KeyPath
 from reshard.stored.contents import Contents, unknown_class
 from reshard.stored.tensor import StoredTensor
 
-__all__ = ["beside", "canonical_contents", "keep_beside", "normalize"]
+__all__ = ["beside", "canonical_contents", "keep_beside", "normalize", "without_name"]
 
 
 def normalize(
@@ -175,6 +175,11 @@ def beside(contents: Contents) -> Iterable[str]:
     """Return the keys of what is neither a part of a model nor of an optimizer."""
     format = find_format(contents.format)
     return _by_names(contents) if format is None or format.beside is None else format.beside(contents)
+
+
+def without_name(contents: Contents) -> tuple[str, ...]:
+    """Return the keys of what has no canonical name."""
+    return (*contents.per_rank, *beside(contents))
 
 
 def _by_names(contents: Contents) -> Iterator[str]:
