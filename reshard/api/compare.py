@@ -84,6 +84,7 @@ WINDOW_BYTES = 32 << 20
 _IN_MEMORY = "the state dict"
 _BOTH = ("the first state dict", "the second state dict")
 _NOWHERE = "was not compared: no rank has it on both sides"
+_NOTHING = "nothing to compare: neither side has a tensor or another value"
 _WITHOUT_GROUP = "compare without process_group=, in which only ranks with sharded tensors take part"
 _SMALL_BYTES = 64 << 10
 """Stored tensors up to this size are compared as bytes first, together with their neighbors in the files."""
@@ -203,12 +204,14 @@ def compare_sides(
     findings += found.on_others
     left_open = "; ".join(f"not compared: {text}" for text in _left_open(left, right, sorted(foreign), group))
     within = "bit by bit" if exact else f"within rtol={rtol}, atol={atol}"
+    is_empty = not any(its.nbytes or its.objects or its.own for its in (left.names, right.names))
     return CompareReport(
         subject, tuple(findings), len(both), Coverage(total, found.read_bytes, found.read_bytes, leaves_open=left_open),
-        _in_words(found, total, left_open, within),
+        "; ".join(filter(None, (_NOTHING, left_open))) if is_empty else _in_words(found, total, left_open, within),
         _prefix_hint(left, right) or _dtype_hint(findings, left, right, common if group is None else ()),
         found.measures() if is_measured else None,
         (left.label, right.label), {name: one.error for name, one in found.totals.items() if one.is_damage},
+        is_empty,
     )  # fmt: skip
 
 
@@ -242,6 +245,8 @@ class CompareReport(Report):
     labels: tuple[str, str] = ("", "")
     damaged: Mapping[str, str] = field(default_factory=dict)
     """The tensors that were not compared because a side is damaged there, with the errors. `findings` has them too."""
+    is_empty: bool = False
+    """Whether neither side has a tensor or another value, so that there was nothing to compare."""
 
     @property
     def _problem(self) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from planners.errors import PlanError
-from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError, ReshardError
+from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError, ReshardError, format_names
 from reshard.formats.canonical import Canonical, Hints
 from reshard.formats.format import Format
 from reshard.formats.generic import normalize_generic
@@ -92,9 +92,15 @@ def canonical_contents(contents: Contents, hints: Mapping[str, Any] | None, url:
     """The keys are "model.<fqn>", "optim.state.<fqn>.<name>" and "optim.param_groups.<i>.<name>"; with `model_only`,
     the model's tensors alone, under their bare names. Tied tensors are listed once, as in the checkpoint.
 
-    Raises NormalizationError where a hint is missing.
+    Raises NormalizationError where a hint is missing, and with `model_only`, if there is no model.
     """
     found = normalize(contents, hints, url, model_only=model_only)
+    if model_only and not found.model:
+        names = format_names([*contents.tensors, *contents.objects])
+        raise NormalizationError(
+            f"{url} has no model: of its names, {names}, none is that of a parameter. Pass the checkpoint that has the "
+            "model, or leave out model_only=True"
+        )
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, Any] = {}
     paths: dict[str, tuple[Any, ...]] = {}

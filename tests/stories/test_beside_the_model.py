@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 import reshard
 from reshard.cli.app import app
+from reshard.errors import NormalizationError
 
 _LOST = "2 ('critic.w', 'epoch') of {}, which belong to neither model nor optimizer"
 
@@ -70,3 +71,32 @@ def test_a_load_says_what_it_could_not_load(sides: tuple[Path, Path]) -> None:
     assert report.ok
     assert report.omitted == ("critic.w", "epoch")
     assert "omitted 2 ('critic.w', 'epoch')" in repr(report)
+
+
+def test_a_model_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    path, optimizer = tmp_path / "o.pt", torch.optim.Adam([torch.nn.Parameter(torch.ones(2))])
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+    optimizer.step()
+    torch.save({"optimizer": optimizer.state_dict()}, path)
+    told = r"o\.pt has no model: of its names, \d+ \('optimizer\.state"
+    with pytest.raises(NormalizationError, match=told):
+        reshard.open(path).canonical(model_only=True)
+    with pytest.raises(NormalizationError, match=told):
+        reshard.convert(path, tmp_path / "m", model_only=True)
+    for words in (["diff", "--model", path, path], ["convert", "--model", path, tmp_path / "m"]):
+        assert isinstance(CliRunner().invoke(app, list(map(str, words))).exception, NormalizationError)
+    assert not (tmp_path / "m").exists()
+
+
+def test_there_may_be_nothing_to_compare(tmp_path: Path) -> None:
+    path = tmp_path / "e.pt"
+    torch.save({"epoch": 3}, path)
+    assert reshard.compare(path, path).is_empty is False
+    named = reshard.open(path).canonical()
+    report = reshard.compare(named, named)
+    assert report.is_empty
+    assert report.covers.startswith("nothing to compare: neither side has a tensor or another value; not compared: 1 (")
+    shown = CliRunner().invoke(app, ["diff", "--normalized", str(path), str(path)])
+    assert shown.exit_code
+    assert "nothing to compare" in str(shown.exception)
+    assert "the same" not in shown.stdout
