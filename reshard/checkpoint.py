@@ -191,12 +191,14 @@ class Checkpoint(Mapping[str, LazyTensor]):
         Args:
             globs: `*` also matches dots. Globs that begin with `!` exclude names.
 
-        Raises KeyMismatchError for a glob that matches no name, and where none is left.
+        Raises KeyMismatchError for a glob that matches no name, and where none is left, and OptionError if there is no
+        glob.
         """
         contents = self.contents
         extra = [alias for alias in self.aliases if alias not in contents.tensors]
         names = [*self, *extra, *self.objects, *contents.per_rank]
-        kept = chosen(names, globs_of(globs) or (), self.url)
+        wanted = globs_of(globs) or ()
+        kept = chosen(names, wanted, self.url)
         heirs: dict[str, str] = {}  # of tied tensors whose keeper is omitted, the first takes its place
         for name in filter(kept.__contains__, (*self, *extra)):
             first = self.aliases.get(name, name)
@@ -212,11 +214,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
             aliases=aliases,
             paths=paths,
             per_rank={key: values for key, values in contents.per_rank.items() if key in kept},
-            left_out=tuple(key for key in contents.left_out if is_selected(key, globs_of(globs) or ())),
+            left_out=tuple(key for key in contents.left_out if is_selected(key, wanted)),
             containers=contents.containers if len(kept) == len(names) else contents.containers_above(paths.values()),
         )
         part = Checkpoint(made, self.url)
-        part.made = f"{self.made}{globs}"
+        part.made = f"{self.made}{wanted}"
         return part
 
     def mapped(self, mapping: StateMapping) -> Checkpoint:

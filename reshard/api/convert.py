@@ -168,7 +168,7 @@ def convert(
     with phase("convert", path=target) as phases, group.together("convert"), checking.off(not check):
         check_options(overwrite=overwrite, resume=resume, check=check, progress=progress)
         check_options(normalized=normalized, model_only=model_only, mapping=mapping, hints=hints)
-        globs = globs_of(select or None) or ()
+        globs = globs_of(select) or ()
         wanted = None if dtype is None else full_name(dtype)
         name = ALSO_CALLED.get(format, format)
         onto = topology_of(onto) if isinstance(onto, str) else onto
