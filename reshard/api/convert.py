@@ -211,7 +211,7 @@ def _report(
 
 
 def _unexpected(job: ConvertJob, written: Contents) -> Iterator[str]:
-    """Say that files for Hugging Face tools have more tensors than the weights, or that torch.load has to run code."""
+    """Say what the readers of the format may not expect."""
     if job.writing.is_one_file:
         from reshard.formats.torch_save.writer import needs_code
 

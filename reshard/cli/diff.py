@@ -86,8 +86,7 @@ def diff(
     Reads both and compares names, shapes, dtypes, objects, and values. For each tensor that differs, prints the index
     of the first differing element, in global coordinates. --by-fingerprint is quick, but misses damage since the save.
 
-    Exits with 0 if both are the same, with 1 if they differ or one is damaged, and with 3 if there is nothing to
-    compare.
+    Exits with 0 if both are the same, with 1 if they differ or one is damaged, with 3 if there is nothing to compare.
     """
     import reshard
 
@@ -117,10 +116,7 @@ def diff(
         raise NormalizationError(f"{report.subject}: {report.covers}")
     if html is not None:
         html.write_text(report.to_html(), encoding="utf-8")
-    if as_json:
-        print_json(report_as_json(report))
-    else:
-        _print(report, by_fingerprint, bool(rtol or atol), limit)
+    _print(report, by_fingerprint, bool(rtol or atol), limit, as_json)
     print_written(html, as_json=as_json)
     if not report.ok:
         raise typer.Exit(1)
@@ -161,7 +157,10 @@ def _named(
     return [side.select(select) for side in sides] if select else sides
 
 
-def _print(report: CompareReport, is_unread: bool, is_within: bool, limit: int) -> None:
+def _print(report: CompareReport, is_unread: bool, is_within: bool, limit: int, as_json: bool) -> None:
+    if as_json:
+        print_json(report_as_json(report))
+        return
     covered, screen = report.covered, console()
     assert covered is not None
     if is_unread:

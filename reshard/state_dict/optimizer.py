@@ -170,10 +170,25 @@ def plan_optimizers(
     return OptimizerWrites(state, match.other, groups, report, places, is_placed)
 
 
-_OF_ONE_KIND = frozenset([
-    "alpha", "beta2_decay", "betas", "centered", "dampening", "etas", "history_size", "lambd", "lr_decay", "max_iter",
-    "momentum", "nesterov", "rho", "step_sizes", "t0",
-])  # fmt: skip
+_OF_ONE_KIND = frozenset(
+    [
+        "alpha",
+        "beta2_decay",
+        "betas",
+        "centered",
+        "dampening",
+        "etas",
+        "history_size",
+        "lambd",
+        "lr_decay",
+        "max_iter",
+        "momentum",
+        "nesterov",
+        "rho",
+        "step_sizes",
+        "t0",
+    ]
+)
 """Fields that some of torch's optimizers have and others do not, in every release of torch."""
 
 
@@ -185,8 +200,8 @@ def _check_kinds(live: LiveOptimizers, groups: Iterable[GroupWrite]) -> None:
             name = type(live.optimizers[write.optimizer]).__name__
             raise NormalizationError(
                 f"group {write.group} of optimizer {write.optimizer}{where()} was saved by an optimizer of another "
-                f"kind: it has {', '.join(theirs)}, and {name} needs {', '.join(own)}. Set the state of the kind of "
-                "optimizer that saved it, or pass StateDictOptions(strict=False) to keep the fields that the dict lacks"
+                f"kind: it has {', '.join(theirs)}, and {name} needs {', '.join(own)}. Set it on the kind of optimizer "
+                "that saved it, or pass StateDictOptions(strict=False)"
             )
 
 
