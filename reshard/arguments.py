@@ -266,4 +266,6 @@ def globs_of(select: str | Iterable[str] | None) -> tuple[str, ...] | None:
     globs = None if globs is None else tuple(globs)
     if odd := [glob for glob in globs or () if not isinstance(glob, str)]:
         raise OptionError(f"select must be a glob or a list of globs, but contains {odd[0]!r}")
+    if globs == ():
+        raise OptionError("select is empty, which leaves nothing: leave it out to take everything")
     return globs

@@ -76,6 +76,8 @@ class NormalizedState(dict[str, Any]):
     """What errors say where a checkpoint is expected."""
     notes: tuple[str, ...] = ()
     """What could not be done, such as padding that could not be removed and incomplete lists."""
+    left_out: tuple[str, ...] = ()
+    """Keys of what belongs to neither model nor optimizer, such as an epoch."""
 
 
 class StateMapping(Protocol):
@@ -189,12 +191,14 @@ class Checkpoint(Mapping[str, LazyTensor]):
         Args:
             globs: `*` also matches dots. Globs that begin with `!` exclude names.
 
-        Raises KeyMismatchError for a glob that matches no name, and where none is left.
+        Raises KeyMismatchError for a glob that matches no name, and where none is left, and OptionError if there is no
+        glob.
         """
         contents = self.contents
         extra = [alias for alias in self.aliases if alias not in contents.tensors]
         names = [*self, *extra, *self.objects, *contents.per_rank]
-        kept = chosen(names, globs_of(globs) or (), self.url)
+        wanted = globs_of(globs) or ()
+        kept = chosen(names, wanted, self.url)
         heirs: dict[str, str] = {}  # of tied tensors whose keeper is omitted, the first takes its place
         for name in filter(kept.__contains__, (*self, *extra)):
             first = self.aliases.get(name, name)
@@ -210,10 +214,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
             aliases=aliases,
             paths=paths,
             per_rank={key: values for key, values in contents.per_rank.items() if key in kept},
+            left_out=tuple(key for key in contents.left_out if is_selected(key, wanted)),
             containers=contents.containers if len(kept) == len(names) else contents.containers_above(paths.values()),
         )
         part = Checkpoint(made, self.url)
-        part.made = f"{self.made}{globs}"
+        part.made = f"{self.made}{wanted}"
         return part
 
     def mapped(self, mapping: StateMapping) -> Checkpoint:
@@ -242,7 +247,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             NormalizationError: a hint is missing or wrong. The message names it and shows what it looks like.
             CorruptCheckpointError: parts of a tensor are missing or do not fit together.
         """
-        from reshard.formats.normalize import normalize
+        from reshard.formats.normalize import normalize, without_name
 
         found = normalize(self.contents, hints, self.url)
         state = {
@@ -252,7 +257,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         groups = [{name: read_value(value) for name, value in group.items()} for group in found.groups]
         result = NormalizedState(model={fqn: LazyTensor(tensor) for fqn, tensor in found.model.items()})
         result["optim"] = {"state": state, "param_groups": groups}
-        result.notes = tuple(found.notes)
+        result.notes, result.left_out = tuple(found.notes), without_name(self.contents)
         return result
 
     def canonical(self, hints: Mapping[str, Any] | None = None, *, model_only: bool = False) -> Checkpoint:
@@ -263,13 +268,13 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
         Raises the errors of `normalized`.
         """
-        from reshard.formats.normalize import beside, canonical_contents
+        from reshard.formats.normalize import canonical_contents, without_name
 
         check_options(model_only=model_only)
         found = canonical_contents(self.contents, hints, self.url, model_only=model_only)
-        if lost := () if model_only else (*found.left_out, *beside(self.contents)):
+        if lost := () if model_only else without_name(self.contents):
             words = f"{format_names(lost)} of {self.url} belong to neither model nor optimizer: load them from there"
-            found = replace(found, warnings=(*found.warnings, words))
+            found = replace(found, warnings=(*found.warnings, words), left_out=lost)
         made = Checkpoint(replace(found, checking=self.contents.checking, files=self.contents.files), self.url)
         made.made = f"{self.made}{hints, model_only}"
         return made

@@ -35,7 +35,7 @@ from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.api.transfer_memory import held_parts
 from reshard.arguments import check_options, renamed
-from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint, save_of
+from reshard.checkpoint import Checkpoint, CheckpointSource, NormalizedState, open as open_checkpoint, save_of
 from reshard.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -84,6 +84,7 @@ WINDOW_BYTES = 32 << 20
 _IN_MEMORY = "the state dict"
 _BOTH = ("the first state dict", "the second state dict")
 _NOWHERE = "was not compared: no rank has it on both sides"
+_NOTHING = "nothing to compare: neither side has a tensor or another value"
 _WITHOUT_GROUP = "compare without process_group=, in which only ranks with sharded tensors take part"
 _SMALL_BYTES = 64 << 10
 """Stored tensors up to this size are compared as bytes first, together with their neighbors in the files."""
@@ -201,23 +202,29 @@ def compare_sides(
     each = (found.of_tensor(name, is_shared=group is not None) for name in both if name not in foreign)
     findings += [finding for finding in each if finding is not None]
     findings += found.on_others
-    open_: list[str] = []
-    if foreign:
-        names = format_names(sorted(foreign))
-        open_.append(
-            f"{names}, whose elements another rank will overwrite, as DistributedDataParallel does with buffers"
-        )
-    if others := _ranks_left_open(left, right, group):
-        open_.append(f"values of other ranks: {format_names(others)}")
-    left_open = "; ".join(f"not compared: {text}" for text in open_)
+    left_open = "; ".join(f"not compared: {text}" for text in _left_open(left, right, sorted(foreign), group))
     within = "bit by bit" if exact else f"within rtol={rtol}, atol={atol}"
+    is_empty = not any(its.nbytes or its.objects or its.own for its in (left.names, right.names))
     return CompareReport(
         subject, tuple(findings), len(both), Coverage(total, found.read_bytes, found.read_bytes, leaves_open=left_open),
-        _in_words(found, total, left_open, within),
+        "; ".join(filter(None, (_NOTHING, left_open))) if is_empty else _in_words(found, total, left_open, within),
         _prefix_hint(left, right) or _dtype_hint(findings, left, right, common if group is None else ()),
         found.measures() if is_measured else None,
         (left.label, right.label), {name: one.error for name, one in found.totals.items() if one.is_damage},
+        is_empty,
     )  # fmt: skip
+
+
+def _left_open(left: _Side, right: _Side, foreign: Sequence[str], group: Group | None) -> Iterator[str]:
+    """Say what was not compared."""
+    for side in (left, right):
+        if side.left_out:
+            yield f"{format_names(side.left_out)} of {side.label}, {side.why_left_out}"
+    if foreign:
+        words = "whose elements another rank will overwrite, as DistributedDataParallel does with buffers"
+        yield f"{format_names(foreign)}, {words}"
+    if others := _ranks_left_open(left, right, group):
+        yield f"values of other ranks: {format_names(others)}"
 
 
 def _in_words(found: _JointFindings, total: int, left_open: str, within: str) -> str:
@@ -238,6 +245,8 @@ class CompareReport(Report):
     labels: tuple[str, str] = ("", "")
     damaged: Mapping[str, str] = field(default_factory=dict)
     """The tensors that were not compared because a side is damaged there, with the errors. `findings` has them too."""
+    is_empty: bool = False
+    """Whether neither side has a tensor or another value, so that there was nothing to compare."""
 
     @property
     def _problem(self) -> str:
@@ -599,6 +608,7 @@ class _Side:
         self.own: Mapping[str, Mapping[int, Any]]
         self.foreign: set[str] = set()
         self.is_one_rank_s = False
+        self.why_left_out = "which belong to neither model nor optimizer"
         if not isinstance(source, str | os.PathLike | Storage | Mapping):
             got = state_instead_of(source)
             raise option_error(f"compare: {name} must be a path, Checkpoint, or state dict, got {got}", StorageError)
@@ -617,7 +627,7 @@ class _Side:
         sharded = [key for key, value in values.items() if is_sharded(value)]
         if sharded and group is None:
             raise LayoutError(f"{sharded[0]!r} is sharded: call reshard.compare(path, state), on all ranks")
-        self.label = _IN_MEMORY
+        self.label, self.left_out = _IN_MEMORY, source.left_out if isinstance(source, NormalizedState) else ()
         self.tensors = {
             k: _HeldBoxes.of(k, v, group) if group is not None and is_sharded(v) else v
             for k, v in values.items()
@@ -644,6 +654,9 @@ class _Side:
         self.objects = _values(checkpoint.objects) | {key: [] for key in empty_sequences(contents.containers, paths)}
         self.own = contents.per_rank
         self.fingerprints = checkpoint.fingerprints or {}
+        self.left_out = contents.left_out
+        if checkpoint.format != "normalized":
+            self.why_left_out = "which cannot be read here"
 
 
 def _values(objects: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
+from glob import escape
 from typing import Any
 
 import torch.distributed as dist
@@ -74,7 +75,7 @@ class ConvertReport(WrittenReport, CheckedReport):
     """Keys of containers whose class the format does not record, such as a named tuple: that class, and the builtin
     one that was written."""
     warnings: tuple[str, ...]
-    """Warnings about the source."""
+    """Warnings about the source, and about what was written."""
 
     def __repr__(self) -> str:
         """One line."""
@@ -167,7 +168,7 @@ def convert(
     with phase("convert", path=target) as phases, group.together("convert"), checking.off(not check):
         check_options(overwrite=overwrite, resume=resume, check=check, progress=progress)
         check_options(normalized=normalized, model_only=model_only, mapping=mapping, hints=hints)
-        globs = globs_of(select or None) or ()
+        globs = globs_of(select) or ()
         wanted = None if dtype is None else full_name(dtype)
         name = ALSO_CALLED.get(format, format)
         onto = topology_of(onto) if isinstance(onto, str) else onto
@@ -210,7 +211,14 @@ def _report(
 
 
 def _unexpected(job: ConvertJob, written: Contents) -> Iterator[str]:
-    """Say that files for Hugging Face tools have more tensors than the weights."""
+    """Say what the readers of the format may not expect."""
+    if job.writing.is_one_file:
+        from reshard.formats.torch_save.writer import needs_code
+
+        if keys := needs_code(written.objects):
+            globs = [*(job.select or ("*",)), *("!" + escape(key) for key in keys)]
+            names = format_names(keys, 20)
+            yield f"torch.load needs weights_only=False for: {names}. To leave them out: select={globs}"
     if job.format != ALSO_CALLED["huggingface"]:
         return
     sections = find_sections(written)

@@ -262,6 +262,7 @@ class _Load:
             resized=tuple(targets.resized),
             retyped=match.retyped,
             skipped=checkpoint.contents.skipped,
+            omitted=checkpoint.contents.left_out,
             phases=current.get(),
         )
 
@@ -453,6 +454,8 @@ class LoadReport(FilledReport, CheckedReport):
     and None are not listed."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Newer steps of the run, by the names of their folders, and why none of them was loaded instead."""
+    omitted: tuple[str, ...] = ()
+    """Keys that are at `path` and not in the checkpoint that was passed, such as an epoch beside canonical names."""
     bytes_received: int = 0
     """Bytes of elements that other ranks read for this one: ranks of its host or, with `read_once`,
     of the job."""
@@ -482,8 +485,8 @@ class LoadReport(FilledReport, CheckedReport):
         extra = [name for name in self.unexpected if name not in self.not_requested]
         odd = self._first_of_each("missing")
         odd += [f"unexpected {format_names(extra)}"] if extra else []
-        kinds = ("not_requested", "outside", "mismatched", "dropped", "cast", "replaced", "resized", "skipped")
-        odd += self._first_of_each(*kinds)
+        odd += self._first_of_each("not_requested", "outside", "mismatched", "dropped", "cast")
+        odd += self._first_of_each("replaced", "resized", "skipped", "omitted")
         if self.retyped:
             names = [f"{key}: saved {saved}, not {other}" for key, (saved, other) in self.retyped.items()]
             odd.append(f"retyped {format_names(names)}")

@@ -157,8 +157,6 @@ class SaveOptions(_Agreed):
             object.__setattr__(self, "select", globs_of(self.select))
         if self.base is not None and not isinstance(self.base, str | os.PathLike):
             raise OptionError(f'base must be "auto" or the path of a checkpoint, got {format_value(self.base)}')
-        if self.select == ():
-            raise OptionError("select is empty: nothing would be saved; leave it out to save everything")
 
     @property
     def globs(self) -> tuple[str, ...] | None:

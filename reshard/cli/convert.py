@@ -117,7 +117,7 @@ def convert(
             format=cast("FormatName", format),
             mapping=mapping if not plain.stages else plain | (mapping or Mapping()),
             onto=None if onto is None else arguments.side(onto, arguments.rules_of(rule)),
-            select=select,
+            select=select or None,
             dtype=dtype,
             normalized=normalized,
             model_only=model,

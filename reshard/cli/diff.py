@@ -36,7 +36,7 @@ from reshard.cli.show import (
     report_as_json,
     size,
 )
-from reshard.errors import CorruptCheckpointError
+from reshard.errors import CorruptCheckpointError, NormalizationError
 from reshard.live.garbage_collection import gc_paused
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def diff(
     Reads both and compares names, shapes, dtypes, objects, and values. For each tensor that differs, prints the index
     of the first differing element, in global coordinates. --by-fingerprint is quick, but misses damage since the save.
 
-    Exits with 0 if both are the same, and with 1 if they differ or one is damaged.
+    Exits with 0 if both are the same, with 1 if they differ or one is damaged, with 3 if there is nothing to compare.
     """
     import reshard
 
@@ -112,12 +112,11 @@ def diff(
             executor=executor,
             progress=not as_json,
         )
+    if report.is_empty:
+        raise NormalizationError(f"{report.subject}: {report.covers}")
     if html is not None:
         html.write_text(report.to_html(), encoding="utf-8")
-    if as_json:
-        print_json(report_as_json(report))
-    else:
-        _print(report, by_fingerprint, bool(rtol or atol), limit)
+    _print(report, by_fingerprint, bool(rtol or atol), limit, as_json)
     print_written(html, as_json=as_json)
     if not report.ok:
         raise typer.Exit(1)
@@ -151,16 +150,17 @@ def _named(
     select: Any,
 ) -> list[Any]:
     """Return the sides under the names by which they are compared."""
-    if model or (normalized and (select or mapping is not None)):
+    if model or normalized:
         kinds = zip(sides, (names or ":").split(":"))
         sides = [side.canonical(arguments.stored_hints(kind, given), model_only=model) for side, kind in kinds]
-    elif normalized:
-        sides = [side.normalized(given) for side in sides]
     sides = sides if mapping is None else [mapping.apply(sides[0]), *sides[1:]]
     return [side.select(select) for side in sides] if select else sides
 
 
-def _print(report: CompareReport, is_unread: bool, is_within: bool, limit: int) -> None:
+def _print(report: CompareReport, is_unread: bool, is_within: bool, limit: int, as_json: bool) -> None:
+    if as_json:
+        print_json(report_as_json(report))
+        return
     covered, screen = report.covered, console()
     assert covered is not None
     if is_unread:
@@ -175,6 +175,8 @@ def _print(report: CompareReport, is_unread: bool, is_within: bool, limit: int) 
         shown = dataclasses.replace(report, findings=tuple(different), hint=hint)
         right = _verdict(covered, is_within) if report.ok else ""
         print_report(shown, right=right, of=" in common", limit=limit, more="--limit or --json")
+    if covered.leaves_open:
+        print_text(screen, arguments.in_words_of_the_command_line(covered.leaves_open), "note", "yellow")
 
 
 def _damage(report: CompareReport) -> Iterator[str]:

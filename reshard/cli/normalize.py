@@ -6,6 +6,7 @@ from typing import Any
 
 from reshard.cli.arguments import AsJson, Depth, HintOption, Select, Source, Step, newest, read_hints
 from reshard.cli.show import PrintedLeaf, console, counted, print_json, print_text, print_tree, short, size
+from reshard.errors import format_names
 
 __all__ = ["normalize"]
 
@@ -37,8 +38,8 @@ def normalize(
             for fqn in [fqn for fqn in each if fqn not in kept]:
                 del each[fqn]
     if as_json:
-        shown = map_leaves(_plain, state)
-        print_json({"path": checkpoint.url, "format": checkpoint.format, "notes": state.notes, **shown})
+        shown = {"notes": state.notes, "left_out": state.left_out, **map_leaves(_plain, state)}
+        print_json({"path": checkpoint.url, "format": checkpoint.format, **shown})
         return
     screen = console()
     print_text(screen, f"format {checkpoint.format}", checkpoint.url, "bold")
@@ -53,7 +54,8 @@ def normalize(
         leaves[("optim", "param_groups", str(i))] = PrintedLeaf(
             f"{counted(len(group.get('params', ())), 'parameter')}, {short(shown, 90)}"
         )
-    print_tree(screen, leaves, depth, state.notes)
+    lost = [f"not shown: {format_names(state.left_out)}, which belong to neither model nor optimizer"]
+    print_tree(screen, leaves, depth, [*state.notes, *(lost if state.left_out else ())])
 
 
 def _leaf(value: Any) -> PrintedLeaf:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from planners.errors import PlanError
-from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError, ReshardError
+from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError, ReshardError, format_names
 from reshard.formats.canonical import Canonical, Hints
 from reshard.formats.format import Format
 from reshard.formats.generic import normalize_generic
@@ -23,7 +23,7 @@ from reshard.state import KeyPath
 from reshard.stored.contents import Contents, unknown_class
 from reshard.stored.tensor import StoredTensor
 
-__all__ = ["beside", "canonical_contents", "keep_beside", "normalize"]
+__all__ = ["beside", "canonical_contents", "keep_beside", "normalize", "without_name"]
 
 
 def normalize(
@@ -92,9 +92,15 @@ def canonical_contents(contents: Contents, hints: Mapping[str, Any] | None, url:
     """The keys are "model.<fqn>", "optim.state.<fqn>.<name>" and "optim.param_groups.<i>.<name>"; with `model_only`,
     the model's tensors alone, under their bare names. Tied tensors are listed once, as in the checkpoint.
 
-    Raises NormalizationError where a hint is missing.
+    Raises NormalizationError where a hint is missing, and with `model_only`, if there is no model.
     """
     found = normalize(contents, hints, url, model_only=model_only)
+    if model_only and not found.model:
+        names = format_names([*contents.tensors, *contents.objects])
+        raise NormalizationError(
+            f"{url} has no model: of its names, {names}, none is that of a parameter. Pass the checkpoint that has the "
+            "model, or leave out model_only=True"
+        )
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, Any] = {}
     paths: dict[str, tuple[Any, ...]] = {}
@@ -175,6 +181,11 @@ def beside(contents: Contents) -> Iterable[str]:
     """Return the keys of what is neither a part of a model nor of an optimizer."""
     format = find_format(contents.format)
     return _by_names(contents) if format is None or format.beside is None else format.beside(contents)
+
+
+def without_name(contents: Contents) -> tuple[str, ...]:
+    """Return the keys of what has no canonical name."""
+    return (*contents.per_rank, *beside(contents))
 
 
 def _by_names(contents: Contents) -> Iterator[str]:

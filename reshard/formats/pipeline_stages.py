@@ -179,22 +179,25 @@ def _offsets(stages: list[_SavedStage], hints: Hints) -> dict[tuple[int, str], i
     given = hints.mapping("layer_offsets")
     out: dict[tuple[int, str], int] = {}
     seen: dict[str, set[int]] = {}
-    done: dict[str, int] = {}
     for stage in stages:
         hinted = find_scope(given, stage.number)
         for head, numbers in stage.layers().items():
-            before, known = done.get(head, 0), seen.setdefault(head, set())
+            known = seen.setdefault(head, set())
+            before = max(known, default=-1) + 1
             begins_anew = min(numbers) < before
-            if hinted is None and begins_anew and not numbers & known:  # as stages with several parts of the model
+            offset = int(hinted) if hinted is not None else before * begins_anew
+            both = known | {number + offset for number in numbers}
+            has_gap = len(both) <= max(both) - min(both)
+            # as stages with several parts of the model, or with layers in common
+            if hinted is None and begins_anew and (has_gap or not numbers & known):
                 hints.missing(
                     "layer_offsets",
                     f"{head!r} has layers {sorted(known)} in earlier stages and {sorted(numbers)} in stage "
                     f"{stage.number}, which may count as the whole model does, or by itself",
-                    f"{{{stage.number}: 0}}",
+                    f"{{{stage.number}: {before - min(numbers) if numbers & known else 0}}}",
                 )
-            out[stage.number, head] = int(hinted) if hinted is not None else before * begins_anew
-            done[head] = max(before, max(numbers) + 1 + out[stage.number, head])
-            known |= numbers
+            out[stage.number, head] = offset
+            known |= both
     return out
 
 

@@ -141,7 +141,7 @@ def plan_optimizers(
     Raises KeyMismatchError for parameters that the dict says nothing about, names that the model
     does not have and state that an optimizer has no use for (all three only if strict), and for
     state that is incomplete or of a wrong shape; NormalizationError for groups that contradict each
-    other.
+    other or, if strict, are those of an optimizer of another kind.
     """
     saved = read_saved(given, live)
     match = _OptimizerMatch(live, saved)
@@ -153,6 +153,8 @@ def plan_optimizers(
     if faults or (options.strict and (match.missing or match.lost or match.strangers or match.unused)):
         raise KeyMismatchError(_message(live, match, faults, options.strict))
     groups = [] if outlines else plan_groups(live, saved)
+    if options.strict:
+        _check_kinds(live, groups)
     report = OptimizerReport(
         missing=(*match.missing, *match.lost),
         without_state=tuple(match.without_state),
@@ -166,6 +168,41 @@ def plan_optimizers(
     state = [] if outlines else joined_pieces(match.state) if live.live.pieces_of else match.state
     is_placed = any(isinstance(one, LazyOptimizerState) for one in (given, given.get("state")))
     return OptimizerWrites(state, match.other, groups, report, places, is_placed)
+
+
+_OF_ONE_KIND = frozenset(
+    [
+        "alpha",
+        "beta2_decay",
+        "betas",
+        "centered",
+        "dampening",
+        "etas",
+        "history_size",
+        "lambd",
+        "lr_decay",
+        "max_iter",
+        "momentum",
+        "nesterov",
+        "rho",
+        "step_sizes",
+        "t0",
+    ]
+)
+"""Fields that some of torch's optimizers have and others do not, in every release of torch."""
+
+
+def _check_kinds(live: LiveOptimizers, groups: Iterable[GroupWrite]) -> None:
+    """Raise NormalizationError if a group has fields of another kind of optimizer, and not those of its own."""
+    for write in groups:
+        theirs, own = (sorted(_OF_ONE_KIND.intersection(names)) for names in (write.added, write.kept))
+        if theirs and own:
+            name = type(live.optimizers[write.optimizer]).__name__
+            raise NormalizationError(
+                f"group {write.group} of optimizer {write.optimizer}{where()} was saved by an optimizer of another "
+                f"kind: it has {', '.join(theirs)}, and {name} needs {', '.join(own)}. Set it on the kind of optimizer "
+                "that saved it, or pass StateDictOptions(strict=False)"
+            )
 
 
 class _OptimizerMatch:

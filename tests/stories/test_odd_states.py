@@ -91,6 +91,12 @@ class TestSaving:
     def test_a_selection_of_nothing(self, tmp_path):
         with pytest.raises(CheckpointError, match="select is empty"):
             reshard.save({"a": 1}, tmp_path / "c", select=[])
+        reshard.save({"a": 1}, tmp_path / "c")
+        with pytest.raises(OptionError, match="select is empty"):
+            reshard.open(tmp_path / "c").select([])
+        with pytest.raises(OptionError, match="select is empty"):
+            reshard.convert(tmp_path / "c", tmp_path / "d", select=[])
+        assert list(reshard.open(tmp_path / "c").select(glob for glob in ["a"]).objects) == ["a"]
 
     def test_the_one_name_that_safetensors_has_taken(self, tmp_path):
         with pytest.raises(FormatError, match="__metadata__"):

@@ -19,7 +19,7 @@ from planners.geometry.layout import TensorSpec
 from reshard.errors import FormatError
 from reshard.formats.format import Writing
 from reshard.live.dtypes import as_array, dtype_from_name, dtype_name, row_major_bytes
-from reshard.live.tree import builtin_kinds, unflatten, unresolved_class
+from reshard.live.tree import builtin_kinds, nested, unflatten, unresolved_class
 from reshard.state import KeyPath
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents, Record
@@ -38,8 +38,8 @@ from reshard.stored.tensor import Extent
 
 __all__ = [
     "WRITING", "ArchiveWriter", "ArchivesWriter", "NestsWriter", "TensorStub", "TorchSaveWriter", "begin_archive",
-    "end_archive", "nest_of", "paths_in_order", "pickled_state", "pickled_tensor", "refused_objects", "save_tensor",
-    "tensor_record", "with_sums", "written_crc",
+    "end_archive", "needs_code", "nest_of", "paths_in_order", "pickled_state", "pickled_tensor", "refused_objects",
+    "save_tensor", "tensor_record", "with_sums", "written_crc",
 ]  # fmt: skip
 
 
@@ -121,6 +121,25 @@ def nest_of(
         tensor = contents.find(key) if key in places else None
         leaves[path] = contents.objects[key] if tensor is None else TensorStub(tensor.spec, places[key])
     return unflatten(leaves, containers)
+
+
+_PLAIN = frozenset([bool, dict, float, int, list, str, tuple, type(None)])
+
+
+def needs_code(objects: Mapping[str, Any]) -> list[str]:
+    """Keys of objects that `torch.load(weights_only=True)` refuses, such as NumPy's."""
+    out: list[str] = []
+    for key, value in objects.items():
+        if {type(part) for part in nested(value)} <= _PLAIN:
+            continue
+        file = io.BytesIO()
+        torch.save(value, file)
+        file.seek(0)
+        try:
+            torch.load(file, weights_only=True)
+        except pickle.UnpicklingError:
+            out.append(key)
+    return out
 
 
 def with_sums(regions: Iterable[Region]) -> list[tuple[Region, int | None]]:

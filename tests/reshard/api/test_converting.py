@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -12,10 +13,12 @@ import sys
 import time
 import zipfile
 from collections import OrderedDict, deque
+from datetime import datetime, timedelta
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -113,6 +116,25 @@ def test_values_of_each_rank_have_no_canonical_names(tmp_path: Path) -> None:
     assert set(report.omitted) == {"rng", "at"}
     report = reshard.convert(tmp_path / "saved", tmp_path / "model", model_only=True)
     assert not report.omitted, "only the model was asked for"
+
+
+def test_keys_that_torch_load_refuses_are_named(tmp_path: Path) -> None:
+    safe = {"w": torch.ones(2), "epoch": 3, "names": {"a"}, "order": OrderedDict(a=[b"x", 1.5, None])}
+    values = [np.arange(3), [np.float64(1)], {"at": datetime(2020, 1, 1)}, timedelta(1), range(3), frozenset([1])]
+    odd = {f"odd.{i}": value for i, value in enumerate([*values, np.random.RandomState(0).get_state()])}
+    reshard.save(safe | odd, tmp_path / "c")
+    target = tmp_path / "c.pt"
+    report = reshard.convert(tmp_path / "c", target, format="torch_save")
+    (words,) = report.warnings
+    keys = "'odd.0', 'odd.1.0', 'odd.2.at', 'odd.3', 'odd.4', 'odd.5', 'odd.6.1'"
+    assert words.startswith(f"torch.load needs weights_only=False for: 7 ({keys}). To leave them out: select=['*', '!")
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(target, weights_only=True)
+    globs = ast.literal_eval(words.partition("select=")[2])
+    report = reshard.convert(tmp_path / "c", target, format="torch_save", select=globs, overwrite=True)
+    assert report.warnings == ()
+    loaded = torch.load(target, weights_only=True)
+    assert_same({key: loaded[key] for key in safe}, safe)
 
 
 @pytest.mark.parametrize("format", ["native", "dcp", "torch_save"])

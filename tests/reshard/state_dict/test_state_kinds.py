@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from reshard.errors import KeyMismatchError
+from reshard.errors import KeyMismatchError, NormalizationError
 from reshard.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from tests.reshard.state_dict.test_layouts import assert_same
 from tests.reshard.state_dict.torch_optimizers import CLASSES, OPTIONS, make, step, takes
@@ -223,3 +223,35 @@ def test_state_beside_that_of_a_class_of_torch_goes_into_a_fresh_optimizer(by_ho
     momentum.step()
     with pytest.raises(KeyMismatchError, match="Unexpected key: state 'momentum_buffer'"):  # of another class of torch
         set_optimizer_state_dict(*made(), get_optimizer_state_dict(model, momentum))
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(
+    ("saved", "live", "theirs", "own"),
+    [
+        ("SGD", "AdamW", "dampening, momentum, nesterov", "betas"),
+        ("SGD", "RMSprop", "dampening, nesterov", "alpha, centered"),
+        ("Adam", "Adagrad", "betas", "lr_decay"),
+    ],
+)
+def test_groups_of_another_kind_are_refused(saved: str, live: str, theirs: str, own: str, flat: bool) -> None:
+    """SGD's were taken by AdamW, which has state of no parameter then."""
+    model, optimizer = warm(saved, {}, 0)
+    state = get_optimizer_state_dict(model, optimizer, options=FLAT if flat else None)
+    model, optimizer = warm(live, {}, 1 if live == "AdamW" else 0)
+    before = copy.deepcopy(optimizer.state_dict())
+    words = rf"group 0 of optimizer 0 was saved by .* kind: it has {theirs}, and {live} needs {own}\. "
+    with pytest.raises(NormalizationError, match=words):
+        set_optimizer_state_dict(model, optimizer, state)
+    assert_same(optimizer.state_dict(), before)
+    set_optimizer_state_dict(model, optimizer, state, options=LENIENT)
+
+
+def test_groups_of_a_related_kind_or_another_release_are_taken() -> None:
+    """Only fields that tell kinds apart count, and only if some are there and others lack."""
+    for saved, live in (("Adam", "AdamW"), ("Adam", "NAdam"), ("AdamW", "RAdam")):
+        model, optimizer = warm(saved, {}, 0)
+        state = get_optimizer_state_dict(model, optimizer)
+        state["param_groups"][0] |= {"initial_lr": 1.0, "momentum": 0.5}
+        state["param_groups"][0].pop("maximize")
+        set_optimizer_state_dict(*warm(live, {}, 0), state)

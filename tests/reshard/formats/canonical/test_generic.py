@@ -317,6 +317,22 @@ def test_offsets_that_give_a_layer_to_two_stages(tmp_path: Path) -> None:
     assert opened.normalized({"layer_offsets": {1: 2}})["model"]["layers.3.w"][...].equal(W + 3)
 
 
+@pytest.mark.parametrize(("first", "second"), [((0, 1), (1, 2)), ((0, 2), (0, 2)), ((0, 1, 2), (1,))])
+def test_stages_whose_numbers_would_leave_a_gap(
+    first: tuple[int, ...], second: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Layers 1 and 2 of a second stage became 3 and 4, after 0 and 1."""
+    for stage, numbers in enumerate((first, second)):
+        torch.save({"model": {f"layers.{n}.w": W + n for n in numbers}}, tmp_path / f"stage_{stage}.pt")
+    opened = checkpoint.open(tmp_path)
+    offset = max(first) + 1 - min(second)
+    words = rf"has layers .* in stage 1, .*\(hints=\{{'layer_offsets': \{{1: {offset}\}}\}}\)"
+    with pytest.raises(NormalizationError, match=words):
+        opened.normalized()
+    found = opened.normalized({"layer_offsets": {1: offset}})["model"]
+    assert list(found) == [f"layers.{n}.w" for n in (*first, *(n + offset for n in second))]
+
+
 def test_stages_with_several_parts_of_the_model(tmp_path: Path) -> None:
     """Their layers alternate; the second stage's were taken for layers 4 and 6."""
     for stage in range(2):
