@@ -30,6 +30,7 @@ from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint, save_of
 from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, format_ranks
 from reshard.live.dtypes import DROPS, dtype_from_name, lossy_cast, refused_cast
+from reshard.live.plain_data import UNSUPPORTED_TENSORS
 from reshard.live.state import OwnState, Targets, like_fresh
 from reshard.live.tensors import LiveTensor, tensor_class
 from reshard.live.tree import (
@@ -338,6 +339,8 @@ def match_keys(
 
 def needs_code(kind: str) -> str:
     """Return what to say of an object whose class is not known here."""
+    if kind in UNSUPPORTED_TENSORS:
+        return f"saved as {UNSUPPORTED_TENSORS[kind]}"
     return (
         f"saved as an object of {kind}, which only code can rebuild, and reshard runs no code from a checkpoint: "
         "leave the key out of the state to load, and save such objects as plain data"
@@ -693,6 +696,8 @@ def _kinds(match: KeyMatch) -> dict[str, str]:
         saved = next((kind for kind, its in kinds.items() if name in its), "")
         own = {"a tensor": targets.tensors, "a PerRank value": targets.per_rank}
         found = next((kind for kind, its in own.items() if key in its), "")
+        if saved == "a plain value":
+            saved = UNSUPPORTED_TENSORS.get(unknown_class(checkpoint.objects[name]) or "", saved)
         if saved and saved != (found or "a plain value"):
             found = found or class_name(targets.live(key))
             out[key] = f"   (saved as {saved}, but the target has {found})"

@@ -17,6 +17,7 @@ from reshard.formats.format import Format, Writing, at_top, check_index, not_ope
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, make_place
 from reshard.formats.torch_save.pickles import StorageRef, TensorRef, load_pickle_at, plain
 from reshard.live.dtypes import dtype_name
+from reshard.live.plain_data import UNSUPPORTED_TENSORS
 from reshard.live.tree import Flat, flatten
 from reshard.state import KeyPath
 from reshard.storage.base import Storage
@@ -241,6 +242,8 @@ def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Facts = NO
     warnings = tuple(
         f"{format_count(len(keys), 'object')} of {path}, whose class is not known here, can only be read as plain "
         f"data: {keys[0]!r}"
+        if path not in UNSUPPORTED_TENSORS
+        else f"{format_count(len(keys), 'object')} cannot be read: {keys[0]!r} is {UNSUPPORTED_TENSORS[path]}"
         for path, keys in unknown.items()
     )
     return found.build(name, facts, warnings=warnings)
