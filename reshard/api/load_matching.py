@@ -512,6 +512,8 @@ class Mismatches:
         if options.dry_run or not (missing or unexpected or self.mismatched):
             if idle and group.rank == 0:
                 _log.warning("reshard.load: no key matches strict=%s", ", ".join(map(repr, idle)))
+            if self.missing and match.names and not self.used and group.rank == 0:
+                _log.warning("reshard.load: nothing was loaded: the state has no name of %s", match.checkpoint.url)
             return truth
         kind = options.wording.mismatch_error if self.mismatched else KeyMismatchError
         error = kind(self._message(match, missing, unexpected, idle, group, options.wording))

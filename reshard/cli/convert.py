@@ -106,6 +106,8 @@ def convert(
     mapping, plain = arguments.mapping_of(names, config, naming), arguments.dequantized(dequantize, dtype)
     engine, source = arguments.executor_on(on), arguments.newest(source, step)
     kept: list[str] = []
+    if dequantize and [*plain.apply(whole := reshard.open(source))] == [*whole]:
+        print_text(console(stderr=as_json), "--dequantize has no effect: no tensor is quantized", "note", "yellow")
     if names is not None and mapping is not None:
         opened = reshard.open(source)
         named = opened.canonical(hints, model_only=model) if model or normalized else opened

@@ -77,11 +77,12 @@ def verify(
     else:
         right = ""
         if (covered := report.covered) is not None:
-            verdict = _verdict(covered, against if report.ok else None)
-            right = "; ".join(filter(None, (verdict, covered.leaves_open)))
+            right = _verdict(covered, against if report.ok else None)
         if not report.ok:
             print_text(console(), as_given(_failure(report, right, against), path), style="red")
         print_report(report, right=right, path=path)
+        for text in filter(None, covered.leaves_open.split("; ") if covered is not None else ()):
+            print_text(console(), text, "note", "yellow")
     if not report.ok:
         raise typer.Exit(1)
 
