@@ -507,14 +507,17 @@ def readable(checkpoint: Checkpoint) -> Checkpoint:
 def objects_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """Objects by name. The plain items of a list are one object: a list, or a dict by number if the list also has
     tensors."""
-    found, lists = dict[str, Any](), dict[str, dict[int, Any]]()
+    found: dict[str, Any] = {}
+    lists: dict[str, dict[int, Any]] = {}
     for name, value in checkpoint.objects.items():
         *_, last = checkpoint.contents.path_of(name) or (name,)
         if type(last) is int:
             lists.setdefault(name.rpartition(".")[0], {})[last] = value
         else:
             found[name] = value
-    return found | {name: [*its.values()] if [*its] == [*range(len(its))] else its for name, its in lists.items()}
+    for name, its in lists.items():
+        found[name] = [*its.values()] if [*its] == [*range(len(its))] else its
+    return found
 
 
 def open_among(path: StoragePath, place: int, ranks: int, *, step: int | None = None, check: bool = True) -> Checkpoint:

@@ -148,7 +148,8 @@ def difference_page(
     ]
     worst = sorted(other, key=lambda name: (name not in several, -measures[name].odd, -measures[name].relative, name))
     rows = [[name, *measures[name]] for name in worst[:_MAX_ROWS]]
-    alike, read = not other and not findings, read.replace(" compared", "", 1)
+    alike = not other and not findings
+    read = read.replace(" compared", "", 1)
     words = "No difference was found" if alike else "They differ"
     return _page(
         "difference",

@@ -513,7 +513,8 @@ class Mismatches:
             if idle and group.rank == 0:
                 _log.warning("reshard.load: no key matches strict=%s", ", ".join(map(repr, idle)))
             if self.missing and match.names and not self.used and group.rank == 0:
-                _log.warning("reshard.load: nothing was loaded: the state has no name of %s", match.checkpoint.url)
+                url = match.checkpoint.url
+                _log.warning("reshard.load: nothing was loaded: the state has no name of %s", url)
             return truth
         kind = options.wording.mismatch_error if self.mismatched else KeyMismatchError
         error = kind(self._message(match, missing, unexpected, idle, group, options.wording))
@@ -699,7 +700,8 @@ def _kinds(match: KeyMatch) -> dict[str, str]:
         own = {"a tensor": targets.tensors, "a PerRank value": targets.per_rank}
         found = next((kind for kind, its in own.items() if key in its), "")
         if saved == "a plain value":
-            saved = UNSUPPORTED_TENSORS.get(unknown_class(checkpoint.objects[name]) or "", saved)
+            path = unknown_class(checkpoint.objects[name]) or ""
+            saved = UNSUPPORTED_TENSORS.get(path, saved)
         if saved and saved != (found or "a plain value"):
             found = found or class_name(targets.live(key))
             out[key] = f"   (saved as {saved}, but the target has {found})"

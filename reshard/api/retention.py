@@ -214,8 +214,9 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None) 
     if len(found) > keep_last and found[0].step is None:
         names = format_names([one.path.rpartition("/")[2] for one in found], limit=10)
         raise FormatError(
-            f"{folder}: the names of its checkpoints have no step numbers, so they may be unrelated, and prune removed "
-            f"none of {names}. Name the checkpoints of a run step-<number>, or remove these yourself"
+            f"{folder}: the names of its checkpoints have no step numbers, so they may be unrelated, and "
+            f"prune removed none of {names}. Name the checkpoints of a run step-<number>, or remove these "
+            "yourself"
         )
     kept = sorted(found, key=lambda one: one.created_unix_s)[-keep_last:]
     gone = remove_checkpoints(folder, [one.path for one in found[:-keep_last] if one not in kept], executor)

@@ -23,7 +23,9 @@ from reshard.errors import FormatError
 from reshard.live.dtypes import dtype_from_name, dtype_name
 from reshard.live.tree import MAX_DEPTH, CustomValue, typed
 
-__all__ = ["UNSUPPORTED_TENSORS", "are_equal", "array_bytes", "check_text", "decode_plain", "encode_plain"]
+__all__ = [
+    "UNSUPPORTED_TENSORS", "are_equal", "array_bytes", "check_text", "decode_plain", "encode_plain",
+]  # fmt: skip
 
 
 _LONG_INT_BITS = 4096
@@ -119,8 +121,9 @@ def _encode(value: Any, above: set[int], tensors: _Tensors) -> Any:
         return {"$dict": [[_encode(k, above, tensors), _encode(v, above, tensors)] for k, v in value.items()]}
     if isinstance(value, torch.Tensor):
         return tensors.encode(value)
-    if (unsupported := UNSUPPORTED_TENSORS.get(getattr(type(value), "path", ""))) is not None:  # as a pickle has it
-        raise FormatError(unsupported)
+    path = getattr(type(value), "path", "")
+    if path in UNSUPPORTED_TENSORS:  # a record of one
+        raise FormatError(UNSUPPORTED_TENSORS[path])
     raise FormatError(
         f"an object of type {type(value).__module__}.{type(value).__qualname__} is not plain data; {_fix(value)}"
     )
