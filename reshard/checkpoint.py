@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoint", "CheckpointSource", "LazyTensor", "NormalizedState", "chosen", "log_skipped", "log_unchecked",
-    "open", "open_among", "open_damaged", "ranks_that_saved", "readable", "save_of", "stored_layout",
+    "objects_of", "open", "open_among", "open_damaged", "ranks_that_saved", "readable", "save_of", "stored_layout",
 ]  # fmt: skip
 
 
@@ -306,7 +306,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             layout=layout,
             paths={name: [str(getattr(key, "value", key)) for key in path] for name, path in contents.paths.items()},
             values={
-                **{name: f"= {value!r:.60}" for name, value in shown.objects.items()},
+                **{name: f"= {value!r:.60}" for name, value in objects_of(shown).items()},
                 **{name: f"tied to {holder}, stored once" for name, holder in self.aliases.items()},
             },
             figures=[
@@ -507,6 +507,22 @@ def readable(checkpoint: Checkpoint) -> Checkpoint:
     made = Checkpoint(replace(kept, checking=replace(contents.checking, lost=errors)), checkpoint.url)
     made.run = checkpoint.run
     return made
+
+
+def objects_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Objects by name. The plain items of a list are one object: a list, or a dict by number if the list also has
+    tensors."""
+    found: dict[str, Any] = {}
+    lists: dict[str, dict[int, Any]] = {}
+    for name, value in checkpoint.objects.items():
+        *_, last = checkpoint.contents.path_of(name) or (name,)
+        if type(last) is int:
+            lists.setdefault(name.rpartition(".")[0], {})[last] = value
+        else:
+            found[name] = value
+    for name, its in lists.items():
+        found[name] = [*its.values()] if [*its] == [*range(len(its))] else its
+    return found
 
 
 def open_among(path: StoragePath, place: int, ranks: int, *, step: int | None = None, check: bool = True) -> Checkpoint:

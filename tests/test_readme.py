@@ -297,5 +297,5 @@ def test_the_example_for_an_engine_fills_two_replicas_of_fused_tensor_parallel_w
     gloo.run(_on_this_rank, 6, source + ENGINE_CHECK, str(tmp_path))
 
 
-def test_the_readme_has_a_program_for_the_first_checkpoint_and_one_for_a_job() -> None:
-    assert len([block for block in BLOCKS if block.values[1] == ROOT / "README.md"]) == 2
+def test_the_readme_has_programs_for_the_first_checkpoint_for_ranks_and_for_a_job() -> None:
+    assert len([block for block in BLOCKS if block.values[1] == ROOT / "README.md"]) == 3

@@ -99,7 +99,7 @@ def in_both_forms(layout: TensorLayout) -> str:
     form = _plain(layout)
     if isinstance(form, ProductForm):
         axes = [(axis, placement) for axis, placement in zip(form.mesh.axes, form.placements) if axis[1] > 1]
-        if axes:
+        if 0 < len(axes) < len(form.placements):
             mesh = Mesh([axis for axis, _ in axes], form.mesh.ranks.tolist())
             form = ProductForm.make(mesh, [placement for _, placement in axes])
     short = re.sub(r"(@(?:\d+,){8})\d.*", r"\1...", _short_form(form))
@@ -187,7 +187,7 @@ def _chunks_in_words(layout: TensorLayout) -> str:
     sizes = chunk_sizes(layout)
     if sizes is None:
         count = sum(1 for _ in layout.chunks())
-        return f"{count} chunk{'s' * (count != 1)} of any shape"
+        return f"{count} chunk{'s' * (count != 1)} of any shape" if count else "empty"
     return "; ".join(f"dim {dim} in {len(its)} chunks{_uneven(its)}" for dim, its in sizes) or "unsharded"
 
 

@@ -149,13 +149,14 @@ def difference_page(
     worst = sorted(other, key=lambda name: (name not in several, -measures[name].odd, -measures[name].relative, name))
     rows = [[name, *measures[name]] for name in worst[:_MAX_ROWS]]
     alike = not other and not findings
+    read = read.replace(" compared", "", 1)
     words = "No difference was found" if alike else "They differ"
     return _page(
         "difference",
         {"map": _map(several), "rows": rows, "left": len(worst) - len(rows)},
         title=escape(title),
         labels=f"<b>{escape(labels[0])}</b> and <b>{escape(labels[1])}</b>",
-        verdict=f'<p class="verdict{"" if alike else " wrong"}">{words}: {escape(read)}.</p>',
+        verdict=f'<p class="verdict{"" if alike else " wrong"}">{words}. Compared: {escape(read)}.</p>',
         figures=figures_of(figures),
         findings=listed("Other differences", in_groups(findings)),
     )

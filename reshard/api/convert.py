@@ -132,13 +132,13 @@ def convert(
             and dcp). A topology can be in words, such as "fsdp=8".
         select: globs of the new names to write. Globs that begin with `!` exclude names.
         dtype: convert floating-point tensors of at least one dim to this dtype, such as "bfloat16" or
-            "bf16".
+            "bf16". Values too large for it become inf, or its largest number, without a message.
         normalized: convert to canonical names first: see `Checkpoint.normalized`. Plain objects
             beside model and optimizer keep their keys, unless the key is that of a file; the others
             are listed in `omitted`.
         model_only: write only the model's tensors, under their canonical names without a prefix.
         hints: facts that normalization needs and the checkpoint lacks. Errors say which ones.
-        max_shard_bytes: maximum size of a file. A larger tensor gets its own file. Not with `onto`.
+        max_shard_bytes: begin a new file at this size. A larger tensor gets its own file. Not with `onto`.
         check: False accepts a damaged source as it is, and computes new fingerprints for the
             target.
         workers: number of processes on this host that write files at the same time.

@@ -90,7 +90,7 @@ def load(
             False or "partial": both are only reported. Values of another kind are always an error. A mapping of globs
             to these words sets the mode by key: the first glob that matches counts; other keys are strict.
         dtype_policy: "error": a target with another dtype is an error. "cast": elements are converted and reported;
-            this can lose values, as `Tensor.to` does. "saved": the target becomes a tensor of the saved dtype.
+            this can lose values, as `Tensor.to` does (1e6 in float16 is inf). "saved": the target gets the saved dtype.
         mapping: {key in `state_dict`: key in the checkpoint} for keys that differ, or a `reshard.mapping.Mapping`.
         dry_run: only report what a load would do, including missing, unexpected, and mismatched keys.
         check: True or "before": compare with checksums before writing. "during": compare each block after it was

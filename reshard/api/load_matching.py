@@ -31,6 +31,7 @@ from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint, save_of
 from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, format_ranks
 from reshard.live.dtypes import DROPS, dtype_from_name, lossy_cast, refused_cast
+from reshard.live.plain_data import UNSUPPORTED_TENSORS
 from reshard.live.state import OwnState, Targets, like_fresh
 from reshard.live.tensors import LiveTensor, tensor_class
 from reshard.live.tree import (
@@ -343,6 +344,8 @@ def match_keys(
 
 def needs_code(kind: str) -> str:
     """Return what to say of an object whose class is not known here."""
+    if kind in UNSUPPORTED_TENSORS:
+        return f"saved as {UNSUPPORTED_TENSORS[kind]}"
     return (
         f"saved as an object of {kind}, which only code can rebuild, and reshard runs no code from a checkpoint: "
         "leave the key out of the state to load, and save such objects as plain data"
@@ -514,6 +517,9 @@ class Mismatches:
         if options.dry_run or not (missing or unexpected or self.mismatched):
             if idle and group.rank == 0:
                 _log.warning("reshard.load: no key matches strict=%s", ", ".join(map(repr, idle)))
+            if self.missing and match.names and not self.used and group.rank == 0:
+                url = match.checkpoint.url
+                _log.warning("reshard.load: nothing was loaded: the state has no name of %s", url)
             return truth
         kind = options.wording.mismatch_error if self.mismatched else KeyMismatchError
         error = kind(self._message(match, missing, unexpected, idle, group, options.wording))
@@ -698,6 +704,9 @@ def _kinds(match: KeyMatch) -> dict[str, str]:
         saved = next((kind for kind, its in kinds.items() if name in its), "")
         own = {"a tensor": targets.tensors, "a PerRank value": targets.per_rank}
         found = next((kind for kind, its in own.items() if key in its), "")
+        if saved == "a plain value":
+            path = unknown_class(checkpoint.objects[name]) or ""
+            saved = UNSUPPORTED_TENSORS.get(path, saved)
         if saved and saved != (found or "a plain value"):
             found = found or class_name(targets.live(key))
             out[key] = f"   (saved as {saved}, but the target has {found})"

@@ -23,9 +23,11 @@ from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
+    FormatError,
     NewerVersionError,
     OptionError,
     StorageError,
+    format_names,
 )
 from reshard.formats.opening import LEDGER, RunStep, discarded_in, local_path, path_below, run_in, step_of, steps_at
 from reshard.native.commit import generations_in, is_alive, remove_dead, remove_empty, unpublish
@@ -187,7 +189,7 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None) 
 
     The highest step numbers are the newest, as for `latest_complete`. The `keep_last` checkpoints
     whose saves began last stay, too: after a return to an earlier step, these are what the run
-    continues from. If some names have step numbers, those without, such as `best`, stay and do not
+    continues from. Checkpoints whose names have no step number, such as `best`, stay and do not
     count. `prune` does not know what a `CheckpointManager` keeps, such as its best steps, so a
     warning names removed steps.
 
@@ -198,7 +200,8 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None) 
     files stay, and so do their folders. With an `executor`, each checkpoint is removed in a task.
 
     Raises OptionError if `keep_last` < 1, CheckpointNotFoundError if there is no `folder`, and
-    FormatError if a newer version of reshard wrote a checkpoint.
+    FormatError if a newer version of reshard wrote a checkpoint, or if there are more than
+    `keep_last` checkpoints and no name has a step number: then they may be unrelated.
     """
     if not is_count(keep_last):
         raise OptionError(
@@ -208,6 +211,13 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None) 
     if not os.path.exists(local_path(folder) or "."):
         open_checkpoint(folder)  # raises
     found = [one for one in complete(folder) if one.is_below]
+    if len(found) > keep_last and found[0].step is None:
+        names = format_names([one.path.rpartition("/")[2] for one in found], limit=10)
+        raise FormatError(
+            f"{folder}: the names of its checkpoints have no step numbers, so they may be unrelated, and "
+            f"prune removed none of {names}. Name the checkpoints of a run step-<number>, or remove these "
+            "yourself"
+        )
     kept = sorted(found, key=lambda one: one.created_unix_s)[-keep_last:]
     gone = remove_checkpoints(folder, [one.path for one in found[:-keep_last] if one not in kept], executor)
     if gone and open_storage(folder).names(LEDGER):

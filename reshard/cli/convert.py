@@ -32,6 +32,7 @@ from reshard.formats.table import ALSO_CALLED, NOT_SHARDED, WRITTEN, writing_of
 if TYPE_CHECKING:
     from reshard.api.convert import ConvertReport
     from reshard.formats.table import FormatName
+    from reshard.mapping import Mapping
 
 __all__ = ["convert"]
 
@@ -61,9 +62,11 @@ _Dtype = Annotated[
     typer.Option(
         metavar="DTYPE",
         autocompletion=dtypes,
-        help="Cast floating-point tensors, such as to bfloat16.",
+        help="Cast floating-point tensors, such as to bfloat16. Values too large for it become inf, or "
+        "its largest number, without a message.",
     ),
 ]
+_MAX_SHARD = "Begin a new file at this size, such as 500MB; a larger tensor has a file of its own. Not with --onto."
 _Dequantize = Annotated[
     bool,
     typer.Option("--dequantize", help="Expand DeepSeek's fp8 and gpt-oss's mxfp4 to --dtype or bfloat16."),
@@ -82,7 +85,7 @@ def convert(
     select: Select = None,
     dtype: _Dtype = None,
     dequantize: _Dequantize = False,
-    max_shard: Annotated[str, typer.Option(metavar="SIZE", help="Largest size of a file, such as 500MB.")] = "5GB",
+    max_shard: Annotated[str, typer.Option(metavar="SIZE", help=_MAX_SHARD)] = "5GB",
     onto: _Onto = None,
     rule: Rules = None,
     hint: HintOption = None,
@@ -97,7 +100,6 @@ def convert(
     Needs little memory. To resume an interrupted conversion, run the same command again.
     """
     import reshard
-    from reshard.mapping import Mapping
 
     format = _format(format, onto, rule)
     normalized |= writing_of(format).form is not None
@@ -106,16 +108,17 @@ def convert(
     mapping, plain = arguments.mapping_of(names, config, naming), arguments.dequantized(dequantize, dtype)
     engine, source = arguments.executor_on(on), arguments.newest(source, step)
     kept: list[str] = []
+    _note_useless(plain, source, as_json)
     if names is not None and mapping is not None:
-        opened = reshard.open(source)
-        named = opened.canonical(hints, model_only=model) if model or normalized else opened
+        named = reshard.open(source)
+        named = named.canonical(hints, model_only=model) if model or normalized else named
         kept = arguments.untaken(names, mapping, plain.apply(named))
     with _resumable(), engine as executor:
         report = reshard.convert(
             source,
             target,
             format=cast("FormatName", format),
-            mapping=mapping if not plain.stages else plain | (mapping or Mapping()),
+            mapping=(plain | mapping if mapping else plain) if plain.stages else mapping,
             onto=None if onto is None else arguments.side(onto, arguments.rules_of(rule)),
             select=select or None,
             dtype=dtype,
@@ -130,6 +133,17 @@ def convert(
             progress=not as_json,
         )
     _print(report, kept, as_json)
+
+
+def _note_useless(dequantizing: Mapping, source: str, as_json: bool) -> None:
+    from reshard import open
+
+    if not dequantizing.stages:
+        return
+    given = open(source)
+    if [*dequantizing.apply(given)] == [*given]:  # else scales are gone
+        text = "--dequantize has no effect: no tensor is quantized"
+        print_text(console(stderr=as_json), text, "note", "yellow")
 
 
 def _format(given: str, onto: str | None, rule: list[str] | None) -> str:

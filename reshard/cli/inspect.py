@@ -201,6 +201,7 @@ def _described(checkpoint: Checkpoint, whole: Checkpoint, describe: Callable[[Te
 
 
 def _as_json(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str]) -> dict[str, Any]:
+    from reshard.checkpoint import objects_of
     from reshard.live.plain_data import array_bytes
 
     layout, layouts = checkpoint.layout, _described(checkpoint, whole, _layout_as_json)
@@ -220,7 +221,7 @@ def _as_json(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str]) -> 
             }
             for name, of in layout.items()
         },
-        "objects": _objects(checkpoint),
+        "objects": objects_of(checkpoint),
         "aliases": dict(checkpoint.aliases),
         "warnings": list(checkpoint.warnings),
         "problems": problems,
@@ -230,11 +231,11 @@ def _as_json(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str]) -> 
 
 def _print(checkpoint: Checkpoint, whole: Checkpoint, depth: int | None, legend: bool) -> None:
     from planners.geometry.layout_text import in_both_forms, in_words, short_form
-    from reshard.checkpoint import ranks_that_saved
+    from reshard.checkpoint import objects_of, ranks_that_saved
     from reshard.live.plain_data import array_bytes
 
     screen = show.console()
-    layout, objects = checkpoint.layout, _objects(checkpoint)
+    layout, objects = checkpoint.layout, objects_of(checkpoint)
     specs = layout.specs
     words, forms, both = (_described(checkpoint, whole, say) for say in (in_words, short_form, in_both_forms))
     nbytes = {name: specs[name].nbytes for name in specs}
@@ -262,19 +263,6 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, depth: int | None, legend:
         leaves[_parts(path_of(name))] = show.PrintedLeaf(f"tied to {holder}")
     show.print_tree(screen, leaves, depth, filter(None, (*checkpoint.warnings, checkpoint.unchecked)))
     show.print_legend(screen, forms.values(), legend)
-
-
-def _objects(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Objects by name. The plain items of a list are one object: a list, or a dict by number if the list also has
-    tensors."""
-    found, lists = dict[str, Any](), dict[str, dict[int, Any]]()
-    for name, value in checkpoint.objects.items():
-        *_, last = checkpoint.contents.path_of(name) or (name,)
-        if type(last) is int:
-            lists.setdefault(name.rpartition(".")[0], {})[last] = value
-        else:
-            found[name] = value
-    return found | {name: [*its.values()] if [*its] == [*range(len(its))] else its for name, its in lists.items()}
 
 
 def _layout_as_json(layout: TensorLayout) -> dict[str, Any]:

@@ -75,13 +75,15 @@ def verify(
     if as_json:
         print_json(report_as_json(report))
     else:
-        right = ""
+        right, notes = "", ""
         if (covered := report.covered) is not None:
-            verdict = _verdict(covered, against if report.ok else None)
-            right = "; ".join(filter(None, (verdict, covered.leaves_open)))
+            right = _verdict(covered, against if report.ok else None)
+            notes = covered.leaves_open
         if not report.ok:
             print_text(console(), as_given(_failure(report, right, against), path), style="red")
         print_report(report, right=right, path=path)
+        for text in filter(None, notes.split("; ")):
+            print_text(console(), text, "note", "yellow")
     if not report.ok:
         raise typer.Exit(1)
 

@@ -23,7 +23,9 @@ from reshard.errors import FormatError
 from reshard.live.dtypes import dtype_from_name, dtype_name
 from reshard.live.tree import MAX_DEPTH, CustomValue, typed
 
-__all__ = ["are_equal", "array_bytes", "check_text", "decode_plain", "encode_plain"]
+__all__ = [
+    "UNSUPPORTED_TENSORS", "are_equal", "array_bytes", "check_text", "decode_plain", "encode_plain",
+]  # fmt: skip
 
 
 _LONG_INT_BITS = 4096
@@ -119,6 +121,9 @@ def _encode(value: Any, above: set[int], tensors: _Tensors) -> Any:
         return {"$dict": [[_encode(k, above, tensors), _encode(v, above, tensors)] for k, v in value.items()]}
     if isinstance(value, torch.Tensor):
         return tensors.encode(value)
+    path = getattr(type(value), "path", "")
+    if path in UNSUPPORTED_TENSORS:  # a record of one
+        raise FormatError(UNSUPPORTED_TENSORS[path])
     raise FormatError(
         f"an object of type {type(value).__module__}.{type(value).__qualname__} is not plain data; {_fix(value)}"
     )
@@ -145,6 +150,18 @@ def _fix(value: object) -> str:
     if is_dataclass(value) and not isinstance(value, type):
         return "save dataclasses.asdict(value) instead"
     return "turn it into numbers, text, lists, and dicts first"
+
+
+UNSUPPORTED_TENSORS = {
+    "torch._utils._rebuild_sparse_tensor": "a sparse tensor, which is not supported: save x.to_dense() instead",
+    "torch._utils._rebuild_qtensor": (
+        "a quantized tensor, which is not supported: save q.int_repr(), its scale, and its zero point instead"
+    ),
+    "torch._utils._rebuild_tensor_v2": (
+        "a tensor with torch's negative bit, which is not supported: save x.resolve_neg() instead"
+    ),
+}
+"""What tensors are that pickles have as calls of these functions, and what to save instead."""
 
 
 def check_text(text: str) -> str:

@@ -65,7 +65,10 @@ class LocalStorage(Storage):
         found: dict[str, int] = {}
         with self._errors("list", folder or "."):
             if self.root.exists() and not self.root.is_dir():
-                raise StorageError(f"{self.url} is a file, not a folder: use another path")
+                kind = "not a regular file or folder"
+                if self.root.is_file():
+                    kind = "a file, not a folder"
+                raise StorageError(f"{self.url} is {kind}: use another path")
             _list(os.fspath(top), f"{folder}/" if folder else "", found, prefix, sized=sized)
         return dict(sorted(found.items()))
 

@@ -73,7 +73,7 @@ def path_text(path: object) -> str:
     if not isinstance(text, str):
         raise option_error(f"a path must be a folder, URL, or Storage, got {what_is_no_path(text)}", StorageError)
     if not text:
-        raise StorageError("the path is empty: pass a folder")
+        raise StorageError("the path is empty: pass a folder, file, or URL")
     return text
 
 

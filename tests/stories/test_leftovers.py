@@ -114,7 +114,18 @@ def test_without_any_step_the_time_of_a_save_is_its_age(tmp_path):
     run = saved(tmp_path, "c", "b", "a")
 
     assert reshard.latest_complete(run) == str(run / "a")
-    assert reshard.prune(run, keep_last=2) == [str(run / "c")]
+
+
+def test_checkpoints_without_step_numbers_are_not_pruned(tmp_path):
+    """Once `prune(".", keep_last=1)` removed all but the newest of checkpoints that had nothing to do with each
+    other."""
+    run = saved(tmp_path, "base", "best", "adapters")
+    with pytest.raises(FormatError, match=r"no step numbers.* removed none of 3 \('.*'\).* step-<number>"):
+        reshard.prune(run, keep_last=2)
+    assert left_in(run) == ["adapters", "base", "best"]
+    assert reshard.prune(run, keep_last=3) == []
+    (run / "base" / "manifest.json").unlink()
+    assert reshard.prune(run, keep_last=2) == []
 
 
 def test_the_newest_is_the_same_in_every_format(tmp_path):
@@ -433,9 +444,12 @@ def test_folders_below_a_file_url_are_found_and_pruned_whatever_their_names(name
     assert found is not None
     assert reshard.verify(found).ok
     assert open_storage(found).url == str(tmp_path / "new" / name)
-    reshard.save(STATE, tmp_path / "new" / "newer")
-    assert reshard.prune(url, keep_last=1) == [found]
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["newer"]
+    for step in range(2):
+        reshard.save(STATE, tmp_path / "run" / name / f"step-{step}")
+    run = (tmp_path / "run" / name).as_uri()
+    assert [open_storage(path).url for path in reshard.prune(run, keep_last=1)] == [
+        str(tmp_path / "run" / name / "step-0")
+    ]
 
 
 def test_folders_in_memory_are_found_and_pruned():

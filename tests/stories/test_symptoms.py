@@ -224,6 +224,16 @@ def test_a_glob_of_strict_that_matches_nothing(tmp_path: Path, caplog: Any) -> N
     assert caplog.messages == ["reshard.load: no key matches strict='modl.*'"]
 
 
+def test_a_load_without_strictness_says_that_it_loaded_nothing(tmp_path: Path, caplog: Any) -> None:
+    reshard.save({"w": torch.ones(2)}, tmp_path / "c")
+    with caplog.at_level(logging.WARNING, "reshard"):
+        reshard.load({"w": torch.zeros(2), "v": torch.zeros(2)}, tmp_path / "c", strict=False)
+        reshard.load({}, tmp_path / "c", strict=False)
+        assert not caplog.records
+        reshard.load({"v": torch.zeros(2)}, tmp_path / "c", strict=False)
+    assert caplog.messages == [f"reshard.load: nothing was loaded: the state has no name of {tmp_path / 'c'}"]
+
+
 @pytest.mark.parametrize("key", ["w", "q"])
 def test_rules_that_match_nothing_are_named(tmp_path: Path, key: str) -> None:
     """Also where the names of the state are those of the checkpoint: such rules are for another one."""

@@ -10,6 +10,7 @@ from typing import Any
 from planners.geometry.box import Range
 from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError
 from reshard.formats.torch_save.pickles import StorageRef, TensorRef, load_pickle, plain
+from reshard.live.plain_data import UNSUPPORTED_TENSORS
 from reshard.stored.record_checksums import RecordChecksums, crc32
 from reshard.stored.source import FileSource, Source
 from reshard.stored.tensor import Extent, read_place
@@ -177,8 +178,6 @@ def make_place(source: Source, ref: TensorRef, storage_at: int, *, is_record: bo
 
     Raises FormatError for what is not supported, such as a few bytes that stand for far more elements than they are.
     """
-    if ref.negative:
-        raise FormatError(f"{source.label}: a tensor with torch's negative bit, which is not supported")
     window, nbytes = ref.window(storage_at), ref.storage.nbytes
     if window.nbytes > max(_REPEATED_BYTES, _MOST_REPEATS * nbytes):
         raise FormatError(
@@ -284,7 +283,8 @@ def _parse(pickled: bytes, where: str) -> TensorRef:
 
 
 def _describe(value: Any) -> str:
-    return f"a {getattr(value, 'path', type(value).__name__)}"
+    path = getattr(value, "path", type(value).__name__)
+    return UNSUPPORTED_TENSORS.get(path) or f"a {path}"
 
 
 # The checksums that `torch.save` writes and torch never reads: a CRC-32 of every record of its zip

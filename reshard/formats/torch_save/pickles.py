@@ -76,7 +76,6 @@ class TensorRef:
     """In elements."""
     dtype: str
     conjugate: bool = False
-    negative: bool = False
     __setstate__ = _sealed
 
     def __post_init__(self) -> None:
@@ -331,6 +330,9 @@ _STORAGES = {
     "BoolStorage": "bool",
     "ComplexDoubleStorage": "complex128",
     "ComplexFloatStorage": "complex64",
+    "QInt8Storage": "int8",
+    "QUInt8Storage": "uint8",
+    "QInt32Storage": "int32",
 }
 
 
@@ -387,23 +389,25 @@ def _bytearray(data: Any = b"", *encoding: str) -> bytearray:
 
 def _tensor_v2(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, hooks: Any = None, metadata: Any = None
-) -> TensorRef:
+) -> TensorRef | Record:
     return _tensor(storage, offset, size, stride, _checked(storage, StorageRef).dtype, metadata)
 
 
 def _tensor_v3(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any, hooks: Any, dtype: Any, metadata: Any = None
-) -> TensorRef:
+) -> TensorRef | Record:
     return _tensor(storage, offset, size, stride, dtype_name(_checked(dtype, torch.dtype)), metadata)
 
 
-def _tensor(storage: Any, offset: Any, size: Any, stride: Any, dtype: str | None, metadata: Any) -> TensorRef:
+def _tensor(storage: Any, offset: Any, size: Any, stride: Any, dtype: str | None, metadata: Any) -> TensorRef | Record:
     flags = _checked(metadata, dict) if metadata else {}
+    if flags.get("neg") is True:
+        return _NEGATIVE(storage, offset, size, stride, metadata)
     if dtype is None:
         raise TypeError("a tensor over an untyped storage needs a dtype")
     return TensorRef(
         _checked(storage, StorageRef), offset, tuple(_checked(size, tuple)), tuple(_checked(stride, tuple)), dtype,
-        conjugate=flags.get("conj") is True, negative=flags.get("neg") is True,
+        conjugate=flags.get("conj") is True,
     )  # fmt: skip
 
 
@@ -447,6 +451,7 @@ def _reconstruct(cls: Any, base: Any = None, state: Any = None) -> Any:
 
 
 _OBJECT = make_record_type("builtins", "object")
+_NEGATIVE = make_record_type("torch._utils", "_rebuild_tensor_v2")
 
 _KNOWN: dict[str, Any] = {
     # the types of C are immutable, so a pickle can do no more than call them

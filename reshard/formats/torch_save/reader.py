@@ -17,6 +17,7 @@ from reshard.formats.format import Format, Writing, at_top, check_index, not_ope
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, make_place
 from reshard.formats.torch_save.pickles import StorageRef, TensorRef, load_pickle_at, plain
 from reshard.live.dtypes import dtype_name
+from reshard.live.plain_data import UNSUPPORTED_TENSORS
 from reshard.live.tree import Flat, flatten
 from reshard.state import KeyPath
 from reshard.storage.base import Storage
@@ -238,12 +239,15 @@ def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Facts = NO
                 found.add_object(key, partial(file.plain, leaf))
                 if isinstance(leaf, Record) and isinstance(file.plain(leaf), Record):
                     unknown.setdefault(leaf.path, []).append(key)
-    warnings = tuple(
-        f"{format_count(len(keys), 'object')} of {path}, whose class is not known here, can only be read as plain "
-        f"data: {keys[0]!r}"
-        for path, keys in unknown.items()
-    )
+    warnings = tuple(_unreadable(path, keys) for path, keys in unknown.items())
     return found.build(name, facts, warnings=warnings)
+
+
+def _unreadable(path: str, keys: list[str]) -> str:
+    count, first = format_count(len(keys), "object"), repr(keys[0])
+    if path in UNSUPPORTED_TENSORS:
+        return f"{count} cannot be read: {first} is {UNSUPPORTED_TENSORS[path]}"
+    return f"{count} of {path}, whose class is not known here, can only be read as plain data: {first}"
 
 
 # Files of `torch.save`: one file, or Hugging Face's older `pytorch_model-*.bin` with an index.

@@ -19,6 +19,7 @@ from planners.geometry.layout import TensorSpec
 from reshard.errors import FormatError
 from reshard.formats.format import Writing
 from reshard.live.dtypes import as_array, dtype_from_name, dtype_name, row_major_bytes
+from reshard.live.plain_data import UNSUPPORTED_TENSORS
 from reshard.live.tree import builtin_kinds, nested, unflatten, unresolved_class
 from reshard.state import KeyPath
 from reshard.storage.base import Storage
@@ -399,7 +400,7 @@ def refused_objects(objects: Mapping[str, Any]) -> dict[str, str]:
     out: dict[str, str] = {}
     for key, value in objects.items():
         if isinstance(value, Record):
-            out[key] = "its class is not known here"
+            out[key] = UNSUPPORTED_TENSORS.get(value.path, "its class is not known here")
         elif (name := unresolved_class(value)) is not None:
             out[key] = f"it is a {name}, or holds one, and only native checkpoints hold that without its class"
     return out

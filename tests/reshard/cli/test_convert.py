@@ -252,6 +252,13 @@ def test_quantized_weights_become_plain(say, tmp_path: Path) -> None:
     assert torch.equal(made["layers.0.attention.wo.weight"][...], wanted)
 
 
+def test_to_dequantize_what_is_not_quantized_is_told(say, checkpoint: Path, tmp_path: Path) -> None:
+    said = say("convert", checkpoint, tmp_path / "out", "-f", "dcp", "--dequantize")
+
+    assert said.code == 0
+    assert "note  --dequantize has no effect: no tensor is quantized\n" in said.out
+
+
 HELD = """
 import sys, time
 import reshard.storage.local as local

@@ -614,6 +614,19 @@ def test_ranks_are_named_where_the_format_records_them(say, checkpoint, tmp_path
     assert ("saved by 1 rank" in said.out) == (format in ("native", "dcp")) == ("ranks that saved" in page.read_text())
 
 
+def test_the_page_counts_objects_as_the_command_does(say, tmp_path) -> None:
+    torch.save(
+        {"w": torch.ones(2), "groups": [{"lr": 0.1, "betas": [0.9, 0.5], "names": ["a", "b"]}]}, tmp_path / "x.pt"
+    )
+    reshard.save({"w": torch.ones(2), "groups": [{"lr": 0.1, "betas": [0.9, 0.5], "names": ["a"]}]}, tmp_path / "x")
+    for name in ("x.pt", "x"):
+        shown = json.loads(say("inspect", tmp_path / name, "--json").out)["objects"]
+        page = reshard.open(tmp_path / name).to_html()
+        data = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
+        assert len(data["leaves"]) == len(shown) + 1 == 4
+        assert "= [0.9, 0.5]" in data["texts"]
+
+
 def test_of_a_file_that_cannot_be_read_only_the_damage_is_shown(say, tmp_path) -> None:
     reshard.save({"w": torch.arange(64.0)}, tmp_path / "saved")
     reshard.convert(tmp_path / "saved", tmp_path / "hf", format="safetensors")

@@ -37,6 +37,17 @@ def test_whole(say, checkpoint) -> None:
     assert json.loads(say("verify", checkpoint, "--json").out)["ok"]
 
 
+def test_each_note_is_a_line_of_its_own(say, tmp_path) -> None:
+    torch.save({"w": torch.ones(2), "s": torch.eye(2).to_sparse(), "g": torch.Generator()}, tmp_path / "x.pt")
+
+    said = say("verify", tmp_path / "x.pt")
+
+    verdict, *notes = said.out.splitlines()[1:]
+    assert said.code == 0
+    assert verdict == "complete and undamaged: 8 B of values verified"
+    assert [note[:30] for note in notes] == ["note  1 object cannot be read:", "note  1 object of torch._C.Gen"]
+
+
 def test_damage_is_named(say, checkpoint) -> None:
     file = _flip(checkpoint)
 

@@ -6,8 +6,10 @@ import io
 import json
 import pickle
 import random
+import re
 import struct
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ import numpy as np
 import pytest
 import torch
 
+import reshard
 from reshard.checkpoint import open as open_checkpoint
-from reshard.errors import CorruptCheckpointError, FormatError, ReshardError, UnsafeDataError
+from reshard.errors import CorruptCheckpointError, FormatError, KeyMismatchError, ReshardError, UnsafeDataError
 from reshard.stored.contents import Record
 from reshard.stored.tensor import LazyTensor
 from tests.reshard.formats.compare import check_all, flat_tensors
@@ -133,6 +136,56 @@ def test_objects_of_unknown_classes_are_records_and_said_so(tmp_path: Path) -> N
     assert record.fields == {"rate": 2}
     assert "2 objects of" in checkpoint.warnings[0]
     assert "Settings, whose class is not known here, can only be read as plain data: " in checkpoint.warnings[0]
+
+
+def lazily_negated() -> torch.Tensor:
+    return torch.ones(3, dtype=torch.complex64).conj().imag
+
+
+def sparse() -> torch.Tensor:
+    return torch.eye(3).to_sparse()
+
+
+def quantized() -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+def quantized_by_channel() -> torch.Tensor:
+    ones = torch.ones(3)
+    return torch.quantize_per_channel(torch.ones(3, 2), ones, torch.zeros(3, dtype=torch.int64), 0, torch.quint8)
+
+
+@pytest.mark.filterwarnings("ignore:.*quant")
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize(
+    ("make", "kind", "fix"),
+    [
+        (lazily_negated, "a tensor with torch's negative bit", "save x.resolve_neg() instead"),
+        (sparse, "a sparse tensor", "save x.to_dense() instead"),
+        (quantized, "a quantized tensor", "save q.int_repr(), its scale, and its zero point instead"),
+        (quantized_by_channel, "a quantized tensor", "save q.int_repr(), its scale, and its zero point instead"),
+    ],
+)
+def test_tensors_that_are_not_supported_are_no_damage(
+    make: Callable[[], torch.Tensor], kind: str, fix: str, zipped: bool, tmp_path: Path
+) -> None:
+    """Once `verify` called a file with a negated one damaged, and a quantized one made all others unreadable."""
+    file, said = tmp_path / "x.pt", re.escape(f"{kind}, which is not supported: {fix}")
+    torch.save({"a": torch.ones(2), "m": {"t": make()}}, file, _use_new_zipfile_serialization=zipped)
+
+    checkpoint, report = open_checkpoint(file), reshard.verify(file)
+
+    assert same(checkpoint["a"][...], torch.ones(2))
+    assert isinstance(checkpoint.objects["m.t"], Record)
+    assert report.ok, report
+    assert re.search(f"1 object cannot be read: 'm.t' is {said}$", checkpoint.warnings[0])
+    with pytest.raises(KeyMismatchError, match=rf"m\.t   \(saved as {said}, but the target has a tensor"):
+        reshard.load({"a": torch.zeros(2), "m": {"t": torch.zeros(3)}}, file)
+    with pytest.raises(KeyMismatchError, match=f": saved as {said}"):
+        reshard.load({"a": torch.zeros(2), "m": {"t": 0}}, file)
+    for format in ("native", "torch_save"):
+        with pytest.raises(FormatError, match=f"such as 'm.t': {said}"):
+            reshard.convert(file, tmp_path / "out", format=format)
 
 
 def test_what_follows_a_pickle_is_not_passed_over(tmp_path: Path) -> None:

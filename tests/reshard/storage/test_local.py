@@ -248,6 +248,11 @@ def test_one_call_may_read_less_than_is_there(of: tuple[int, ...], tmp_path: Pat
         assert LocalStorage(tmp_path).read("file", *of) == (data if not of else data[3:23] if of[1:] else data[3:])
 
 
+def test_a_path_that_is_no_regular_file_and_no_folder() -> None:
+    with pytest.raises(StorageError, match=r"^/dev/null is not a regular file or folder: use another path$"):
+        LocalStorage("/dev/null").list()
+
+
 def test_a_path_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"x")
     storage = LocalStorage(tmp_path / "model.pt")
