@@ -133,7 +133,8 @@ class _Round(NamedTuple):
 
 
 class Exchange:
-    """A rank's part of a transfer, bound to memory: built once and run any number of times, by all ranks together.
+    """A rank's part of a transfer, bound to memory: built once and run any number of times, by all
+    ranks together.
 
     Args:
         work: this rank's part.
@@ -391,12 +392,14 @@ _NO_LIMIT, _AT_ONCE = timedelta(days=10_000), timedelta(milliseconds=1)
 class Waiter:
     """Waits for works of `torch.distributed`, in the order given.
 
-    Gloo blocks in `Work.wait` and cannot be interrupted, so a thread does this, while the caller looks
-    for failures. Backends of devices wait on the device's stream: they return at once; see `settle`.
+    Gloo blocks in `Work.wait` and cannot be interrupted, so a thread does this, while the caller
+    looks for failures. Backends of devices wait on the device's stream: they return at once; see
+    `settle`.
 
-    A context. After an error, some messages are still in flight, and may arrive later or never. With gloo, those that
-    are received into the caller's memory would change what is there later, and can only be ended with all connections
-    of the process group, so they are. Without such messages, the process group may be used as before:
+    A context. After an error, some messages are still in flight, and may arrive later or never.
+    With gloo, those that are received into the caller's memory would change what is there later,
+    and can only be ended with all connections of the process group, so they are. Without such
+    messages, the process group may be used as before:
 
     - Collectives of the backend are in step. Gloo matches them by their number, and a rank that failed before one of
       ours would take what the others sent in it for a part of the job's next: so there is none.
@@ -575,9 +578,11 @@ def _outlast(messages: deque[tuple[dist.P2POp, Any]]) -> None:
 
 
 def new_group(group: Group, *, is_part: bool) -> dist.ProcessGroup:
-    """Collective: another process group of the same ranks, with gloo, for messages beside those of the job.
+    """Collective: another process group of the same ranks, with gloo, for messages beside those of
+    the job.
 
-    torch waits for all ranks inside, and cannot be asked or interrupted: so this is done by a thread, too.
+    torch waits for all ranks inside, and cannot be asked or interrupted: so this is done by a
+    thread, too.
 
     Args:
         is_part: not all ranks of the job are in the group, and only those that are in it come here.
@@ -621,15 +626,18 @@ class SharedReading:
         return self.plan.readers[key].form if key in self.plan.readers else None
 
     def parts(self, key: str, local: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what this rank reads of a shared tensor: views of its local tensors, one for each part of `form`."""
+        """Return what this rank reads of a shared tensor: views of its local tensors, one for each
+        part of `form`."""
         return [local[own.part][own.box.slices] for own in self._boxes.get(key, ())]
 
     def pass_on(
         self, local: Callable[[str], Sequence[torch.Tensor]], group: Group, process_group: dist.ProcessGroup | None
     ) -> int:
-        """Collective: send the others what they want, once all have read. Return the bytes that this rank received.
+        """Collective: send the others what they want, once all have read. Return the bytes that
+        this rank received.
 
-        If a rank has failed, nothing is sent: a message that no rank receives would be taken for one of the next load.
+        If a rank has failed, nothing is sent: a message that no rank receives would be taken for
+        one of the next load.
 
         `local`: the local tensors of a key, on the CPU or not, which contain what was read.
         """

@@ -57,7 +57,8 @@ class Fetch(AbstractContextManager["Fetch"]):
         """Compare all blocks that this rank touches, if it is the one of its host to do it; with `in_place` those
         that can be compared while they are read are left to `read`.
 
-        Of storages that have no view of their bytes, that is done while reading: see `RemoteReading`.
+        Of storages that have no view of their bytes, that is done while reading: see
+        `RemoteReading`.
 
         Raises CorruptCheckpointError.
         """

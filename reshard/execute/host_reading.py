@@ -102,7 +102,8 @@ class HostReading:
     def agree(cls, copies: Sequence[Copy], own: OwnMemory, group: Group) -> HostReading:
         """Collective: which rank reads which segments for all ranks of this host.
 
-        Each reads for itself where sharing would not pay or is not possible. It counts once confirmed.
+        Each reads for itself where sharing would not pay or is not possible. It counts once
+        confirmed.
 
         Args:
             copies: what this rank is to read.
@@ -477,7 +478,8 @@ class _HostRun:
         return np.concatenate(digests)
 
     def _take_entries(self, first: int, last: int, kinds: Ints, of: Ints) -> None:
-        """What this rank takes of what each reads, three columns for each: wait, take, and what only Python can do."""
+        """What this rank takes of what each reads, three columns for each: wait, take, and what
+        only Python can do."""
         turns, memory = self._turns, self._memory
         pieces = turns.between(first, last)
         reader, turn, start, stop = (column[pieces] for column in (turns.reader, turns.turn, turns.start, turns.stop))

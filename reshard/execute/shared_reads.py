@@ -130,7 +130,8 @@ class SegmentAssignment(NamedTuple):
 
 
 def assign_segments(ranks: Sequence[ReadFootprint], touch_us: float = math.inf) -> SegmentAssignment:
-    """Return who reads, and who checks, which segments for all; nothing is read for all if that would not pay.
+    """Return who reads, and who checks, which segments for all; nothing is read for all if that
+    would not pay.
 
     A segment is read for all if the ranks would touch twice its bytes together. It is checked for
     all if they touch all of it together. Those that touch it take turns.
@@ -237,7 +238,8 @@ class SegmentPart(NamedTuple):
 
 
 def parts_by_segment(source: FileSource, copy: Copy) -> Iterator[tuple[int, list[SegmentPart]]]:
-    """(number of a segment of `source`, the copy's file; the parts of the copy that begin in it), ascending."""
+    """(number of a segment of `source`, the copy's file; the parts of the copy that begin in it),
+    ascending."""
     window, size = copy.place.window, segment_bytes(source)
     first, offset = divmod(window.offset, size)
     for number, parts in enumerate(
@@ -260,7 +262,8 @@ def _windows_by_segment(window: Window, size: int) -> list[list[tuple[Any, Windo
 
 
 def parts_between(parts: Iterable[SegmentPart], start: int, stop: int) -> Iterator[SegmentPart]:
-    """Return the parts that begin in bytes [start, stop) of their segment, with windows counted from `start`."""
+    """Return the parts that begin in bytes [start, stop) of their segment, with windows counted
+    from `start`."""
     index: Any
     for window, out, copy in parts:
         for box in window.within(start, stop):

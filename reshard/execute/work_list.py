@@ -65,7 +65,8 @@ class Kind(IntEnum):
     TAKE = 2
     """Region, byte, nbytes, position in the file of that byte, first copy, one past the last copy, tally."""
     WAIT = 3
-    """Region, byte of the first counter, at least this value, how many counters, bytes from one to the next."""
+    """Region, byte of the first counter, at least this value, how many counters, bytes from one to
+    the next."""
     POST = 4
     """Region, byte of the counter, value."""
     CALL = 5

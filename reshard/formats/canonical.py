@@ -66,7 +66,8 @@ class Canonical:
 
 
 def ties(model: Mapping[str, StoredTensor], before: Collection[str] = ()) -> dict[str, str]:
-    """Names of tensors that are the same chunks as an earlier one, with the name of that; those `before` come first."""
+    """Names of tensors that are the same chunks as an earlier one, with the name of that; those
+    `before` come first."""
     first: dict[int, str] = {}
     for fqn in (*before, *model):
         if model[fqn].found != ():
@@ -132,7 +133,8 @@ class Hints:
     """
 
     def __init__(self, given: Mapping[str, Any] | None, *, model_only: bool = False) -> None:
-        """`model_only`: an optimizer whose parameters have no names is omitted, since only the model is wanted."""
+        """`model_only`: an optimizer whose parameters have no names is omitted, since only the
+        model is wanted."""
         if not isinstance(given, Mapping | None):
             raise NormalizationError(f"hints must be a dict, such as {{'vocab_size': 50257}}, got {given!r:.80}")
         self._given, self.model_only = dict(given or {}), model_only
@@ -165,7 +167,8 @@ class Hints:
         raise NormalizationError(f"{why}. Give it as a hint: normalized(hints={{{name!r}: {example}}}) ({HINTS[name]})")
 
     def ids(self, scope: str | int | None = None) -> dict[int, str] | None:
-        """The names by id that `param_names` gives, for a stage or folder if there are several; None if not given."""
+        """The names by id that `param_names` gives, for a stage or folder if there are several;
+        None if not given."""
         value = self.get("param_names")
         if value is None:
             return None
@@ -195,7 +198,8 @@ class Hints:
 
 
 def find_scope(value: Any, scope: str | int) -> Any:
-    """The entry of a stage, rank or folder in a hint, whether it is keyed by number or text; None if there is none."""
+    """The entry of a stage, rank or folder in a hint, whether it is keyed by number or text; None
+    if there is none."""
     if isinstance(value, Mapping):
         for key in (scope, str(scope)):
             if key in value:
@@ -384,7 +388,8 @@ def regroup(by_name: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _small(value: Any) -> Any:
-    """A setting that is a tensor of one number, such as a learning rate, as the number; others as they are."""
+    """A setting that is a tensor of one number, such as a learning rate, as the number; others as
+    they are."""
     if not isinstance(value, StoredTensor) or value.spec.shape or len(value.chunks) != 1:
         return value
     return read_place(value.chunks[0].place, value.spec.dtype).item()

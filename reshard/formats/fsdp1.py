@@ -74,7 +74,8 @@ class FlatLayout:
 
 
 def cut_flat(name: str, flat: StoredTensor, flat_names: Sequence[str], hints: Hints) -> dict[str, StoredTensor]:
-    """The parameters inside a model's flat parameter without padding; `flat_names` are those of all flat parameters.
+    """The parameters inside a model's flat parameter without padding; `flat_names` are those of all
+    flat parameters.
 
     Raises NormalizationError if no hint says what is inside, or what it says has other sizes.
     """
@@ -127,7 +128,8 @@ def ask_copies(what: str, held: int, hints: Hints) -> None:
 
 
 def hinted_params(scope: str | int, hints: Hints) -> list[tuple[str, Shape]] | None:
-    """Names and shapes that the hint `flat_params` gives for a flat parameter's name or id; None if it has neither."""
+    """Names and shapes that the hint `flat_params` gives for a flat parameter's name or id; None if
+    it has neither."""
     value = find_scope(hints.mapping("flat_params"), scope)
     value = value.get("params") if isinstance(value, Mapping) and "params" in value else value
     if value is None:
@@ -140,7 +142,8 @@ def hinted_params(scope: str | int, hints: Hints) -> list[tuple[str, Shape]] | N
 
 
 def _by_prefix(name: str, flat_names: Sequence[str], hints: Hints) -> list[tuple[str, Shape]] | None:
-    """The parameters of the module whose flat parameter this is, but not those of modules inside with their own."""
+    """The parameters of the module whose flat parameter this is, but not those of modules inside
+    with their own."""
     shapes = hints.mapping("param_shapes")
     if not shapes:
         return None
@@ -338,7 +341,8 @@ def _differs(first: TensorRef, values: Mapping[int, Any]) -> bool:
 
 
 def _shapes(hints: Hints) -> dict[str, Shape]:
-    """Shapes by name, from `param_shapes` and from `flat_params`. Raises NormalizationError if they are none."""
+    """Shapes by name, from `param_shapes` and from `flat_params`. Raises NormalizationError if they
+    are none."""
     try:
         shapes = {str(name): tuple(map(int, shape)) for name, shape in hints.mapping("param_shapes").items()}
     except (TypeError, ValueError):

@@ -128,7 +128,8 @@ _FUSED = re.compile(r"(.*)\bwqkv\.(weight|bias)", re.DOTALL)
 
 
 def _split_fused(result: Canonical, hints: Hints) -> None:
-    """Split states of a fused wqkv like the weights wq, wk, wv that were saved beside it, if the hints give the heads.
+    """Split states of a fused wqkv like the weights wq, wk, wv that were saved beside it, if the
+    hints give the heads.
 
     Rows of wqkv, for each key/value head: those of its query heads, then its key's, then its value's.
     """

@@ -111,7 +111,8 @@ def _scaled(blocks: Bytes, quants: Bytes) -> Floats:
 
 
 def _pairs(data: Bytes) -> Bytes:
-    """Divide 128 bytes into eight rows of 32 elements: low halves of 32 bytes, their high halves, and so on."""
+    """Divide 128 bytes into eight rows of 32 elements: low halves of 32 bytes, their high halves,
+    and so on."""
     quarters = data.reshape(len(data), 4, 1, 32)
     return np.concatenate([quarters & 15, quarters >> 4], axis=2).reshape(len(data), 8, 32)
 
@@ -127,7 +128,8 @@ def _q5_k(blocks: Bytes) -> Floats:
 
 
 def _q6_k(blocks: Bytes) -> Floats:
-    """Halves of 128 elements: 64 bytes with the lower four bits, 32 with the upper two; a scale for 16 elements."""
+    """Halves of 128 elements: 64 bytes with the lower four bits, 32 with the upper two; a scale for
+    16 elements."""
     low = blocks[:, :128].reshape(len(blocks), 2, 64)
     high = blocks[:, 128:192].reshape(len(blocks), 2, 1, 32)
     upper = high >> np.array([0, 2, 4, 6], dtype=np.uint8)[None, None, :, None] & 3
@@ -157,7 +159,8 @@ def _q2_k(blocks: Bytes) -> Floats:
 
 
 def _q3_k(blocks: Bytes) -> Floats:
-    """The third bit, where it is not set, takes away 4; scales of 6 bits keep their upper two behind the lower four."""
+    """The third bit, where it is not set, takes away 4; scales of 6 bits keep their upper two
+    behind the lower four."""
     third = blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[None, :, None] & np.uint8(1)
     low = _twos(blocks[:, 32:96]).reshape(len(blocks), 8, 32).astype(np.int8)
     upper = (blocks[:, None, 104:108] >> np.array([0, 2, 4, 6], dtype=np.uint8)[None, :, None] & 3).reshape(-1, 16)
@@ -299,14 +302,16 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """All tensors of a file in the order of their data, and functions that read what is known of the model."""
+    """All tensors of a file in the order of their data, and functions that read what is known of
+    the model."""
 
     source: Source
     values: Mapping[str, Callable[[], Any]]
     entries: Mapping[str, GgufTensor]
 
     def number(self, key: str) -> int | None:
-        """A whole number among the values; None if it is not there. Raises CorruptCheckpointError if it is none."""
+        """A whole number among the values; None if it is not there. Raises CorruptCheckpointError
+        if it is none."""
         if key not in self.values:
             return None
         value = self.values[key]()

@@ -94,7 +94,8 @@ def _open(files: Files) -> Contents:
 
 
 def _with_config(storage: Storage, names: Mapping[str, int], contents: Contents, others: list[str]) -> Contents:
-    """The contents, with the text of the settings among the objects, and what was not opened among the warnings."""
+    """The contents, with the text of the settings among the objects, and what was not opened among
+    the warnings."""
     warnings = (f"not opened: {', '.join(others[:5])}",) if others else ()
     objects, paths = contents.objects, contents.paths
     if _CONFIG in names and names[_CONFIG] <= _MAX_CONFIG_BYTES:

@@ -89,8 +89,9 @@ def _tie(found: Canonical, hints: Hints) -> Canonical:
 
 
 def canonical_contents(contents: Contents, hints: Mapping[str, Any] | None, url: str, *, model_only: bool) -> Contents:
-    """The keys are "model.<fqn>", "optim.state.<fqn>.<name>" and "optim.param_groups.<i>.<name>"; with `model_only`,
-    the model's tensors alone, under their bare names. Tied tensors are listed once, as in the checkpoint.
+    """The keys are "model.<fqn>", "optim.state.<fqn>.<name>" and "optim.param_groups.<i>.<name>";
+    with `model_only`, the model's tensors alone, under their bare names. Tied tensors are listed
+    once, as in the checkpoint.
 
     Raises NormalizationError where a hint is missing, and with `model_only`, if there is no model.
     """

@@ -242,8 +242,9 @@ _OPTIMIZER = ("opt_state", "opt", "optimizer", "optim")
 
 
 def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
-    """Orbax: a tree of full JAX arrays. The model has the dotted names of the tree under `params`; optimizers of
-    optax mirror its tree, so states are the arrays whose path ends in a parameter's path. Moments have torch's names.
+    """Orbax: a tree of full JAX arrays. The model has the dotted names of the tree under `params`;
+    optimizers of optax mirror its tree, so states are the arrays whose path ends in a parameter's
+    path. Moments have torch's names.
 
     A tree without `params` is all model. Further levels of `params` (Flax wraps one around another) are taken off.
     """

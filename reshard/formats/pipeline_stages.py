@@ -211,7 +211,8 @@ def _globally(name: str, stage: int, offsets: Mapping[tuple[int, str], int]) -> 
 def _take(
     result: Canonical, stage: _SavedStage, saved: StoredOptimizer, by_id: bool, offsets: Mapping[tuple[int, str], int]
 ) -> None:
-    """Add a stage's optimizer; names that a hint gave are those of the whole model, or all of the stage's own."""
+    """Add a stage's optimizer; names that a hint gave are those of the whole model, or all of the
+    stage's own."""
     mapped = {name: _globally(name, stage.number, offsets) for name in stage.model}
     names = list(saved.state)
     is_global = by_id and all(name in set(mapped.values()) for name in names)

@@ -103,8 +103,9 @@ def open(files: Files) -> Contents:
 def with_others(
     contents: Contents, files: Files, sections: Collection[Section], beside: Sequence[str] = ()
 ) -> Contents:
-    """The contents, with warnings that name the files that are neither of the sections nor those beside them, and
-    sections of fewer ranks than others, for which nothing says whether files are missing."""
+    """The contents, with warnings that name the files that are neither of the sections nor those
+    beside them, and sections of fewer ranks than others, for which nothing says whether files are
+    missing."""
     ranks = max((one.world_size or max(one.files) + 1 for one in sections), default=0)
     fewer = [f"{one.name}: files of {len(one.files)} of {ranks} ranks" for one in sections if len(one.files) < ranks]
     opened = {*beside, *(file for section in sections for file in section.files.values())}

@@ -84,7 +84,8 @@ def open(files: Files) -> Contents:
 
 
 def _shards_not_there(files: list[str]) -> tuple[str, ...]:
-    """A warning about shards that a writer may have had nothing for, so that it can be known which file is missing."""
+    """A warning about shards that a writer may have had nothing for, so that it can be known which
+    file is missing."""
     shards = [match for file in files if (match := _SHARD.fullmatch(file))]
     have = {(int(m[1]), int(m[3])) for m in shards}
     writers, parts = sorted({r for r, _ in have}), sorted({p for _, p in have})
@@ -253,7 +254,8 @@ def _inferred(known: set[str], config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _is_tied(config: Mapping[str, Any]) -> bool:
-    """transformers leaves `tie_word_embeddings` out of config.json where it has its default, which is true."""
+    """transformers leaves `tie_word_embeddings` out of config.json where it has its default, which
+    is true."""
     nested = config.get("text_config")
     default = nested.get("tie_word_embeddings", True) if isinstance(nested, dict) else True
     return bool(config.get("tie_word_embeddings", default) is True)

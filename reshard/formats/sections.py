@@ -152,7 +152,8 @@ def _inside(section: Tree) -> Tree:
 
 
 def _only_state(tree: Tree) -> Tree:
-    """The one state dict in it, whatever it is called, such as `net`: its own keys have dots. Else the tree itself."""
+    """The one state dict in it, whatever it is called, such as `net`: its own keys have dots. Else
+    the tree itself."""
     with_tensors = [v for v in tree.values() if (v.is_tensor if isinstance(v, StoredLeaf) else _has_tensor(v))]
     if len(with_tensors) == 1 and isinstance(with_tensors[0], dict) and any("." in str(key) for key in with_tensors[0]):
         return with_tensors[0]
@@ -160,7 +161,8 @@ def _only_state(tree: Tree) -> Tree:
 
 
 def _model_of(optimizer: str, first: str, models: Mapping[str, Any]) -> str:
-    """The one of several models that has the optimizer's number; optimizers of no such number are the first's."""
+    """The one of several models that has the optimizer's number; optimizers of no such number are
+    the first's."""
     number = _NUMBER.search(optimizer)
     mine = f"{_NUMBER.sub('', first)}{number[0] if number else ''}."
     return mine if mine in models else f"{first}."
@@ -178,7 +180,8 @@ def _natural(key: Any) -> tuple[Any, ...]:
 
 
 def _joined(parts: Tree) -> Tree:
-    """The parts of a pipeline that one process has, as one model. Raises NormalizationError if two share a name."""
+    """The parts of a pipeline that one process has, as one model. Raises NormalizationError if two
+    share a name."""
     out: Tree = {}
     for number, part in parts.items():
         for key, value in part.items():

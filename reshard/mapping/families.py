@@ -87,7 +87,8 @@ def feed_forward_to_titan(source: str, target: str) -> list[Rule]:
 
 
 def outer_to_megatron(model: Decoder, *, transformer_engine: bool, padded_vocab: int | None) -> list[Rule]:
-    """Map everything outside attention and feed-forward. `padded_vocab`: rows of the vocabulary with padding.
+    """Map everything outside attention and feed-forward. `padded_vocab`: rows of the vocabulary
+    with padding.
 
     TransformerEngine keeps a norm inside the projection that follows it, unless that is a router or latent attention.
     """
@@ -319,7 +320,8 @@ _MEGATRON = {
 
 
 def latent_to_megatron(*, transformer_engine: bool) -> list[Rule]:
-    """Map DeepSeek's attention to Megatron. TransformerEngine keeps norms inside the projections after them."""
+    """Map DeepSeek's attention to Megatron. TransformerEngine keeps norms inside the projections
+    after them."""
     norms = {"kv_a_layernorm.weight": "kv_layernorm.weight", "q_a_layernorm.weight": "q_layernorm.weight"}
     if transformer_engine:
         norms = {
@@ -639,7 +641,8 @@ def ready(
 
 
 def _check(model: Decoder, source: str, target: str, titan: str) -> None:
-    """Raise NormalizationError for an unknown family or naming scheme, and for a combination that has no mapping."""
+    """Raise NormalizationError for an unknown family or naming scheme, and for a combination that
+    has no mapping."""
     known = model.architecture.namings
     for naming in (source, target):
         if naming not in NAMINGS:

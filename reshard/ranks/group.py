@@ -66,10 +66,12 @@ class _GroupPhase(NamedTuple):
 
 
 class Group:
-    """The ranks that do one thing together, a save or a load: a new one for each, made by all ranks in the same order.
+    """The ranks that do one thing together, a save or a load: a new one for each, made by all ranks
+    in the same order.
 
-    The verbs are collective: all ranks call the same ones in the same order, one at a time. Making a group is not:
-    it does not wait. Once a phase has failed, every later verb raises that same failure.
+    The verbs are collective: all ranks call the same ones in the same order, one at a time. Making
+    a group is not: it does not wait. Once a phase has failed, every later verb raises that same
+    failure.
 
     Args:
         process_group: default: the default group if torch.distributed is initialized, else this process alone.
@@ -212,7 +214,8 @@ class Group:
         return {place: _decode(data, kind or type(value)) for place, data in found.items()}
 
     def exchange(self, value: T) -> list[T]:
-        """The values of all ranks, in rank order, for what every rank needs of every other. Equal ones travel once."""
+        """The values of all ranks, in rank order, for what every rank needs of every other. Equal
+        ones travel once."""
         if self._rounds is None:
             return [value]
         pool = self.merge(DistinctValues([_encode(value)]), DistinctValues.join, "an exchange")
@@ -220,7 +223,8 @@ class Group:
         return [distinct[number] for number in pool.numbers()]
 
     def gather(self, value: T, root: int = 0, *, kind: Any = None) -> list[T] | None:
-        """The values of all ranks, in rank order, for the rank `root` (its place in the group); None for the others."""
+        """The values of all ranks, in rank order, for the rank `root` (its place in the group);
+        None for the others."""
         found = self.gather_and_sum(value, b"", b"".join, root, kind=kind)
         return None if found is None else found[0]
 
@@ -369,10 +373,11 @@ class Group:
     def together(self, name: str, *, deadline_s: float | None = None, meet: bool = True) -> Iterator[None]:
         """A phase that ends in the same way on all ranks: all leave it when all are done, or with an error.
 
-        The rank that fails raises its own error at once. The others raise a `RankFailedError` with its rank, message
-        and traceback as soon as they reach a verb, a `check` or the end of the phase; so they do, within a second or
-        two, if a rank on the same machine as another died. A rank that does not get there in time, hanging or dead far
-        away, makes a `DeadlineError` on all others that names it.
+        The rank that fails raises its own error at once. The others raise a `RankFailedError` with
+        its rank, message and traceback as soon as they reach a verb, a `check` or the end of the
+        phase; so they do, within a second or two, if a rank on the same machine as another died. A
+        rank that does not get there in time, hanging or dead far away, makes a `DeadlineError` on
+        all others that names it.
 
         Args:
             name: for messages: "write".
@@ -398,7 +403,8 @@ class Group:
             self._phases.pop()
 
     def _report(self, error: BaseException, phase: _GroupPhase) -> None:
-        """Report to the other ranks, unless they know or fail in the same way. Report to the user which rank failed."""
+        """Report to the other ranks, unless they know or fail in the same way. Report to the user
+        which rank failed."""
         rounds = self._rounds
         if rounds is None or rounds.failure is not None or error is self._common:
             return
@@ -458,7 +464,8 @@ def unpack_flags(data: bytes, count: int) -> list[bool]:
 
 
 def refuse_unjoined() -> None:
-    """Raise ReshardError if the environment, such as torchrun's, says that there are more processes than this one."""
+    """Raise ReshardError if the environment, such as torchrun's, says that there are more processes
+    than this one."""
     size = os.environ.get("WORLD_SIZE", "")
     if size.isdecimal() and int(size) > 1:
         raise ReshardError(

@@ -68,7 +68,8 @@ class PeerWatch:
             store.set(f"{self._key}/{self._index}", f"{place} {pid} {start_of(pid)}".encode())
 
     def _refuse_reused(self, store: Any) -> None:
-        """More came than torchrun has started here, and the first of them is gone: its sessions are still in there."""
+        """More came than torchrun has started here, and the first of them is gone: its sessions are
+        still in there."""
         if self._index < int(os.environ.get("LOCAL_WORLD_SIZE", self._index + 1)):
             return
         _, _, process = (store.peek(f"{self._key}/0") or b"").decode().partition(" ")
@@ -127,7 +128,8 @@ def is_gone(pid: int, start: str) -> bool:
 
 
 def start_of(pid: int) -> str:
-    """Return the time at which the process started, in the kernel's ticks; "" if it does not exist or is a zombie."""
+    """Return the time at which the process started, in the kernel's ticks; "" if it does not exist
+    or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
             stat = file.read().decode("ascii", "replace")
@@ -183,7 +185,8 @@ class WriterLease(msgspec.Struct, frozen=True):
     """Start time of the process in the kernel's ticks: a later process may have the same number."""
     unix_s: float
     machine: str = ""
-    """Where the number means this process: containers of one host may have the same name, and numbers of their own."""
+    """Where the number means this process: containers of one host may have the same name, and
+    numbers of their own."""
     has_left: bool = False
     """It has given the work up, though the process may live on."""
 
@@ -266,7 +269,8 @@ class KeptLease:
 
     @property
     def is_taken(self) -> bool:
-        """Whether the claim is not this process's any more: another one, which took this one for dead, works on."""
+        """Whether the claim is not this process's any more: another one, which took this one for
+        dead, works on."""
         found = read_lease(self._storage, self._name)
         return found is None or found.process != self.holder.process
 

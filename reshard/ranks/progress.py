@@ -240,7 +240,8 @@ class Phase:
 
 
 class _Bars:
-    """Progress bars on the terminal, for phases that take long enough to be seen. They disappear at the end."""
+    """Progress bars on the terminal, for phases that take long enough to be seen. They disappear at
+    the end."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -253,7 +253,8 @@ class Rounds:
                 yield from self._store.keys_of(f"{self.session}/{n}/log/{level}/{group}", range(size))
 
     def _climb(self, label: str, data: bytes, combine: Combine, only: int | None) -> Outcome | None:
-        """Post, and as long as this rank is the last to come to a log, combine what is in it and post that above."""
+        """Post, and as long as this rank is the last to come to a log, combine what is in it and
+        post that above."""
         place, oldest = self._rank, min(self._stale_keys.live, default=0)
         for level, sizes in enumerate(_levels(len(self._ranks))):
             group, slot = divmod(place, FAN)

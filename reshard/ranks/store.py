@@ -37,7 +37,8 @@ T = TypeVar("T")
 
 
 class SharedStore:
-    """A store that all ranks of a group share, under a prefix of ours, over clients of its own where it can.
+    """A store that all ranks of a group share, under a prefix of ours, over clients of its own
+    where it can.
 
     Clients of its own matter: each serves one call at a time, and a background save must not keep the training loop's
     next `new_group` waiting, nor another save. Mostly there is one.
@@ -101,7 +102,8 @@ _lock = threading.Lock()
 
 
 def store_of(process_group: dist.ProcessGroup, until: float) -> SharedStore:
-    """The store of a process group: the same for every session of this process. Args and errors: see `SharedStore`."""
+    """The store of a process group: the same for every session of this process. Args and errors:
+    see `SharedStore`."""
     with _lock:
         known = _stores.get(process_group)
         if known is None:
@@ -119,7 +121,8 @@ def _raw_store(process_group: dist.ProcessGroup) -> Any:
 
 
 def _client_of(store: Any) -> Callable[[], Any]:
-    """Return what opens another client of a store; the same one again where it serves any number of threads."""
+    """Return what opens another client of a store; the same one again where it serves any number of
+    threads."""
     if hasattr(store, "clone"):
         return cast(Callable[[], Any], store.clone)
     # older releases of torch cannot clone: 2.6, for one
@@ -157,7 +160,8 @@ Answer = tuple[Any, Exception | None]
 
 
 class Worker:
-    """A thread for calls that may block for ever, one after another. It ends with this object, and with the process."""
+    """A thread for calls that may block for ever, one after another. It ends with this object, and
+    with the process."""
 
     def __init__(self) -> None:
         self._asked: SimpleQueue[tuple[Any, ...] | None] = SimpleQueue()
@@ -419,7 +423,8 @@ def _value(store: KeyValueStore, key: str) -> bytes | None:
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True):
-    """Why a session ended, in ranks of the default group: which failed first (-1: none), which were missed."""
+    """Why a session ended, in ranks of the default group: which failed first (-1: none), which were
+    missed."""
 
     kind: Literal["error", "deadline", "diverged"]
     rank: int

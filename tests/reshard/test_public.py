@@ -358,7 +358,7 @@ def test_misspelled_arguments_are_named(verb: str, given: dict[str, object], mea
             r"'device': tensors are filled on the device they are on$",
         ),
         (lambda: reshard.Every(step=3), r"Every\(\) .* 'step': did you mean 'steps'\?$"),
-        (lambda: reshard.compare("c", "c", select="a"), "'select': save and convert have it"),
+        (lambda: reshard.compare("c", "c", select="a"), r"'select': pass reshard.open\(path\).select\(\.\.\.\)"),
         (lambda: reshard.verify("c", alone=True), "'alone': leave it out: save, async_save, load, and convert have it"),
         (lambda: reshard.verify("c", timeout=3), "'timeout': leave it out: only calls whose ranks wait for each other"),
         (

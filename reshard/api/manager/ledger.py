@@ -140,7 +140,7 @@ class Ledger:
         return {step for step, record in self.steps.items() if record.is_aside}
 
     def skipped(self) -> list[int]:
-        """Those of them that could not be read when the run went on from an earlier step, in order."""
+        """Those of them that could not be read when the run continued from an earlier step, in order."""
         return sorted(step for step, record in self.steps.items() if record.is_skipped)
 
     def tidy(self, kept: Collection[int]) -> None:

@@ -209,8 +209,7 @@ class CheckpointManager:
         """Of the steps that must stay behind those that are saved."""
         self._here = -1
         """The last step that this manager saved or restored."""
-        self._skipped: list[int] = []
-        """Steps that `restore` could not read, until the next save begins."""
+        self._skipped: list[int] = []  # by `restore`, until the next save begins
         self._before: int | None = None
         """The step of the call before."""
         self._saved_at = self._kept_at = time.monotonic()
@@ -454,7 +453,6 @@ class CheckpointManager:
                     ledger.refuse_discarded()
                     _log.info("%s has no step to restore: the state is unchanged", self.root)
             return None
-        goes_on = discard_newer or wanted is None
         with group.together("CheckpointManager.restore"):
             taken.put_back(report.load.aliases)
             missing, unexpected = report.load.missing + taken.missing, report.load.unexpected + taken.unexpected
@@ -465,7 +463,7 @@ class CheckpointManager:
                 self._ledger.set_aside(newer)
         if discard_newer and self._may_save and not report.from_memory and self._memory is not None:
             self._memory.clear()
-        self._newest = max([one for one in found if one <= report.step or not goes_on], default=-1)
+        self._newest = max({*found}.difference(newer if discard_newer else self._skipped), default=-1)
         self._before = self._here = report.step
         self._saved_at = self._kept_at = time.monotonic()
         if ledger is not None:
@@ -489,7 +487,7 @@ class CheckpointManager:
             f"{path} was not saved by a manager" for path, step in foreign.items() if step > max(steps, default=-2)
         ]
         passed += [
-            f"step {step}: the run went on from an earlier step when it could not be read"
+            f"step {step}: the run continued from an earlier step when it could not be read"
             for step in aside
             if step > max(steps, default=-1)
         ]

@@ -993,7 +993,7 @@ def test_the_log_says_what_was_restored_or_that_nothing_was(tmp_path: Path, capl
 
 
 def test_a_step_that_could_not_be_read_for_a_while_is_not_lost(tmp_path: Path) -> None:
-    """As on a mount that is late: the run goes on from an earlier step, and nothing is removed that no one asked for."""
+    """As on a mount that is late: the run goes on from an earlier step, and removes nothing unasked."""
     root, keep = tmp_path / "run", Keep()
     state = {"w": torch.zeros(2), "step": 0}
 
@@ -1021,7 +1021,7 @@ def test_a_step_that_could_not_be_read_for_a_while_is_not_lost(tmp_path: Path) -
         report = one.restore(state)
         assert (report.step, report.skipped) == (
             25,
-            ("step 30: the run went on from an earlier step when it could not be read",),
+            ("step 30: the run continued from an earlier step when it could not be read",),
         )
         assert reshard.verify(root / "step-30").ok
         keep = Keep(last=1)
