@@ -489,7 +489,8 @@ def kind_beside(storage: Storage, names: Mapping[str, int], own: str, marks: Col
     there = {name: size for name, size in names.items() if not is_temporary(name) and not DATA_FILE.fullmatch(name)}
     found = [format for format in formats() if format.detect(storage, there)]
     composite = next((format for format in found if format.is_composite), None)
-    if composite is not None and own not in (composite.name, "native"):
+    is_completed = own == "dcp" and composite is not None and composite.holds_dcp and not has_dcp(there)
+    if composite is not None and own not in (composite.name, "native") and not is_completed:
         return composite.name
     if own != "dcp" and has_dcp(there) and (composite is None or not composite.holds_dcp):
         return "dcp"
