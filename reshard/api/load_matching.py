@@ -94,8 +94,6 @@ class KeyMatch:
         self.classes = {path: kind for path, kind in kinds.items() if kind.startswith("dict:")}
         """Mappings that were no plain dicts."""
         self.tensor_classes = {path: kind for path, kind in kinds.items() if kind.startswith("tensor:")}
-        lists = [path for path in kinds if path and path not in self.classes and path not in self.tensor_classes]
-        self.names += [key_of(path) for path in lists if kinds[path] != "dict" and path not in self.below.names]
         self.advice: list[str] = []
         """What to do about objects that cannot take what was saved."""
 
@@ -184,7 +182,7 @@ class KeyMatch:
     def _number_into_tensor(self, key: str, value: Any, tensor: LiveTensor) -> None:
         """A number that was saved as such, for a 0-d tensor; only where the dtype can hold it exactly."""
         try:
-            made = torch.full((), value, dtype=tensor.dtype)
+            made = torch.full((), value, dtype=tensor.dtype, device="cpu")
             is_exact = made.item() == value or value != value
         except (OverflowError, RuntimeError, TypeError):  # by far too large, or of another kind
             is_exact = False

@@ -81,7 +81,7 @@ def empty_sequences(containers: Mapping[KeyPath, str], leaves: Iterable[KeyPath]
     """The lists and the like without items, by key. Not the dicts: some formats keep no empty ones."""
     kinds = {path: kind.partition(":")[0] for path, kind in containers.items() if path}
     found = [path for path, kind in kinds.items() if kind not in ("dict", "tensor")]
-    full = {path[:i] for path in leaves for i in range(len(path))} if found else ()
+    full = {path[:i] for path in (*leaves, *kinds) for i in range(len(path))} if found else ()
     return {key_of(path): path for path in found if path not in full}
 
 

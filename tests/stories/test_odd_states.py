@@ -263,10 +263,7 @@ def test_a_list_without_items_is_a_value_that_the_target_may_lack(tmp_path, save
     target = {"m": {"w": torch.zeros(2), "x": [1, 2]}}
     reshard.load(target, tmp_path / "c")
     assert target["m"]["x"] == saved
-    for other in ({"w": w}, {"w": w, "x": {"y": w}}):
-        with pytest.raises(KeyMismatchError, match=r"unexpected.*\n    m\.x"):
-            reshard.load({"m": other}, tmp_path / "c", strict={"m.x.y": "partial"} if "x" in other else "strict")
-        reshard.load({"m": other}, tmp_path / "c", strict="partial")
+    reshard.load({"m": {"w": w}}, tmp_path / "c")  # some formats write such lists where a state has nothing
 
 
 def test_a_manifest_whose_paths_and_keys_do_not_agree_is_damaged(tmp_path):

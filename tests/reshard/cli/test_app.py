@@ -128,7 +128,7 @@ def test_version(say) -> None:
             "Write 'fsdp=3', 'tp=2', 'fsdp=4,tp=2', 'hsdp=2x4', 'ddp=8', or 'pp=2,fsdp=4'. Axes of",
         ),
         (["plan", ".", "FSDP=2"], 2, "has the unknown axis 'FSDP': did you mean 'fsdp'? Write"),
-        (["plan", ".", "fsdp=9876543210"], 2, "must have fewer than 2**31 ranks, got 9,876,543,210 for {'fsdp': 98"),
+        (["plan", ".", "fsdp=9876543210"], 2, "may have at most 16,777,216 ranks, got 9,876,543,210 for {'fsdp': 98"),
         (
             ["convert", ".", "out", "-f", "DCP"],
             2,

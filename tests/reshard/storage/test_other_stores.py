@@ -64,14 +64,14 @@ def test_an_upload_given_up_shows_nothing(url: str) -> None:
 
 def test_checkpoints_replace_each_other_and_are_pruned(url: str) -> None:
     for step in (1, 2):
-        save(more_than_a_part_of(step), f"{url}/a")
-        assert _loaded_step(f"{url}/a") == step
-    assert len({name.split("/")[0] for name in open_storage(f"{url}/a").list("data-")}) == 1
-    assert reshard.verify(f"{url}/a").ok
-    reshard.async_save(more_than_a_part_of(3), f"{url}/b").result()
-    assert reshard.latest_complete(url) == f"{url}/b"
-    assert reshard.prune(url, keep_last=1) == [f"{url}/a"]
-    assert {name.split("/")[0] for name in open_storage(url).list()} == {"b"}
+        save(more_than_a_part_of(step), f"{url}/step-1")
+        assert _loaded_step(f"{url}/step-1") == step
+    assert len({name.split("/")[0] for name in open_storage(f"{url}/step-1").list("data-")}) == 1
+    assert reshard.verify(f"{url}/step-1").ok
+    reshard.async_save(more_than_a_part_of(3), f"{url}/step-2").result()
+    assert reshard.latest_complete(url) == f"{url}/step-2"
+    assert reshard.prune(url, keep_last=1) == [f"{url}/step-1"]
+    assert {name.split("/")[0] for name in open_storage(url).list()} == {"step-2"}
 
 
 def test_a_writer_killed_at_any_request(url: str) -> None:
