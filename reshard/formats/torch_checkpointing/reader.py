@@ -48,7 +48,7 @@ def open(files: Files) -> Contents:
     sections = _sections(files, items, world)
     contents = open_sections("torch_checkpointing", files, sections)
     held = {*contents.tensors, *contents.objects}
-    held |= {re.sub(r"\.rank_\d+$|[][]", "", name) for name in held}  # the list does not tell 0 from "0"
+    held |= {re.sub(r"\.rank_\d+$|[][]", "", name) for name in held}  # in the list, 0 is like "0"
     lost = [name for name in _listed(items, source.label) if name not in held]
     if lost and not files.checking.lost:
         count = format_count(len(lost), "tensor")

@@ -13,6 +13,7 @@ import sys
 import time
 import zipfile
 from collections import OrderedDict, deque
+from collections.abc import Iterator
 from datetime import datetime, timedelta
 from enum import Enum
 from pathlib import Path
@@ -118,6 +119,16 @@ def test_values_of_each_rank_have_no_canonical_names(tmp_path: Path) -> None:
     assert not report.omitted, "only the model was asked for"
 
 
+@pytest.fixture
+def no_safe_globals() -> Iterator[None]:
+    """As in a new process: accelerate lets torch.load(weights_only=True) take some arrays."""
+    known = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    yield
+    torch.serialization.add_safe_globals(known)
+
+
+@pytest.mark.usefixtures("no_safe_globals")
 def test_keys_that_torch_load_refuses_are_named(tmp_path: Path) -> None:
     safe = {"w": torch.ones(2), "epoch": 3, "names": {"a"}, "order": OrderedDict(a=[b"x", 1.5, None])}
     values = [np.arange(3), [np.float64(1)], {"at": datetime(2020, 1, 1)}, timedelta(1), range(3), frozenset([1])]
