@@ -95,8 +95,9 @@ def filled_once(match: KeyMatch, rank: int) -> dict[str, str]:
     Raises KeyMismatchError if two keys of one memory are to be filled from stored tensors that differ.
     """
     names, targets, first = match.tensors, match.targets, dict[str, str]()
+    tied = targets.tied_in_place
     for key in (*names, *(key for key in match.objects if key in targets.tensors)):
-        other = first.setdefault(targets.tied_in_place.get(key, key), key)
+        other = first.setdefault(tied.get(key, key), key)
         if other != key and not _equal(match, other, key, rank):
             raise KeyMismatchError(
                 f"{other!r} and {key!r} share memory, but {match.checkpoint.url} has different values for them: untie "
