@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 import struct
 from abc import abstractmethod
 from collections import OrderedDict
@@ -128,7 +129,9 @@ _PLAIN = frozenset([bool, dict, float, int, list, str, tuple, type(None)])
 
 
 def needs_code(objects: Mapping[str, Any]) -> list[str]:
-    """Keys of objects that `torch.load(weights_only=True)` refuses, such as NumPy's."""
+    """Keys of objects that `torch.load(weights_only=True)` refuses in a new process, such as NumPy's."""
+    known = torch.serialization.get_safe_globals()  # by other libraries, in this process
+    allowed_here = {it[1] if isinstance(it, tuple) else f"{it.__module__}.{it.__qualname__}" for it in known}
     out: list[str] = []
     for key, value in objects.items():
         if {type(part) for part in nested(value)} <= _PLAIN:
@@ -136,10 +139,14 @@ def needs_code(objects: Mapping[str, Any]) -> list[str]:
         file = io.BytesIO()
         torch.save(value, file)
         file.seek(0)
+        steps = pickletools.genops(pickle.dumps(value, protocol=2))
+        used = {str(argument).replace(" ", ".") for step, argument, _ in steps if step.name == "GLOBAL"}
         try:
             torch.load(file, weights_only=True)
         except pickle.UnpicklingError:
             out.append(key)
+        else:
+            out += [key] if used & allowed_here else []
     return out
 
 

@@ -119,16 +119,20 @@ def test_values_of_each_rank_have_no_canonical_names(tmp_path: Path) -> None:
     assert not report.omitted, "only the model was asked for"
 
 
-@pytest.fixture
-def no_safe_globals() -> Iterator[None]:
-    """As in a new process: accelerate lets torch.load(weights_only=True) take some arrays."""
+@pytest.fixture(params=["a new process", "accelerate's"])
+def _allowed_globals(request: pytest.FixtureRequest) -> Iterator[None]:
+    """accelerate lets torch.load(weights_only=True) take arrays; whoever gets the file may not have done so."""
     known = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
+    if request.param != "a new process":
+        arrays: list[Any] = [np.ndarray, np.dtype, np._core.multiarray._reconstruct]
+        torch.serialization.add_safe_globals([*arrays, type(np.dtype(np.uint32)), type(np.dtype(np.int64))])
     yield
+    torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals(known)
 
 
-@pytest.mark.usefixtures("no_safe_globals")
+@pytest.mark.usefixtures("_allowed_globals")
 def test_keys_that_torch_load_refuses_are_named(tmp_path: Path) -> None:
     safe = {"w": torch.ones(2), "epoch": 3, "names": {"a"}, "order": OrderedDict(a=[b"x", 1.5, None])}
     values = [np.arange(3), [np.float64(1)], {"at": datetime(2020, 1, 1)}, timedelta(1), range(3), frozenset([1])]
