@@ -112,10 +112,11 @@ class KeyMatch:
                 self._number_into_tensor(key, self.checkpoint.objects[name], tensor)
             else:
                 later.append(key)
-        aliases = self.targets.aliases
+        aliases, filled = self.targets.aliases, dict[str, str]()
+        for key in (*self.tensors, *self.objects) if later else ():
+            filled.setdefault(aliases.get(key, key), key)
         for key in later:  # tied in memory to a key that is filled: then it is filled, too
-            memory = aliases.get(key, key)
-            first = next((k for k in (*self.tensors, *self.objects) if aliases.get(k, k) == memory), None)
+            first = filled.get(aliases.get(key, key))
             if first is None:
                 self.missing.append(key)
             elif first in self.targets.replaced:  # which leaves the memory as it is
@@ -487,7 +488,7 @@ class Mismatches:
     """Key -> the ranks that miss it."""
     mismatched: Mapping[str, list[int]]
     kinds: Mapping[str, str]
-    """Missing keys of which the checkpoint has the name, for something of another kind, in words."""
+    """Missing keys that the checkpoint has for a value of another kind, with both kinds in words."""
     alike: bool
     """Whether all ranks load from the same."""
 

@@ -52,7 +52,7 @@ class Wording:
     """Advice where no key is missing."""
 
 
-class _Agreed:
+class _SharedOptions:
     """Options of a call of many ranks."""
 
     def shared(self) -> dict[str, object]:
@@ -61,7 +61,7 @@ class _Agreed:
 
 
 @dataclass(frozen=True)
-class LoadOptions(_Agreed):
+class LoadOptions(_SharedOptions):
     """What the caller of `load` chose; see there. Raises OptionError for values that are not allowed."""
 
     strict: bool | Mode | Mapping[str, Mode] = True
@@ -136,7 +136,7 @@ class SaveKeywords(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class SaveOptions(_Agreed):
+class SaveOptions(_SharedOptions):
     """What the caller of `save` chose; see there. Raises OptionError for values that are not allowed."""
 
     select: str | Iterable[str] | None = None

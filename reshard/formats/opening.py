@@ -586,8 +586,8 @@ class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """A step that the run did not continue from. It is not restored, and is removed when a later
     save is complete."""
     is_skipped: bool = False
-    """Whether that was since it could not be read, which may have passed. Then it stays until the
-    run has a newer step."""
+    """Whether the run continued from an earlier step because this one could not be read. It may be
+    readable later, so it stays until the run has a newer step."""
 
 
 class StepRecords(msgspec.Struct, frozen=True):

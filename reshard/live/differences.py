@@ -25,15 +25,15 @@ def number(element: torch.Tensor) -> Any:
 
 def wide(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Both in a wide dtype, and their exact distances. Raises FormatError for packed numbers, such as float4."""
-    wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+    dtype = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
     try:
-        a, b = x.to(wide), y.to(wide)
+        a, b = x.to(dtype), y.to(dtype)
     except NotImplementedError as error:
         raise FormatError(f"torch converts no {dtype_name(x.dtype)}: compare without rtol= and atol=") from error
     if max(x.dtype.itemsize, y.dtype.itemsize) < 8 or any(t.is_floating_point() or t.is_complex() for t in (x, y)):
         return a, b, (a - b).abs()
     (high, low), (other_high, other_low) = _halves(x), _halves(y)
-    return a, b, ((high - other_high).to(wide) * 2**32 + (low - other_low)).abs()
+    return a, b, ((high - other_high).to(dtype) * 2**32 + (low - other_low)).abs()
 
 
 def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -145,7 +145,7 @@ class Ledger:
 
     def tidy(self, kept: Collection[int]) -> None:
         """Remove all complete steps except these, and leftovers of killed saves. Damaged ones that do not count stay
-        so. Of those that were skipped, what is newer than all others stays, and all if nothing else goes."""
+        so. A step that a restore skipped stays while it is newer than all of `kept`, or while no other is removed."""
         published, keeps_all = published_steps(self.root, self._seen), set(kept).issuperset(self.current())
         newest = max(kept, default=-1)
         skipped = {step for step in self.skipped() if step in published and (keeps_all or step > newest)}
