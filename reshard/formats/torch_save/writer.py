@@ -141,12 +141,13 @@ def needs_code(objects: Mapping[str, Any]) -> list[str]:
         file.seek(0)
         steps = pickletools.genops(pickle.dumps(value, protocol=2))
         used = {str(argument).replace(" ", ".") for step, argument, _ in steps if step.name == "GLOBAL"}
+        is_refused = bool(used & allowed_here)
         try:
             torch.load(file, weights_only=True)
         except pickle.UnpicklingError:
+            is_refused = True
+        if is_refused:
             out.append(key)
-        else:
-            out += [key] if used & allowed_here else []
     return out
 
 
