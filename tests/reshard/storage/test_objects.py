@@ -216,7 +216,9 @@ def test_the_gap_follows_the_latency(s3: S3Server) -> None:
     storage = _open()
     assert storage.max_gap_bytes == 2 * MIB
     storage.publish("x", b"x")
-    storage.size("x")
+    # The fastest answer counts, so a machine that is busy for a moment does not.
+    for _ in range(200):
+        storage.size("x")
     assert storage.max_gap_bytes < 2 * MIB, "loopback answers faster than a far bucket"
 
 
