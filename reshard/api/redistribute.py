@@ -47,7 +47,7 @@ class TransferReport(FilledReport):
     """What a transfer did. Counts are of this rank unless stated otherwise."""
 
     moved: tuple[str, ...]
-    """Keys of all tensors and objects of the target that were filled, on any rank."""
+    """Keys of all tensors and objects of the target that were filled, on any rank, and of this rank's own values."""
     bytes_moved: int
     """Bytes sent between ranks, in the job."""
     bytes_between_groups: int
@@ -240,7 +240,7 @@ class Prepared:
         """Find the memory of all transfers, and make the buffers. Raises LayoutError where it is not as was agreed."""
         pairing, rank = self.pairing, self._rank
         self._places_checked()
-        self._values.check_places()
+        self._values.check_places(self._options["strict"])
         refuse_shared_memory(pairing, self._source.state.tensors, self._target.state.tensors)
         its = self._target.state
         tied = its.tied_in_place
@@ -298,11 +298,12 @@ class Prepared:
 
     def _report(self, span: Span) -> TransferReport:
         pairing, exchanges = self.pairing, self._exchanges
+        own, own_missing, own_unexpected = self._values.own
         planned, self._planned = self._planned, False
         return TransferReport(
-            moved=(*pairing.views, *pairing.objects),
-            missing=tuple(pairing.missing),
-            unexpected=tuple(pairing.unexpected),
+            moved=(*pairing.views, *pairing.objects, *own),
+            missing=(*pairing.missing, *own_missing),
+            unexpected=(*pairing.unexpected, *own_unexpected),
             cast=pairing.cast,
             bytes_moved=self._crossed if self._options["delta"] else sum(plan.bytes_moved for plan in self.plans),
             bytes_between_groups=self._steps.bytes_between_groups,
@@ -343,9 +344,7 @@ def prepare(
     with phase("prepare") as span, group.together("prepare"):
         with phase("agree"):
             given = complete(options)
-            mine = TransferSide.read(source, given["source_layouts"], group)
-            wanted = TransferSide.of(target, given["target_layouts"])
-            agreed = agree(mine, wanted, given, group, process_group)
+            mine, wanted, agreed = agree(source, target, given, group, process_group)
         prepared = Prepared(mine, wanted, agreed, given, group, process_group)
         if given["check_replicas"]:
             with phase("check replicas"):
@@ -436,9 +435,8 @@ def verify_live(
     rank = group.job_rank
     with group.together("verify"):
         given = complete(options)
-        mine = TransferSide.read(source, given["source_layouts"], group)
-        wanted = TransferSide.of(target, given["target_layouts"])
-        pairing = agree(mine, wanted, given, group, process_group).pair(given)
+        mine, wanted, agreed = agree(source, target, given, group, process_group)
+        pairing = agreed.pair(given)
         there = [held for key in pairing.views for held in _as_it_is(pairing, key, wanted, rank)]
         here = [held for key in pairing.views for held in _as_target(pairing, key, mine, rank)]
         sums = [sum_up(here, rank), sum_up(there, rank)]
@@ -453,7 +451,7 @@ def verify_live(
         for key in pairing.views
         if before[key] != after[key]
     ]
-    covers = "every target has the fingerprint that its sources give"
+    covers = "every target tensor with a source has the fingerprint that its sources give; other values: not compared"
     return Report("the redistributed state", tuple(findings), len(pairing.views), covers=covers)
 
 

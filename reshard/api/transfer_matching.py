@@ -341,17 +341,19 @@ class Agreed:
 
 
 def agree(
-    source: TransferSide,
-    target: TransferSide,
+    given: Mapping[str, Any] | None,
+    onto: Mapping[str, Any] | None,
     options: TransferOptions,
     group: Group,
     process_group: dist.ProcessGroup | None,
-) -> Agreed:
-    """Collective: exchange what all ranks hold and want, by digests.
+) -> tuple[TransferSide, TransferSide, Agreed]:
+    """Collective: exchange what all ranks hold and want, by digests. Returns also both sides of this rank.
 
     Raises LayoutError, on every rank: ranks disagree about a layout or an option, or have no
     part at all.
     """
+    source = TransferSide.read(given, options["source_layouts"], group)
+    target = TransferSide.of(onto, options["target_layouts"])
     group.same_options("redistribute", shared(options))
     devices = _devices([*source.state.tensors.values(), *target.state.tensors.values()], process_group)
     held, wanted = (lies_on_device(side.state.tensors.values()) for side in (source, target))
@@ -369,7 +371,7 @@ def agree(
     hasher = hashlib.sha256(repr([list(ranks) for _, ranks in found]).encode())
     for description, _ in found:
         hasher.update(hashlib.sha256(msgspec.msgpack.encode(description)).digest())
-    return Agreed(
+    agreed = Agreed(
         hasher.digest(),
         sides["source"],
         sides["target"],
@@ -381,6 +383,7 @@ def agree(
         any(description.on_device for description, _ in found),
         any(description.onto_device for description, _ in found),
     )
+    return source, target, agreed
 
 
 def _judge(found: list[tuple[_TransferDescription, Sequence[int]]]) -> None:
@@ -434,9 +437,21 @@ class Values:
     def __bool__(self) -> bool:
         return bool(self._pairs)
 
-    def check_places(self) -> None:
-        """Raises FormatError for a value of this rank's target that cannot be replaced where it is."""
-        own = [key for key in self._target.per_rank if key in self._source.per_rank]
+    @property
+    def own(self) -> tuple[list[str], list[str], list[str]]:
+        """This rank's own values: those that both sides have, those of its target alone, and those of its source."""
+        source, target = self._source.per_rank.keys(), self._target.per_rank.keys()
+        return sorted(source & target), sorted(target - source), sorted(source - target)
+
+    def check_places(self, strict: bool) -> None:
+        """Raises FormatError for a value of this rank's target that cannot be replaced where it is, and, if `strict`,
+        KeyMismatchError for own values that only one side has."""
+        own, missing, unexpected = self.own
+        if strict and (missing or unexpected):
+            raise KeyMismatchError(
+                f"values in PerRank move between the two sides of one rank, but only this rank's target has {missing}, "
+                f"and only its source {unexpected}. Fix: leave them out, or pass strict=False"
+            )
         self._target.check_places([*own, *(key for key in self._pairs if key in self._target.paths)])
 
     def gather(self, group: Group) -> dict[str, Any]:
@@ -460,11 +475,7 @@ class Values:
     def assign(self, values: dict[str, Any]) -> None:
         """Put them into the target, and what is each rank's own from this rank's source to its target."""
         held = self._source.per_rank
-        own = {
-            key: replace(wrapper, value=held[key].value)
-            for key, wrapper in self._target.per_rank.items()
-            if key in held
-        }
+        own = {key: replace(self._target.per_rank[key], value=held[key].value) for key in self.own[0]}
         self._target.assign({**values, **own})
 
     def _held(self) -> dict[str, Any]:

@@ -40,7 +40,7 @@ FREE_CHECK_BYTES = 16 << 20
 """This many bytes may be read to check, however few are requested."""
 
 EVERY_BLOCK = ""
-CRC_OF_RECORDS = "unchecked: whether all files are from one save"
+CRC_OF_RECORDS = "unchecked: whether all files are from one save and hold equal copies"
 NO_CHECKSUMS = "unchecked: the format has no checksums"
 """What the checksums of a format leave open, for reports. A CRC-32 stands beside each record of a zip archive, and says
 nothing of the file."""

@@ -231,8 +231,15 @@ def kinds_job() -> dict[str, Any]:
 
     old = {"seed": reshard.PerRank(rank), "w": torch.ones(3)}
     new = {"seed": reshard.PerRank(-1), "w": torch.zeros(3)}
-    reshard.redistribute(old, new)
-    out["per rank"] = new["seed"].value == rank
+    its = reshard.redistribute(old, new)
+    out["per rank"] = new["seed"].value == rank, its.moved
+    lone = {"w": torch.zeros(3), **({"own": reshard.PerRank(-1)} if rank == 1 else {})}
+    its = reshard.redistribute(old, lone, strict=False)
+    out["lone"] = its.missing, its.unexpected, lone["w"].tolist()
+    try:
+        reshard.redistribute(old, lone)
+    except reshard.ReshardError as error:
+        out["lone error"] = str(error)
 
     one, strided = torch.zeros(world * 2, 2), torch.zeros(8, 2)  # one element, of a stride that is not 1
     ours = live_layouts.mesh(every, (world,))

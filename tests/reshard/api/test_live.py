@@ -71,7 +71,7 @@ def test_a_prepared_transfer_follows_the_values_and_the_memory():
 
 
 def test_casts_names_ties_and_all_kinds_of_tensors():
-    for found in gloo.run(live_jobs.kinds_job, 3):
+    for rank, found in enumerate(gloo.run(live_jobs.kinds_job, 3)):
         assert found["narrow"] == (True, {"w": ("float32", "bfloat16")}, 72 - 2 * 3 * (2 + 2 + 0))
         assert found["wide"] == (True, 144 - 4 * 3 * (2 + 2 + 0))
         assert found["tied"] == (True, 36 * 4 - 3 * 4 * 4, ("nest.embed", "nest.head"))
@@ -79,7 +79,9 @@ def test_casts_names_ties_and_all_kinds_of_tensors():
         assert found["to sharded"]
         assert found["meta"]
         assert found["conjugate"]
-        assert found["per rank"]
+        assert found["per rank"] == (True, ("w", "seed"))
+        assert found["lone"] == (("own",) if rank == 1 else (), ("seed",), [1.0] * 3)
+        assert "PerRank" in found["lone error"]
         assert found["odd strides"]
         assert found["partial"] == (True, [1.0, 1.0], ("other",), ("more",))
 

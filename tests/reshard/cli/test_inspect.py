@@ -57,7 +57,7 @@ def test_what_nothing_was_compared_with_is_told(say, checkpoint, tmp_path) -> No
     """`"ok": true` alone said more than was checked."""
     assert say("convert", checkpoint, tmp_path / "dcp", "-f", "dcp").code == 0
     said, told = say("inspect", tmp_path / "dcp"), json.loads(say("inspect", tmp_path / "dcp", "--json").out)
-    assert "unchecked: whether all files are from one save" in told["unchecked"]
+    assert "unchecked: whether all files are from one save and hold equal copies" in told["unchecked"]
     assert f"note  {told['unchecked']}" in said.out
 
 
