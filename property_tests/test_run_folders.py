@@ -382,7 +382,7 @@ class RunFolders(RuleBasedStateMachine):
             assert report.ok
             assert same(target, state_of(one.seed))
         verified = reshard.verify(path)
-        newer = [its[n] for n in its if n in STEPS and STEPS[n] > STEPS[name]]
+        newer = [its[n] for n in its if n in STEPS and (STEPS[n], n) > (STEPS[name], name)]
         assert verified.ok or not one.sound or not all(step.opens for step in newer)
         code, said = self.say("verify", str(path))
         assert (code == 0) == verified.ok, said
