@@ -57,7 +57,11 @@ class Model:
 
 def told(skipped: tuple[str, ...]) -> set[int]:
     """The steps of the generations that a report says were passed over."""
-    found = [re.match(r"generation \d+ \(step (\d+)\) (on hosts? '|is not complete)", text) for text in skipped]
+    found = [
+        re.match(r"generation \d+ \(step (\d+)\) (on hosts? '|is not complete)", text)
+        for text in skipped
+        if "has nothing that a host kept" not in text  # said of hosts, not of generations
+    ]
     assert all(found), skipped
     return {int(match[1]) for match in found if match}
 
