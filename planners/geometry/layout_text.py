@@ -124,9 +124,9 @@ def _plain(layout: TensorLayout | ProductForm) -> Form:
 
 def in_sharding_order(form: ProductForm, dims: Container[int]) -> ProductForm:
     """The form with the axes of these dims in the order in which they shard, and plain shards in place of strided ones
-    that say the same."""
+    that say the same. Axes of one rank come first, as FSDP2 shards what other axes left."""
     axes = [(name, size, placement) for (name, size), placement in zip(form.mesh.axes, form.placements)]
-    for dim in {p.dim for p in form.placements if isinstance(p, StridedShard) and p.dim in dims}:
+    for dim in {p.dim for p in form.placements if not isinstance(p, Replicate) and p.dim in dims}:
         places = axes_of(form, dim)
         its = [axes[place] for place in places]
         if not any(isinstance(placement, BlockShard) for _, _, placement in its):
@@ -157,7 +157,7 @@ def _in_order(axes: Sequence[_ShardingAxis]) -> list[_ShardingAxis]:
         places = [i for i in range(len(order) + 1) if math.prod(ranks for _, ranks, _ in order[:i]) == pieces]
         if not places:
             return []
-        order.insert(places[0], axis)
+        order.insert(places[-1], axis)
     return order
 
 

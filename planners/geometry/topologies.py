@@ -15,8 +15,8 @@ from planners.errors import PlanError, did_you_mean
 from planners.geometry.arrays import grouped
 from planners.geometry.box import Range
 from planners.geometry.layout import ProductForm, StateLayout, TensorLayout, TensorSpec
-from planners.geometry.layout_text import in_sharding_order
-from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, parse_placements
+from planners.geometry.layout_text import axes_of, in_sharding_order
+from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, StridedShard, parse_placements
 from planners.notebooks import preformatted
 from planners.units import format_count, format_some
 
@@ -116,6 +116,8 @@ class Topology:
     """Axes that must divide the dims they shard without remainder, such as heads and experts."""
     origin: str = field(default="", repr=False, compare=False)
     """How its errors begin: with the file that it is from."""
+    notes: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    """What it assumes that the checkpoint does not record."""
     _forms: dict[tuple[object, ...], ProductForm] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -588,15 +590,21 @@ def _recorded_axes(saved: StateLayout) -> list[str]:
 
 def _as_recorded(mesh: Mesh, saved: StateLayout) -> Topology:
     """Each tensor is sharded over the axes of this mesh as it was saved; over those that it does not record, copied."""
-    rules = {}
+    rules, guessed = {}, dict[str, None]()
     for fqn, layout in saved.items():
         at: dict[str, Placement] = {}
         if isinstance(layout.form, ProductForm):
             form = in_sharding_order(layout.form, range(len(layout.spec.shape)))
             at = {name: placement for name, placement in zip(form.mesh.names, form.placements) if name in mesh.names}
+            for dim in {p.dim for p in layout.form.placements if not isinstance(p, Replicate)}:
+                before, after = ([its.mesh.names[axis] for axis in axes_of(its, dim)] for its in (layout.form, form))
+                is_known = any(isinstance(p, StridedShard) and p.dim == dim for p in layout.form.placements)
+                if before != after and not is_known and min(dict(mesh.axes).get(name, 1) for name in after) > 1:
+                    guessed[", then ".join(after)] = None
         at |= {name: Replicate() for name in mesh.names if name not in at}
         rules[fqn] = Rule(glob.escape(fqn), tuple(at.values()), tuple((name,) for name in at))
-    return Topology(mesh, tuple(rules.values()))
+    words = "a dim is sharded over {}, as in FSDP2: their order is not recorded, since one of them had a single rank"
+    return Topology(mesh, tuple(rules.values()), notes=tuple(map(words.format, guessed)))
 
 
 def _pipeline(stage: Topology, stages: int, saved: StateLayout | None) -> Topology:

@@ -129,7 +129,7 @@ def convert(
             canonical names, with the same hints.
         mapping: a `reshard.mapping.Mapping`, or a dict from new names to names in the source.
         onto: write the files that the ranks of this layout or topology would have written (native
-            and dcp). A topology can be in words, such as "fsdp=8".
+            and dcp). A topology can be in words, such as "fsdp=8", or the axes that the source records: see `plan`.
         select: globs of the new names to write. Globs that begin with `!` exclude names.
         dtype: convert floating-point tensors of at least one dim to this dtype, such as "bfloat16" or
             "bf16". Values too large for it become inf, or its largest number, without a message.
@@ -171,15 +171,17 @@ def convert(
         globs = globs_of(select) or ()
         wanted = None if dtype is None else full_name(dtype)
         name = ALSO_CALLED.get(format, format)
-        onto = topology_of(onto) if isinstance(onto, str) else onto
+        its = onto if not isinstance(onto, str) else None
         job = ConvertJob(
-            source, target, name, mapping, onto, globs, wanted, normalized, model_only, hints, max_shard_bytes, check
+            source, target, name, mapping, its, globs, wanted, normalized, model_only, hints, max_shard_bytes, check
         )
         _check(group, source, target, workers, executor)
         with group.together("convert by all ranks (alone=True: by one)", deadline_s=MEETING_S, meet=False):
             group.same_options("convert", {"overwrite": overwrite, "resume": resume})
         with phase("open"):
             state = job.state()
+        if isinstance(onto, str):
+            job = replace(job, onto=topology_of(onto, None, state.layout))
         written = _run(job, state, group, workers, executor, overwrite=overwrite, resume=resume, progress=progress)
         report = _report(job, state, *written, phases)
     if report.unchecked and group.rank == 0:
@@ -203,7 +205,7 @@ def _report(
         aliases=dict(state.aliases),
         omitted=writer.left_out,
         retyped=writer.retyped,
-        warnings=(*writer.contents.warnings, *_unexpected(job, writer.contents)),
+        warnings=(*writer.contents.warnings, *getattr(job.onto, "notes", ()), *_unexpected(job, writer.contents)),
         bytes_unchecked=unchecked,
         unchecked=state.contents.checking.words(unchecked, writer.total_bytes),
         phases=phases,

@@ -18,6 +18,7 @@ import xxhash
 from planners.geometry.layout import StateLayout, TensorSpec
 from planners.geometry.topologies import Topology
 from planners.units import format_count
+from reshard.api.plan import unsharded_text
 from reshard.api.task_shares import absolute, files_of
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import (
@@ -150,7 +151,7 @@ class ConvertJob:
         contents, onto = state.contents, self.onto
         if onto is not None:
             specs = {n: state[n].stored.spec for n in state if n not in state.aliases}
-            onto = onto.layout(specs) if isinstance(onto, Topology) else onto
+            onto = _made(onto, specs) if isinstance(onto, Topology) else onto
             _check_onto(onto, specs)
         if self.writing.form is not None:
             found = normalize(contents, None, state.url)
@@ -178,6 +179,13 @@ class ConvertJob:
         for name in state:
             seen.update(repr(state[name].stored.spec).encode())
         return str(seen.hexdigest())
+
+
+def _made(onto: Topology, specs: Mapping[str, TensorSpec]) -> StateLayout:
+    layout = onto.layout(specs)
+    for axis, fqns in onto.unsharded_axes(layout).items():
+        raise LayoutError(f"{unsharded_text(axis, fqns)}: give rules that match them, or leave out the axis")
+    return layout
 
 
 def _check_onto(onto: StateLayout, specs: Mapping[str, TensorSpec]) -> None:

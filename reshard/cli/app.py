@@ -229,7 +229,7 @@ def run(arguments: list[str] | None = None) -> None:
             traceback.print_exception(error)
         else:
             _tell(in_words_of_the_command_line(message))
-        is_of_rules = isinstance(error, PlanError) and re.search(r"--rule|\.(topology|txt)\b", " ".join(words))
+        is_of_rules = isinstance(error, PlanError) and re.search(r"--rule|--onto|\.(topology|txt)\b", " ".join(words))
         is_wrong = is_typers or is_of_rules or isinstance(error, UsageError | OptionError)
         sys.exit(EXIT_USAGE if is_wrong else EXIT_ERROR)
 

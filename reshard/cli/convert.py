@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -119,7 +119,7 @@ def convert(
             target,
             format=cast("FormatName", format),
             mapping=(plain | mapping if mapping else plain) if plain.stages else mapping,
-            onto=None if onto is None else arguments.side(onto, arguments.rules_of(rule)),
+            onto=_side(onto, arguments.rules_of(rule)),
             select=select or None,
             dtype=dtype,
             normalized=normalized,
@@ -144,6 +144,13 @@ def _note_useless(dequantizing: Mapping, source: str, as_json: bool) -> None:
     if [*dequantizing.apply(given)] == [*given]:  # else scales are gone
         text = "--dequantize has no effect: no tensor is quantized"
         print_text(console(stderr=as_json), text, "note", "yellow")
+
+
+def _side(onto: str | None, rules: dict[str, str]) -> Any:
+    """What `--onto` names. The axes of the source are known only where it is opened."""
+    from reshard.api.plan import names_topology
+
+    return onto if onto is None or (names_topology(onto) and not rules) else arguments.side(onto, rules)
 
 
 def _format(given: str, onto: str | None, rule: list[str] | None) -> str:

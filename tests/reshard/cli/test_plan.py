@@ -10,7 +10,21 @@ import pytest
 import torch
 
 import reshard
-from planners import LoadPlan, Shard, Topology, dumps, fsdp_tp, loads, summarize
+from planners import (
+    LoadPlan,
+    Mesh,
+    Placement,
+    Shard,
+    StateLayout,
+    StridedShard,
+    TensorLayout,
+    TensorSpec,
+    Topology,
+    dumps,
+    fsdp_tp,
+    loads,
+    summarize,
+)
 from reshard.cli.arguments import both_sides
 
 
@@ -446,3 +460,44 @@ def test_a_checkpoint_with_other_names_is_refused_in_groups_with_a_fix(say, tmp_
         "    other.*: 30 names, such as 'other.0': is not saved",
         "  fix: --normalized uses canonical names, or --select '!GLOB' leaves names out",
     ]
+
+
+def test_axes_of_which_one_had_a_single_rank_shard_as_in_fsdp2(say, tmp_path) -> None:
+    """FSDP2 records that it comes last only where the other axis has several ranks."""
+    spec, file = TensorSpec("w", (8, 2), "float32"), tmp_path / "layout.json"
+
+    def on(shape: str, *placements: Placement) -> StateLayout:
+        return StateLayout({"w": TensorLayout(spec, Mesh.parse(shape), placements)})
+
+    meant = on("fsdp=2,tp=2", StridedShard(0, 2), Shard(0))
+    for shape, first, is_guessed in [
+        ("fsdp=3,tp=1", Shard(0), True),
+        ("fsdp=1,tp=2", StridedShard(0, 2), False),
+        ("fsdp=2,tp=2", StridedShard(0, 2), False),
+    ]:
+        saved = on(shape, first, Shard(0))
+        file.write_text(dumps(saved))
+        said, told = (say("plan", file, "fsdp=2,tp=2", *more) for more in ((), ("--json",)))
+        made = reshard.plan(saved, "fsdp=2,tp=2").wanted
+        assert [made["w"].boxes(rank) for rank in range(4)] == [meant["w"].boxes(rank) for rank in range(4)]
+        assert ("sharded over tp, then fsdp, as in FSDP2: their order is not recorded" in said.out) is is_guessed
+        assert len(json.loads(told.out)["notes"]) == is_guessed
+    assert "not recorded" not in say("plan", file, "fsdp=2").out
+
+
+def test_a_conversion_onto_a_topology_writes_the_layout_that_is_planned(say, gpt, tmp_path) -> None:
+    for onto in ("dp=4,tp=2", "fsdp=2", "pp=2,fsdp=2"):
+        said = say("convert", gpt, tmp_path / onto, "--onto", onto)
+        assert said.code == 0, said.err
+        planned, written = reshard.plan(gpt, onto).wanted, reshard.open(tmp_path / onto).layout
+        ranks = range(planned.world_size)
+        assert all(written.parts(name, rank) == planned.parts(name, rank) for name in planned for rank in ranks)
+
+
+def test_a_conversion_onto_an_axis_that_shards_nothing_is_refused(say, checkpoint, tmp_path) -> None:
+    said = say("convert", checkpoint, tmp_path / "out", "--onto", "fsdp=2,tp=2")
+
+    assert said.code == 3
+    assert "axis 'tp' shards no tensor" in said.err
+    assert "give rules that match them, or leave out the axis" in said.err
+    assert not (tmp_path / "out").exists()
