@@ -357,7 +357,7 @@ def test_of_fused_states_only_those_with_a_value_for_each_row_are_split(tmp_path
     state = found["optim"]["state"]
     assert [list(state[name]) for name in model] == [["row_var", "step"]] * 3
     assert state["a.wk.weight"]["row_var"][...].equal(rows[8:12])
-    assert any("'col_var' of 'a.wqkv.weight' is left out" in note for note in found.notes)
+    assert any("'col_var' of 'a.wqkv.weight' is omitted" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("hint", ["vocab_size", "kv_heads", "head_dim"])
