@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -79,6 +79,8 @@ class TensorMatches:
         tied_sources: Mapping[str, str] | None = None,
         views: Mapping[str, View] | None = None,
         mapping: Mapping[str, str] | None = None,
+        left: Iterable[str] | None = None,
+        joined: Iterable[str] = (),
         strict: bool = True,
         allow_cast: bool = False,
     ) -> TensorMatches:
@@ -89,6 +91,8 @@ class TensorMatches:
             tied_sources: the same of sources.
             views: target -> the view that it is of sources.
             mapping: target -> source, for names that differ.
+            left: what no target takes of all that a `reshard.mapping.Mapping` makes. None: sources that none takes.
+            joined: what is wrong with targets that would take one of several sources.
 
         Raises KeyMismatchError: lists all that is missing, unexpected or mismatched.
         """
@@ -99,7 +103,9 @@ class TensorMatches:
             work.take(key)
         work.take_ties(tied or {}, tied_sources or {})
         work.take_objects(given, wanted)
-        out.unexpected.extend(key for key in (*before, *given) if key not in work.used)
+        work.mismatched.extend(joined)
+        out.unexpected.extend((key for key in before if key not in work.used) if left is None else left)
+        out.unexpected.extend(key for key in given if key not in work.used)
         stray = [key for key in dict.fromkeys((*work.given, *work.mapping)) if key not in {*after, *wanted}]
         _refuse(out, work.mismatched, stray, strict)
         return out
@@ -321,8 +327,12 @@ class Agreed:
     def pair(self, options: TransferOptions) -> TensorMatches:
         """Match targets with sources. Raises KeyMismatchError; NormalizationError for a mapping that computes."""
         views, names = {view.spec.fqn: view for view in options["views"]}, options["mapping"]
+        left, joined = None, list[str]()
         if isinstance(names, StateMapping):
             made = names.views(self.before.specs)
+            taken = {spec.fqn for view in views.values() for spec in view.sources}
+            left = [k for k, view in made.items() if k not in self.after and not _all_in(taken, view)]
+            joined = [key for key in self._joined(names, made) if key not in views]
             views = {key: view for key, view in made.items() if key in self.after} | views
             names = {new: old for old, its in names.names(self.source_objects).items() for new in its}
             names = {new: old for new, old in names.items() if new in self.target_objects}
@@ -335,9 +345,25 @@ class Agreed:
             tied_sources=self.tied_sources,
             views=views,
             mapping=names,
+            left=left,
+            joined=[f"{key}: would be one of several in the source, which may differ: leave it out" for key in joined],
             strict=options["strict"],
             allow_cast=options["dtype_policy"] == "cast",
         )
+
+    def _joined(self, names: StateMapping, made: Mapping[str, View]) -> Iterator[str]:
+        """Yield the targets for which a mapping takes one of several sources, such as the steps of fused parameters."""
+        for old, its in names.names(self.before).items():
+            spec = self.before[old].spec
+            for new in set(its) & set(self.after):
+                if spec.numel and spec.shape == made[new].shape and spec not in made[new].sources:
+                    yield new
+        of = [new for its in names.names(self.source_objects).values() for new in its]
+        yield from {new for new in self.target_objects if of.count(new) > 1}
+
+
+def _all_in(taken: set[str], view: View) -> bool:
+    return bool(view.sources) and taken.issuperset(spec.fqn for spec in view.sources)
 
 
 def agree(

@@ -148,6 +148,9 @@ def _split_fused(result: Canonical, hints: Hints) -> None:
         states = result.state.pop(fqn)
         for name, value in states.items():
             whole = isinstance(value, StoredTensor) and value.spec.shape[:1] == (sum(rows.values()),)
+            if not whole and isinstance(value, StoredTensor) and value.spec.numel > 1:
+                result.notes.append(f"the state {name!r} of {fqn!r} is omitted: it has no value for each of its rows")
+                continue
             for part, target in parts.items():
                 piece = _rows(value, {p: n // kv for p, n in rows.items()}, kv, part) if whole else value
                 result.add_state(target, name, piece)

@@ -9,6 +9,7 @@ Within a stage, the first rule that matches a name applies. Names that match no 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping as Dict, Sequence
 from dataclasses import dataclass, replace
@@ -62,7 +63,7 @@ class Mapping:
         determines shapes is read.
 
         Optimizer states, per-parameter settings, and lists of parameters follow their parameters. A state without the
-        parameter's shape, such as a step, stays as it is.
+        parameter's shape, such as a step, stays as it is; with several elements, it is an error.
 
         Raises:
             KeyMismatchError: a tensor that a rule combines with others is missing, or two tensors get the same name.
@@ -347,7 +348,7 @@ class MappingStage:
     def _check_equal(self, group: RuleGroup, sources: Sequence[StoredTensor]) -> None:
         """States that go along, such as steps, become one: then they must be one."""
         first, *others = map(LazyTensor, sources)
-        if others and (sources[0].spec.numel > 1 or any((other[...] != first[...]).any() for other in others)):
+        if any((other[...] != first[...]).any() for other in others):
             raise KeyMismatchError(
                 f"cannot merge {group.members[0]!r} and {len(others)} others into one value: they are not equal numbers"
             )
@@ -501,11 +502,17 @@ class RuleGroup(Application):
 
     def is_carried(self, shapes: Sequence[Shape], parameters: Dict[str, Shape]) -> bool:
         """Return True if the members do not have one value for each element of their parameters: then they go
-        along."""
+        along, unchanged. Raises NormalizationError for several elements, such as one for each row: those of a
+        parameter that a rule rearranges are others."""
         if not self.site.is_state:
             return False
-        for site, shape in zip(self.all_sites, shapes):
+        for key, site, shape in zip(self.members, self.all_sites, shapes):
             if shape != parameters.get(site.name, shape if shape else None):
+                if math.prod(shape) > 1 and not isinstance(self.rule, Rename | Drop):
+                    raise NormalizationError(
+                        f"{key!r} has the shape {list(shape)}, not that of its parameter, so {self.rule} does not "
+                        f"convert it: leave it out by a rule before that one, Drop({key!r})"
+                    )
                 return True
         return False
 

@@ -10,6 +10,8 @@ import torch
 
 import reshard
 from planners import TensorSpec, View, concat
+from reshard.errors import KeyMismatchError
+from reshard.mapping import Concat, Drop, Mapping, Resize, Split
 from tests import gloo
 from tests.reshard.api import live_jobs
 from tests.reshard.api.live_layouts import LAYOUTS
@@ -207,3 +209,37 @@ def test_without_a_process_group_a_single_process_moves_its_own():
     assert torch.equal(target["qk"], torch.cat([source["q"], source["k"]]))
     assert target["step"] == 7
     assert (report.bytes_moved, report.bytes_copied, report.rounds) == (0, 96, 0)
+
+
+def test_of_what_a_mapping_makes_nothing_is_left_behind_unsaid():
+    """As in a load: names are those that the mapping makes, of which what is dropped is none."""
+    halves = Mapping([Split("w", ["a", "b"], (1, 1))])
+    source = {"w": torch.arange(4.0)}
+    target = {"a": torch.zeros(2)}
+    with pytest.raises(KeyMismatchError, match=r"1 unexpected: no rank has them in the target:\n    b\n"):
+        reshard.redistribute(source, target, mapping=halves)
+    assert reshard.redistribute(source, target, mapping=halves, strict=False).unexpected == ("b",)
+    assert target["a"].tolist() == [0, 1]
+
+    rules = Mapping([Drop("w"), Resize("none", "rows", 0, 2)])
+    target = {"rows": torch.ones(2, 3), "empty": torch.ones(0, 3)}
+    source |= {"none": torch.ones(0, 3), "empty": torch.ones(0, 3)}
+    assert not reshard.redistribute(source, target, mapping=rules).unexpected
+    assert not target["rows"].any()
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("kind", [int, torch.tensor])
+def test_one_of_several_values_is_not_taken_for_all(kind, strict):
+    """A load compares the steps of what it fuses."""
+    rules = Mapping([Concat(["q", "k"], "qk")])
+    states = {n: {"step": kind(at), "exp_avg": torch.ones(2, 2)} for at, n in enumerate("qk")}
+    source = {"optim": {"state": states}}
+    target = {"optim": {"state": {"qk": {"step": kind(7), "exp_avg": torch.zeros(4, 2)}}}}
+
+    with pytest.raises(KeyMismatchError, match=r"optim.state.qk.step: would be one of several"):
+        reshard.redistribute(source, target, mapping=rules, strict=strict)
+
+    del target["optim"]["state"]["qk"]["step"]
+    reshard.redistribute(source, target, mapping=rules, strict=False)
+    assert target["optim"]["state"]["qk"]["exp_avg"].all()

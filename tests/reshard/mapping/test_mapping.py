@@ -182,6 +182,27 @@ def test_steps_that_differ_cannot_become_one(tmp_path: Path) -> None:
         made["optim.state.a.qk.step"]
 
 
+@pytest.mark.parametrize(
+    "rule", [Transpose("w", "v"), Rope("w", "v", 2, "halves"), Unstack("w", "v.{i}", over="i")], ids=str
+)
+def test_states_of_rows_do_not_go_along_where_elements_move(rule: Rule, tmp_path: Path) -> None:
+    """Adafactor has one value for each row, and one for each column: those of other rows are others."""
+    states = {"row_var": numbers(4, 1), "col_var": numbers(1, 4), "step": torch.tensor(3.0)}
+    checkpoint = opened({"model": {"w": numbers(4, 4)}, "optim": {"state": {"w": states}}}, tmp_path / "c")
+
+    with pytest.raises(NormalizationError, match=r"_var' has the shape .*, not that of its parameter.*Drop\('optim"):
+        whole(checkpoint.mapped(Mapping([rule])))
+    with pytest.raises(NormalizationError, match="not that of its parameter"):
+        Mapping([rule]).views({name: tensor.stored.spec for name, tensor in checkpoint.items()})
+
+    drops = [Drop(f"optim.state.w.{name}") for name in ("row_var", "col_var")]
+    made = checkpoint.mapped(Mapping([*drops, rule]))
+    assert not any("_var" in name for name in made)
+    assert next(made[name][...] for name in made if name.endswith(".step")) == 3
+    renamed = checkpoint.mapped(Mapping([Rename("w", "v")]))
+    assert torch.equal(renamed["optim.state.v.row_var"][...], numbers(4, 1))
+
+
 def test_numbered_parts_take_settings_along(tmp_path: Path) -> None:
     """Objects belong to each of the experts that a stack is taken apart into."""
     state = {

@@ -347,6 +347,19 @@ def test_stages_with_several_parts_of_the_model(tmp_path: Path) -> None:
         assert all(found[f"layers.{n}.w"][...].equal(W + w) for n, w in zip(names, (0, 2, 1, 3)))
 
 
+def test_of_fused_states_only_those_with_a_value_for_each_row_are_split(tmp_path: Path) -> None:
+    """One value for each column belongs to all rows together, as Adafactor has it."""
+    rows = torch.arange(16.0).reshape(16, 1)
+    states = {"row_var": rows, "col_var": torch.arange(3.0).reshape(1, 3), "step": torch.tensor(3.0)}
+    model = {f"a.{part}.weight": torch.ones(n, 3) for part, n in (("wq", 8), ("wk", 4), ("wv", 4))}
+    found = normalized(tmp_path, {"model": model, "optim": {"state": {"a.wqkv.weight": states}}}, {"kv_heads": 1})
+
+    state = found["optim"]["state"]
+    assert [list(state[name]) for name in model] == [["row_var", "step"]] * 3
+    assert state["a.wk.weight"]["row_var"][...].equal(rows[8:12])
+    assert any("'col_var' of 'a.wqkv.weight' is omitted" in note for note in found.notes)
+
+
 @pytest.mark.parametrize("hint", ["vocab_size", "kv_heads", "head_dim"])
 @pytest.mark.parametrize("value", ["4", 0, -1, 4.0, True])
 def test_hints_that_must_be_numbers(tmp_path: Path, hint: str, value: Any) -> None:
