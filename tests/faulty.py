@@ -44,6 +44,9 @@ class Faulty(Storage):
         self.fault("size", name)
         return self.inner.size(name)
 
+    def version(self, name: str) -> object:
+        return self.inner.version(name)
+
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
         self.fault("read", name)
         return self.inner.read(name, start, length)

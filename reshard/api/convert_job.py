@@ -276,6 +276,7 @@ class FileTasks:
     def _newly_unchecked(self, name: str) -> int:
         if self._last in (None, name):
             self._checking.finish(self._files[name].nbytes if self._last is None else None)
+            self._checking.confirm()
         before, self._unchecked = self._unchecked, self._checking.bytes_unchecked
         return self._unchecked - before
 

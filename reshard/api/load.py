@@ -286,10 +286,13 @@ class _Load:
             per_rank: dict[str, Any] = {}
             if match.per_rank:
                 per_rank |= own_values(match.targets.per_rank, match.per_rank, match.checkpoint, group)
+            checking = match.checkpoint.contents.checking
+            checking.confirm()
             fetch.settle()
             if not self.options.dry_run:
                 with bar.phase("read", plan.bytes_needed) as step:
                     fetch.read(step.advance)
+                checking.confirm()
         return per_rank
 
 

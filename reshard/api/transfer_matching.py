@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -501,7 +502,7 @@ class Values:
     def assign(self, values: dict[str, Any]) -> None:
         """Put them into the target, and what is each rank's own from this rank's source to its target."""
         held = self._source.per_rank
-        own = {key: replace(self._target.per_rank[key], value=held[key].value) for key in self.own[0]}
+        own = {key: replace(self._target.per_rank[key], value=copy.deepcopy(held[key].value)) for key in self.own[0]}
         self._target.assign({**values, **own})
 
     def _held(self) -> dict[str, Any]:

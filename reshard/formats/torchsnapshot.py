@@ -58,10 +58,10 @@ def open(files: Files) -> Contents:
         CorruptCheckpointError: the manifest is unreadable, or a file that it names is missing or too short.
         MissingPackageError: the manifest is YAML, and PyYAML is not there to read it.
     """
-    storage, names = files.storage, files.listed
-    label = f"{storage.url.rstrip('/')}/{_MANIFEST}"
-    manifest = _manifest(bytes(storage.read(_MANIFEST)), label)
-    found = _Snapshot(files, names, label, ContentsBuilder(label))
+    source = files[_MANIFEST]
+    label = source.label
+    manifest = _manifest(bytes(source.read(0, source.nbytes)), label)
+    found = _Snapshot(files, files.listed, label, ContentsBuilder(label))
     by_path: dict[str, dict[int, _Entry]] = {}
     try:
         for path, entry in manifest["manifest"].items():

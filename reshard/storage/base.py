@@ -70,6 +70,10 @@ class Storage(ABC):
         and no size; None if that takes no less than to `list` everything."""
         return None
 
+    def version(self, name: str) -> object:
+        """Return what changes when an object is written again, where that takes no request; else None."""
+        return None
+
     @abstractmethod
     def size(self, name: str) -> int:
         """Length of an object in bytes. Raises `CheckpointNotFoundError` if there is none of this name."""

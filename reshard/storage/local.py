@@ -88,6 +88,13 @@ class LocalStorage(Storage):
                     found.append(os.path.relpath(where, self.root))
         return sorted(found)
 
+    def version(self, name: str) -> object:
+        try:
+            found = os.stat(f"{self.url}/{name}")
+        except OSError:  # it is gone: who has it open can still read it
+            return None
+        return found.st_size, found.st_mtime_ns
+
     def size(self, name: str) -> int:
         return self._with_file(name, "read", lambda _, size: size)
 

@@ -75,6 +75,8 @@ class Checking:
     """What the checksums of the format do not say."""
     lost: list[CorruptCheckpointError] | None = None
     """Files that are missing or damaged. None: the first is raised."""
+    opened: list[Any] = field(default_factory=list, repr=False, compare=False)
+    """Each `FileSource` that was looked into, in this order: the first has the metadata, if a file has that alone."""
     _unfinished: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
@@ -99,6 +101,11 @@ class Checking:
         if self.lost is None:
             raise error
         self.lost.append(error)
+
+    def confirm(self) -> None:
+        """Raise CorruptCheckpointError if a file was written again after it was opened."""
+        for source in self.opened:
+            source.confirm()
 
     def remember(self, source: Any) -> None:
         """Remember a `FileSource` of which something was read and not compared."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import sys
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -30,6 +31,7 @@ mapping."""
 
 
 _FINISH_BYTES = 16 << 20
+_CONFIRM_NS = 10_000_000
 _MADV_POPULATE_READ = 22
 """Linux 5.14: the page tables are filled at once, and not page by page as they are touched."""
 
@@ -45,6 +47,8 @@ class Source(ABC):
     """Runs of at least this many bytes are better read by a call than copied from the view."""
     _file: mmap.mmap | None = None
     """What it is a view of. If that is shorter by now, touching what is gone would end the process."""
+    _confirmed_until_ns: int = sys.maxsize
+    """Until then, `check` does not `confirm` again, which would take long for each of many small tensors."""
 
     @property
     @abstractmethod
@@ -77,6 +81,12 @@ class Source(ABC):
                 f"{self.label}: expected bytes [{start}, {stop}), but it has {self.nbytes} bytes; it was truncated, or "
                 "its metadata is wrong"
             )
+        if time.monotonic_ns() > self._confirmed_until_ns:
+            self.confirm()
+
+    def confirm(self) -> None:  # noqa: B027  # most do not change
+        """Raise CorruptCheckpointError if it was written again after it was opened, so that what is read may be of
+        two saves."""
 
     def refuse(self, error: CorruptCheckpointError) -> None:
         """See `Checking.refuse`."""
@@ -146,6 +156,8 @@ class FileSource(Source):
         self._nbytes: int | None = None
         self._listed = listed
         self._lock = threading.Lock()
+        self._version: object = None
+        self._confirmed_until_ns = 0
 
     @property
     def nbytes(self) -> int:
@@ -158,13 +170,26 @@ class FileSource(Source):
         if self._nbytes is None:
             with self._lock:
                 if self._nbytes is None:
+                    self._version = self.storage.version(self.name)
                     self._view = self.storage.mapped(self.name)
                     if self._view is not None:
                         self._file = self._view.obj if isinstance(self._view.obj, mmap.mmap) else None
                         self._nbytes = len(self._view)
                     else:
                         self._nbytes = self.storage.size(self.name) if self._listed is None else self._listed
+                    self.checking.opened.append(self)
         return self._view
+
+    def confirm(self) -> None:
+        now = time.monotonic_ns()
+        for source in (self, *self.checking.opened[:1]):
+            if source is self or now > source._confirmed_until_ns:
+                if source._version is not None and source.storage.version(source.name) not in (None, source._version):
+                    raise CorruptCheckpointError(
+                        f"{source.label}: it was written again after it was opened, so that what is read may be of two "
+                        "saves. Open the checkpoint again once it is complete"
+                    )
+                source._confirmed_until_ns = now + _CONFIRM_NS
 
     def refuse(self, error: CorruptCheckpointError) -> None:
         error.places = error.places or ((self.name, 0, self.nbytes),)

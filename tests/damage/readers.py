@@ -127,7 +127,7 @@ def _opened(
 
 
 def _opened_before(scene: Scene) -> Read:
-    """Opened undamaged; the same files are written over before anything else is read."""
+    """Opened undamaged; those that are damaged are written over before anything else is read."""
     path = scene.out / scene.good.name
     (shutil.copyfile if scene.good.is_file() else shutil.copytree)(scene.good, path)
     checkpoint = reshard.open(path)
@@ -135,6 +135,8 @@ def _opened_before(scene: Scene) -> Read:
         now = scene.path / file.relative_to(path) if path.is_dir() else scene.path
         if not now.exists():
             file.unlink()
+            continue
+        if now.read_bytes() == file.read_bytes():
             continue
         with file.open("r+b") as over:
             over.write(now.read_bytes())

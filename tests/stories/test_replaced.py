@@ -3,6 +3,8 @@ error, and never "there is none"."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -304,3 +308,66 @@ def compared_with_two_steps(folder: str) -> str:
 def test_ranks_compare_a_state_with_one_save(tmp_path):
     for text in gloo.run(compared_with_two_steps, 2, str(tmp_path)):
         assert text.startswith("the ranks differ in the checkpoint to compare: rank 0 vs. rank 1")
+
+
+# --- formats whose files a later save writes over ---
+
+
+def _written(kind: str, path: Path, value: int) -> Path:
+    """A checkpoint, or another one of the same shapes in its place."""
+    made = {"w": torch.full((8,), float(value)), "long": torch.full((400_000,), float(value))}  # a view, and a call
+    if kind == "dcp":
+        torch_dcp.save(made, storage_writer=torch_dcp.FileSystemWriter(path, thread_count=2), no_dist=True)
+        return path
+    if kind == "hugging face":
+        path.mkdir(exist_ok=True)
+        files = {name: f"model-0000{i}-of-00002.safetensors" for i, name in enumerate(made, 1)}
+        for name, file in files.items():
+            save_file({name: made[name]}, path / file)
+        (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+        return path
+    file = path.with_suffix(".pt")
+    torch.save(made, file if kind == "torch_save" else f"{file}.new")
+    if kind == "torch_save, renamed":
+        os.replace(f"{file}.new", file)
+    return file
+
+
+@pytest.mark.host_only("it is about what is read from files")
+@pytest.mark.filterwarnings("ignore:torch.distributed is", "ignore:Detected an existing checkpoint")
+@pytest.mark.parametrize("is_read_before", [False, True])
+@pytest.mark.parametrize("kind", ["dcp", "hugging face", "torch_save", "torch_save, renamed"])
+def test_what_is_written_over_after_it_was_opened_is_not_read_as_one(kind, is_read_before, tmp_path):
+    path = _written(kind, tmp_path / "c", 1)
+    ways = [
+        lambda: opened["w"][...],
+        lambda: opened["long"][...],
+        lambda: reshard.load({"w": torch.zeros(8), "long": torch.zeros(400_000)}, opened),
+        lambda: reshard.convert(opened, tmp_path / "out"),
+        lambda: reshard.compare(opened, path).raise_if_failed(),
+        lambda: reshard.verify(opened).raise_if_failed(),
+    ]
+    for way in ways:
+        opened = reshard.open(path)
+        if is_read_before:
+            assert opened["w"][0] == opened["long"][0]
+        time.sleep(0.02)
+        _written(kind, tmp_path / "c", 2)
+        with pytest.raises(ReshardError, match=r"written again after it was opened|changed since they were written"):
+            way()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.host_only("it is about what is read from files")
+def test_a_load_during_which_files_are_written_over_fails(tmp_path):
+    path = _written("hugging face", tmp_path / "c", 1)
+    target = {"w": torch.zeros(8), "long": torch.zeros(400_000)}
+
+    def fault(verb: str, name: str) -> None:
+        if verb == "read_into" and not written:
+            written.append(_written("hugging face", tmp_path / "c", 2))
+
+    written: list[Path] = []
+    with pytest.raises(ReshardError, match=r"written again after it was opened"):
+        reshard.load(target, Faulty(open_storage(path), fault))
+    assert written

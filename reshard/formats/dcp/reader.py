@@ -102,9 +102,11 @@ def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents
     }
     facts = DcpFacts(lambda key: items.file(key, index.items.get(key, {}).get(None)), index)
     named = tuple(files[name] for name in (*(found or by_rank), *needed))  # others are of a save that did not end
+    older = "beside .metadata was not read: one of them is of an older save"
+    warnings = tuple(f"{file} {older}" for file in by_rank[:1] if found)
     return Contents(
         LazyMapping(tensors), LazyMapping(objects), index.paths, _empty_dicts(index.paths.values()),
-        format="dcp", facts=facts, keys_are_text=True, files=named,
+        format="dcp", facts=facts, keys_are_text=True, files=named, warnings=warnings,
     )  # fmt: skip
 
 

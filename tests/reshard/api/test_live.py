@@ -243,3 +243,25 @@ def test_one_of_several_values_is_not_taken_for_all(kind, strict):
     del target["optim"]["state"]["qk"]["step"]
     reshard.redistribute(source, target, mapping=rules, strict=False)
     assert target["optim"]["state"]["qk"]["exp_avg"].all()
+
+
+def test_each_ranks_own_values_are_missed_like_all_others():
+    def states(**of):
+        sides = [{"w": torch.ones(2)}, {"w": torch.zeros(2)}]
+        for side, value in zip(sides, of.values()):
+            side |= value
+        return sides
+
+    own = reshard.PerRank(torch.ones(2))
+    for source, target in ({"x": own}, {}), ({}, {"x": own}), ({"x": own}, {"x": 1}), ({"x": 1}, {"x": own}):
+        sides = states(source=source, target=target)
+        with pytest.raises(KeyMismatchError, match="PerRank|no rank has"):
+            reshard.redistribute(*sides)
+        report = reshard.redistribute(*sides, strict=False)
+        assert (report.missing, report.unexpected) == (("x",) * bool(target), ("x",) * bool(source))
+        assert sides[1].get("x") is target.get("x")  # as it was
+
+    source, target = states(source={"x": own}, target={"x": reshard.PerRank()})
+    assert reshard.redistribute(source, target).moved == ("w", "x")
+    own.value.add_(1)  # training goes on
+    assert target["x"].value.tolist() == [1, 1]

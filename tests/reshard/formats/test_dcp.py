@@ -252,6 +252,16 @@ def test_a_save_that_did_not_end_is_no_checkpoint(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+def test_metadata_of_ranks_beside_that_of_another_save_is_told(tmp_path: Path) -> None:
+    """As after a save without collectives over one with."""
+    written(tmp_path).write(tmp_path)
+    assert open_checkpoint(tmp_path).warnings == ()
+    (tmp_path / "__0.metadata").write_bytes((tmp_path / ".metadata").read_bytes())
+    told = "__0.metadata beside .metadata was not read: one of them is of an older save"
+    assert open_checkpoint(tmp_path).warnings == (told,)
+    assert told in str(verify(tmp_path))
+
+
 def test_metadata_of_every_rank_is_put_together(tmp_path: Path) -> None:
     """Without collectives each rank lists its own chunks; replicas are one chunk, missing ranks leave holes."""
     whole = written(tmp_path)
