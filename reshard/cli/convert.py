@@ -100,12 +100,16 @@ def convert(
     Needs little memory. To resume an interrupted conversion, run the same command again.
     """
     import reshard
+    from planners.geometry.layout import StateLayout
 
     format = _format(format, onto, rule)
     normalized |= writing_of(format).form is not None
     dtype, given = dtype and arguments.dtype_name(dtype), arguments.read_hints(hint, used=normalized or model)
     hints = arguments.stored_hints((names or "").partition(":")[0], given)
     mapping, plain = arguments.mapping_of(names, config, naming), arguments.dequantized(dequantize, dtype)
+    layout = None if onto is None else arguments.side(onto, arguments.rules_of(rule))
+    if rule and isinstance(layout, StateLayout):
+        raise arguments.UsageError(f"--rule is for a topology, but {onto!r} has a layout of its own")
     engine, source = arguments.executor_on(on), arguments.newest(source, step)
     kept: list[str] = []
     _note_useless(plain, source, as_json)
@@ -119,7 +123,7 @@ def convert(
             target,
             format=cast("FormatName", format),
             mapping=(plain | mapping if mapping else plain) if plain.stages else mapping,
-            onto=None if onto is None else arguments.side(onto, arguments.rules_of(rule)),
+            onto=layout,
             select=select or None,
             dtype=dtype,
             normalized=normalized,

@@ -79,7 +79,7 @@ def inspect(
     from reshard.checkpoint import open_damaged, readable
     from reshard.formats.opening import steps_at
 
-    steps = reshard.steps(path) if step is None and drawn is None and steps_at(path) else []
+    steps = reshard.steps(path) if step is None and steps_at(path) else []
     if steps:
         _print_run(path, steps, as_json)
     try:
@@ -90,7 +90,7 @@ def inspect(
     checkpoint = whole.select(select) if select else whole
     if html is not None:
         html.write_text(checkpoint.to_html(histograms=histograms, steps=_costs(run)), encoding="utf-8")
-    if not as_json and drawn is None:
+    if not as_json and (drawn is None or steps):
         name = path if os.path.exists(path) and not checkpoint.run else checkpoint.url
         show.print_text(show.console(), name + ", the newest complete checkpoint" * bool(steps), style="bold")
     problems = [show.as_given(it, path) for it in whole.problems()]

@@ -374,7 +374,10 @@ def _nothing(storage: Storage, url: str) -> str:
         return f"{url} is an empty folder: it holds no checkpoint"
     while not gone.parent.is_dir():
         gone = gone.parent
+    if gone.is_symlink():
+        return f"there is nothing at {url}: {gone} is a link to {os.readlink(gone)}, which is not there"
     near = did_you_mean(gone.name, os.listdir(gone.parent)[:5000]) if os.access(gone.parent, os.R_OK) else ""
+    near = near.replace("mean '", f"mean '{str(gone).removesuffix(gone.name)}")
     since = "" if gone == path else f", since there is no {gone}"
     where = "" if os.path.isabs(url) else f" in {os.getcwd()}"
     return f"there is nothing at {url}{since}{near or _of_a_hub(url) or where}"

@@ -399,6 +399,16 @@ def test_a_map_of_a_damaged_checkpoint_is_not_the_answer_yes(say, tmp_path) -> N
     assert "damaged  tensor 'w' of shape [10, 2]: elements Box[8:10, 0:2] are in no file" in said.out
 
 
+def test_a_map_says_of_which_step_of_a_run_it_is(say, tmp_path) -> None:
+    for step in (1, 2):
+        reshard.save({"w": torch.ones(4)}, tmp_path / f"step-{step}")
+    (tmp_path / "step-2" / "manifest.json").unlink()
+
+    said = say("inspect", tmp_path, "--map", "w")
+    assert f"{tmp_path / 'step-1'}, the newest complete checkpoint\nunsharded\nw  float32 [4]" in said.out
+    assert f"step 2  {tmp_path / 'step-2'}  not complete: " in said.out
+
+
 def test_a_map_of_the_cuts_of_a_tensor(say, tmp_path) -> None:
     topology = Topology.parse("dp=3,tp=2", {"w": "S(0),S(1)", "e": "S(1),R", "*": "R,R"})
     state = {"w": torch.ones(6, 4), "e": torch.ones(2, 9, 4), "one": torch.ones(()), "step": 1}
