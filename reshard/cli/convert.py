@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -100,16 +100,13 @@ def convert(
     Needs little memory. To resume an interrupted conversion, run the same command again.
     """
     import reshard
-    from planners.geometry.layout import StateLayout
 
-    format = _format(format, onto, rule)
+    format = ALSO_CALLED.get(format, format)
+    layout = _layout(format, onto, rule)
     normalized |= writing_of(format).form is not None
     dtype, given = dtype and arguments.dtype_name(dtype), arguments.read_hints(hint, used=normalized or model)
     hints = arguments.stored_hints((names or "").partition(":")[0], given)
     mapping, plain = arguments.mapping_of(names, config, naming), arguments.dequantized(dequantize, dtype)
-    layout = None if onto is None else arguments.side(onto, arguments.rules_of(rule))
-    if rule and isinstance(layout, StateLayout):
-        raise arguments.UsageError(f"--rule is for a topology, but {onto!r} has a layout of its own")
     engine, source = arguments.executor_on(on), arguments.newest(source, step)
     kept: list[str] = []
     _note_useless(plain, source, as_json)
@@ -150,17 +147,15 @@ def _note_useless(dequantizing: Mapping, source: str, as_json: bool) -> None:
         print_text(console(stderr=as_json), text, "note", "yellow")
 
 
-def _format(given: str, onto: str | None, rule: list[str] | None) -> str:
-    """The format by its own name. Raises UsageError if it is not known.
-
-    Also if it has no place for a layout, and for rules without one.
-    """
-    if rule and onto is None:
-        raise arguments.UsageError("--rule is for the layout of --onto: add --onto")
-    name = ALSO_CALLED.get(given, given)
-    if onto is not None and not writing_of(name).is_sharded:
-        raise arguments.UsageError(f"{name} {NOT_SHARDED}")
-    return name
+def _layout(format: str, onto: str | None, rule: list[str] | None) -> Any:
+    """What `onto` names. Raises UsageError if the format has no place for it, and for rules without a topology."""
+    if onto is not None and not writing_of(format).is_sharded:
+        raise arguments.UsageError(f"{format} {NOT_SHARDED}")
+    layout = None if onto is None else arguments.side(onto, arguments.rules_of(rule))
+    if rule and not hasattr(layout, "rules"):
+        fix = f"{onto!r} has a layout of its own" if onto else "add --onto"
+        raise arguments.UsageError(f"--rule is for a topology of --onto: {fix}")
+    return layout
 
 
 @contextmanager

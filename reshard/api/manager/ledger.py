@@ -66,8 +66,8 @@ class Ledger:
             return cls(root)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise CheckpointError(
-                f"{path_below(root, LEDGER)} cannot be read: {error}. It contains only the metrics of the steps: "
-                "restore it, or delete it to continue without them"
+                f"{path_below(root, LEDGER)} cannot be read: {error}. It contains the metrics of the steps, "
+                "and which of them are discarded: restore it, or delete it to continue from the newest step"
             ) from error
 
     def publish(self) -> None:

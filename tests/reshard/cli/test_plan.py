@@ -319,7 +319,7 @@ def test_rules_are_for_a_topology_in_json_too_and_none_is_dropped(say, checkpoin
     for onto in (layout, checkpoint):
         said = say("convert", checkpoint, tmp_path / "out", "--onto", onto, "--rule", "*=R")
         assert (said.code, said.err) == (
-            2, f"error: --rule is for a topology, but {str(onto)!r} has a layout of its own\n"
+            2, f"error: --rule is for a topology of --onto: {str(onto)!r} has a layout of its own\n"
         )  # fmt: skip
     assert not (tmp_path / "out").exists()
 
