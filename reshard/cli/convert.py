@@ -101,8 +101,7 @@ def convert(
     """
     import reshard
 
-    format = ALSO_CALLED.get(format, format)
-    layout = _layout(format, onto, rule)
+    layout = _layout(format := ALSO_CALLED.get(format, format), onto, rule)
     normalized |= writing_of(format).form is not None
     dtype, given = dtype and arguments.dtype_name(dtype), arguments.read_hints(hint, used=normalized or model)
     hints = arguments.stored_hints((names or "").partition(":")[0], given)
@@ -143,8 +142,7 @@ def _note_useless(dequantizing: Mapping, source: str, as_json: bool) -> None:
         return
     given = open(source)
     if [*dequantizing.apply(given)] == [*given]:  # else scales are gone
-        text = "--dequantize has no effect: no tensor is quantized"
-        print_text(console(stderr=as_json), text, "note", "yellow")
+        print_text(console(stderr=as_json), "--dequantize has no effect: no tensor is quantized", "note", "yellow")
 
 
 def _layout(format: str, onto: str | None, rule: list[str] | None) -> Any:
