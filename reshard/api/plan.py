@@ -6,12 +6,13 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
 from planners.errors import PlanError
 from planners.geometry.layout import StateLayout
-from planners.geometry.topologies import Topology, looks_like_a_topology, topology_of
+from planners.geometry.topologies import Rule, Topology, looks_like_a_topology, topology_of
 from planners.plans.load import LoadPlan, plan_reads
 from planners.units import format_some
 from reshard.arguments import check_options, renamed
@@ -127,6 +128,8 @@ def read_layout_file(path: AnyPath, rules: Mapping[str, str] | None = None) -> S
     value = loads(text)
     if isinstance(value, LoadPlan):
         return value.wanted
-    if not isinstance(value, StateLayout | Topology):
+    if isinstance(value, Topology):
+        return replace(value, rules=(*starmap(Rule.parse, (rules or {}).items()), *value.rules))
+    if not isinstance(value, StateLayout):
         raise FormatError(f"{path} holds a {type(value).__name__}, not a layout or topology")
     return value

@@ -181,6 +181,11 @@ class Sides(NamedTuple):
         made = self.wanted if self.is_onto else self.saved
         return {} if self.topology is None else self.topology.unsharded_axes(made)
 
+    @property
+    def notes(self) -> dict[str, tuple[str, ...]]:
+        """What the topology assumes, as JSON has it."""
+        return {"notes": () if self.topology is None else self.topology.notes}
+
 
 def both_sides(
     source: str,
@@ -232,20 +237,21 @@ def side(
     if names_topology(text):
         return _topology(text, rules, None)
     if is_layout_file(text):
-        return read_layout_file(text, rules)
-    try:
-        checkpoint = reshard.open(newest(text))
-    except CheckpointNotFoundError as error:
-        raise CheckpointNotFoundError(
-            f"{sentence(str(error))} Or give a topology: {WORDS}, or any other with --rule"
-        ) from None
-    checkpoint.contents.refuse_incomplete()
-    layout = _canonical(checkpoint, hints) if normalized else checkpoint.layout
-    if not select:
+        layout = read_layout_file(text, rules)
+    else:
+        try:
+            checkpoint = reshard.open(newest(text))
+        except CheckpointNotFoundError as error:
+            raise CheckpointNotFoundError(
+                f"{sentence(str(error))} Or give a topology: {WORDS}, or any other with --rule"
+            ) from None
+        checkpoint.contents.refuse_incomplete()
+        layout = _canonical(checkpoint, hints) if normalized else checkpoint.layout
+    if not select or not isinstance(layout, StateLayout):
         return layout
     from reshard.checkpoint import chosen
 
-    kept = chosen(list(layout), select, checkpoint.url)
+    kept = chosen(list(layout), select, text)
     return StateLayout({name: of for name, of in layout.items() if name in kept}, layout.world_size)
 
 

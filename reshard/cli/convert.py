@@ -101,7 +101,7 @@ def convert(
     """
     import reshard
 
-    format = _format(format, onto, rule)
+    layout = _layout(format := ALSO_CALLED.get(format, format), onto, rule)
     normalized |= writing_of(format).form is not None
     dtype, given = dtype and arguments.dtype_name(dtype), arguments.read_hints(hint, used=normalized or model)
     hints = arguments.stored_hints((names or "").partition(":")[0], given)
@@ -119,7 +119,7 @@ def convert(
             target,
             format=cast("FormatName", format),
             mapping=(plain | mapping if mapping else plain) if plain.stages else mapping,
-            onto=_side(onto, arguments.rules_of(rule)),
+            onto=layout,
             select=select or None,
             dtype=dtype,
             normalized=normalized,
@@ -142,28 +142,24 @@ def _note_useless(dequantizing: Mapping, source: str, as_json: bool) -> None:
         return
     given = open(source)
     if [*dequantizing.apply(given)] == [*given]:  # else scales are gone
-        text = "--dequantize has no effect: no tensor is quantized"
-        print_text(console(stderr=as_json), text, "note", "yellow")
+        print_text(console(stderr=as_json), "--dequantize has no effect: no tensor is quantized", "note", "yellow")
 
 
-def _side(onto: str | None, rules: dict[str, str]) -> Any:
-    """What `--onto` names. The axes of the source are known only where it is opened."""
+def _layout(format: str, onto: str | None, rule: list[str] | None) -> Any:
+    """What `onto` names, as words where the source may record its axes. Raises UsageError if the format has no place
+    for it, and for rules without a topology."""
     from reshard.api.plan import names_topology
 
-    return onto if onto is None or (names_topology(onto) and not rules) else arguments.side(onto, rules)
-
-
-def _format(given: str, onto: str | None, rule: list[str] | None) -> str:
-    """The format by its own name. Raises UsageError if it is not known.
-
-    Also if it has no place for a layout, and for rules without one.
-    """
-    if rule and onto is None:
-        raise arguments.UsageError("--rule is for the layout of --onto: add --onto")
-    name = ALSO_CALLED.get(given, given)
-    if onto is not None and not writing_of(name).is_sharded:
-        raise arguments.UsageError(f"{name} {NOT_SHARDED}")
-    return name
+    if onto is not None and not writing_of(format).is_sharded:
+        raise arguments.UsageError(f"{format} {NOT_SHARDED}")
+    if onto is None or (rule is None and names_topology(onto)):
+        layout: Any = onto
+    else:
+        layout = arguments.side(onto, arguments.rules_of(rule))
+    if rule and not hasattr(layout, "rules"):
+        fix = f"{onto!r} has a layout of its own" if onto else "add --onto"
+        raise arguments.UsageError(f"--rule is for a topology of --onto: {fix}")
+    return layout
 
 
 @contextmanager

@@ -79,7 +79,7 @@ def inspect(
     from reshard.checkpoint import open_damaged, readable
     from reshard.formats.opening import steps_at
 
-    steps = reshard.steps(path) if step is None and drawn is None and steps_at(path) else []
+    steps = reshard.steps(path) if step is None and steps_at(path) else []
     if steps:
         _print_run(path, steps, as_json)
     try:
@@ -90,20 +90,19 @@ def inspect(
     checkpoint = whole.select(select) if select else whole
     if html is not None:
         html.write_text(checkpoint.to_html(histograms=histograms, steps=_costs(run)), encoding="utf-8")
-    if not as_json and drawn is None:
+    if not as_json and (drawn is None or steps):
         name = path if os.path.exists(path) and not checkpoint.run else checkpoint.url
         show.print_text(show.console(), name + ", the newest complete checkpoint" * bool(steps), style="bold")
     problems = [show.as_given(it, path) for it in whole.problems()]
     if drawn is not None:
-        raise _draw(checkpoint, drawn, problems, legend)
-    if as_json:
+        _draw(checkpoint, drawn, legend)
+    elif as_json:
         shown = _as_json(checkpoint, whole, problems)
         show.print_json({**shown, **_run_as_json(path, steps), "newest": shown} if steps else shown)
-    elif html is None:
-        if whole or whole.objects or not problems:
-            _print(checkpoint, whole, depth, legend)
-        for problem in problems:
-            show.print_text(show.console(), problem, "damaged", "red")
+    elif html is None and (whole or whole.objects or not problems):
+        _print(checkpoint, whole, depth, legend)
+    for problem in [] if as_json else problems:
+        show.print_text(show.console(), problem, "damaged", "red")
     show.print_written(html, as_json=as_json)
     if problems:
         raise typer.Exit(1)
@@ -115,14 +114,13 @@ def _run_as_json(path: str, steps: Sequence[retention.Step]) -> dict[str, Any]:
 
 def _print_run(path: str, steps: Sequence[retention.Step], as_json: bool) -> None:
     """List the checkpoints of a run; in JSON, only where none is complete. Then the command ends."""
-    is_lost = all(found.problem for found in steps)
-    if as_json and is_lost:
-        show.print_json(_run_as_json(path, steps))
     if not as_json:
         _list_steps(path, steps)
-        if is_lost:
+    if all(found.problem for found in steps):
+        if as_json:
+            show.print_json(_run_as_json(path, steps))
+        else:
             show.print_text(show.console(), "no checkpoint of this run is complete", style="red")
-    if is_lost:
         raise typer.Exit(1)
 
 
@@ -167,7 +165,7 @@ def _costs(run: str) -> list[SavedStep]:
     return found
 
 
-def _draw(checkpoint: Checkpoint, name: str, problems: list[str], legend: bool) -> typer.Exit:
+def _draw(checkpoint: Checkpoint, name: str, legend: bool) -> None:
     from planners.reports.cuts import draw_cuts
 
     name = checkpoint.aliases.get(name, name)
@@ -181,10 +179,7 @@ def _draw(checkpoint: Checkpoint, name: str, problems: list[str], legend: bool) 
     screen, layout = show.console(), checkpoint.layout
     show.print_text(screen, layout.described([name], in_both_forms)[name])
     screen.print(draw_cuts(layout[name], screen.width), markup=False, soft_wrap=True)
-    for problem in problems:
-        show.print_text(screen, problem, "damaged", "red")
     show.print_legend(screen, layout.described([name], short_form).values(), legend)
-    return typer.Exit(1 if problems else 0)
 
 
 def _near(name: str, known: list[str]) -> str:

@@ -96,7 +96,6 @@ def plan(
     report = verify(made)
     if not sides.is_onto and sides.topology is not None:
         _note_direction(source, onto, rule)
-    notes = sides.topology.notes if sides.topology is not None else ()
     texts = [unsharded_text(*item) for item in sides.unsharded_axes.items()]
     useless = [] if allow_unsharded_axes or allow_uncut_axes else texts
     if out is not None:
@@ -105,14 +104,11 @@ def plan(
         page = made.to_html(source=source, target=onto, ranks_per_host=ranks_per_host, cluster=cluster, wrong=useless)
         html.write_text(page, encoding="utf-8")
     if as_json:
-        known = _as_json(made, report, useless, cluster, items)
-        print_json({"source": source, "target": onto, **known, "notes": notes})
+        print_json({"source": source, "target": onto, **_as_json(made, report, useless, cluster, items), **sides.notes})
     else:
         _print_verdict(report, [*useless, *map(str, report.findings[:20])])
         _print(made, (limit, items, legend), cluster)
         _print_outside(sides)
-        for text in notes:
-            print_text(console(), text, "note")
         _print_unsharded(sides, source, onto, [] if useless else texts)
     print_written(out, html, as_json=as_json)
     if useless or not report.ok:
@@ -184,7 +180,7 @@ def _print_unsharded(sides: Sides, source: str, onto: str, notes: list[str]) -> 
     from reshard.cli.sharding_rules import as_options, example_rules, recorded_rules
 
     screen = console()
-    for text in notes:
+    for text in (*sides.notes["notes"], *notes):
         print_text(screen, text, "note")
     for axis, fqns in () if notes else sides.unsharded_axes.items():
         assert sides.topology is not None

@@ -75,14 +75,12 @@ def verify(
     if as_json:
         print_json(report_as_json(report))
     else:
-        right, notes = "", ""
-        if (covered := report.covered) is not None:
-            right = _verdict(covered, against if report.ok else None)
-            notes = covered.leaves_open
+        covered = report.covered
+        right = _verdict(covered, against if report.ok else None) if covered else ""
         if not report.ok:
             print_text(console(), as_given(_failure(report, right, against), path), style="red")
         print_report(report, right=right, path=path)
-        for text in filter(None, notes.split("; ")):
+        for text in filter(None, covered.leaves_open.split("; ") if covered else ()):
             print_text(console(), text, "note", "yellow")
     if not report.ok:
         raise typer.Exit(1)

@@ -41,8 +41,8 @@ from reshard.stored.source import Files
 
 __all__ = [
     "BECOMES_FOLDER", "FILE_SUFFIXES", "LEDGER", "Look", "RunStep", "StepRecord", "StepRecords", "discarded_in",
-    "kind_beside", "look_at", "look_in", "open_contents", "path_below", "refuse_first_step", "refuse_run", "run_in",
-    "step_of", "step_path", "steps_at",
+    "kind_beside", "look_at", "look_in", "open_contents", "path_below", "records_in", "refuse_first_step", "refuse_run",
+    "run_in", "step_of", "step_path", "steps_at",
 ]  # fmt: skip
 
 
@@ -374,7 +374,10 @@ def _nothing(storage: Storage, url: str) -> str:
         return f"{url} is an empty folder: it holds no checkpoint"
     while not gone.parent.is_dir():
         gone = gone.parent
+    if gone.is_symlink():
+        return f"there is nothing at {url}: {gone} is a link to {os.readlink(gone)}, which is not there"
     near = did_you_mean(gone.name, os.listdir(gone.parent)[:5000]) if os.access(gone.parent, os.R_OK) else ""
+    near = near.replace("mean '", f"mean '{str(gone).removesuffix(gone.name)}")
     since = "" if gone == path else f", since there is no {gone}"
     where = "" if os.path.isabs(url) else f" in {os.getcwd()}"
     return f"there is nothing at {url}{since}{near or _of_a_hub(url) or where}"
@@ -597,12 +600,31 @@ class StepRecords(msgspec.Struct, frozen=True):
     version: int = 1
 
 
+def records_in(storage: Storage, below: str = "") -> dict[int, StepRecord]:
+    """What the file says, in the folder of a run; nothing if there is none.
+
+    Raises CheckpointError if it cannot be read: which steps count is not known then.
+    """
+    try:
+        return msgspec.json.decode(storage.read(below + LEDGER), type=StepRecords).steps
+    except CheckpointNotFoundError:
+        return {}
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"{path_below(storage.url, below + LEDGER)} cannot be read: {error}. It contains the metrics of the steps, "
+            "and which of them are discarded: restore it, open a step by its own folder, or delete it to continue from "
+            "the newest one"
+        ) from error
+
+
 def discarded_in(storage: Storage, below: str = "") -> set[str]:
     """The names of the steps that do not count, in the folder of a run."""
     try:
-        records = msgspec.json.decode(storage.read(below + LEDGER), type=StepRecords).steps
-    except (CheckpointNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
-        return set()  # of a manager or not: it is the manager that refuses a damaged one
+        records = records_in(storage, below)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, msgspec.ValidationError):
+            return set()  # a file of another program, which the manager refuses
+        raise
     return {f"{below}step-{step}" for step, record in records.items() if record.is_aside}
 
 

@@ -14,7 +14,7 @@ import msgspec
 from reshard.api.retention import Seen, published, remove_checkpoints
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError
-from reshard.formats.opening import LEDGER, StepRecord, StepRecords, path_below, refuse_first_step, steps_at
+from reshard.formats.opening import LEDGER, StepRecord, StepRecords, path_below, records_in, refuse_first_step, steps_at
 from reshard.native.commit import remove_empty
 from reshard.ranks import liveness
 from reshard.storage.opening import open_storage, place_of
@@ -59,16 +59,7 @@ class Ledger:
     @classmethod
     def read(cls, root: str) -> Ledger:
         """Read the records from storage; empty if there are none."""
-        storage = open_storage(root)
-        try:
-            return cls(root, dict(msgspec.json.decode(storage.read(LEDGER), type=StepRecords).steps))
-        except CheckpointNotFoundError:
-            return cls(root)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise CheckpointError(
-                f"{path_below(root, LEDGER)} cannot be read: {error}. It contains only the metrics of the steps: "
-                "restore it, or delete it to continue without them"
-            ) from error
+        return cls(root, records_in(open_storage(root)))
 
     def publish(self) -> None:
         """Write the records to storage."""

@@ -731,6 +731,22 @@ def test_bad_use_is_told_and_loses_nothing(tmp_path: Path) -> None:
         reshard.CheckpointManager(root, every=Every(steps=1))
 
 
+def test_where_it_is_not_known_which_steps_are_discarded_none_is_opened_or_pruned(tmp_path: Path) -> None:
+    """Else a run would continue from one that it had discarded, and lose the one that it had gone back to."""
+    root, state = tmp_path / "run", {"w": torch.zeros(3)}
+    run(root, [1, 2, 3])
+    with reshard.CheckpointManager(root, every=Every(steps=1)) as manager:
+        manager.restore(state, 2, discard_newer=True)
+    (root / opening.LEDGER).write_text("{torn")
+
+    for call in (reshard.open, reshard.steps, reshard.latest_complete, lambda path: reshard.prune(path, keep_last=1)):
+        with pytest.raises(CheckpointError, match=r"run/manager.json cannot be read: .* which of them are discarded"):
+            call(root)
+    assert reshard.verify(root / "step-2").ok, "it can be opened by its folder"
+    (root / opening.LEDGER).write_text('{"of": "another program"}')
+    assert reshard.latest_complete(root) == str(root / "step-3")
+
+
 def test_the_signature_has_the_options_that_the_manager_takes() -> None:
     known = signature(reshard.CheckpointManager).parameters
     assert {"select", "ranks_per_file", "fingerprints"} < known.keys()

@@ -248,8 +248,11 @@ def test_nothing_is_there(tmp_path: Path) -> None:
     (tmp_path / "step-1000").mkdir()
     with pytest.raises(CheckpointNotFoundError, match=r"step-1000 is an empty folder: it holds no checkpoint$"):
         open_checkpoint(tmp_path / "step-1000")
-    with pytest.raises(CheckpointNotFoundError, match="step-100: did you mean 'step-1000'"):
+    with pytest.raises(CheckpointNotFoundError, match=rf"step-100: did you mean '{tmp_path}/step-1000'"):
         open_checkpoint(tmp_path / "step-100")
+    (tmp_path / "latest").symlink_to("step-9")
+    with pytest.raises(CheckpointNotFoundError, match=r"latest is a link to step-9, which is not there$"):
+        open_checkpoint(tmp_path / "latest")
 
 
 W = torch.arange(6.0).reshape(2, 3)

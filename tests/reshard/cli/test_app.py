@@ -170,7 +170,7 @@ def test_version(say) -> None:
             2,
             "--map prints a drawing of one tensor: leave out --json, --html, and --select",
         ),
-        (["convert", ".", "out", "--rule", "*=S(0)"], 2, "--rule is for the layout of --onto: add --onto"),
+        (["convert", ".", "out", "--rule", "*=S(0)"], 2, "--rule is for a topology of --onto: add --onto"),
         (["plan", ".", "fsdp=2", "--read-rate", "9" * 400 + "GB"], 2, "is not a size: write it like 5GB"),
         (["demo", "--out", "manifest.json"], 2, "'manifest.json' is a file. See reshard demo --help"),
         (

@@ -397,6 +397,18 @@ def test_a_map_of_a_damaged_checkpoint_is_not_the_answer_yes(say, tmp_path) -> N
     said = say("inspect", tmp_path / "c", "--map", "w")
     assert (said.code, "no rank" in said.out) == (1, True)
     assert "damaged  tensor 'w' of shape [10, 2]: elements Box[8:10, 0:2] are in no file" in said.out
+    said = say("inspect", tmp_path / "c", "--html", tmp_path / "page.html")
+    assert (said.code, "damaged  tensor 'w' of shape [10, 2]: " in said.out) == (1, True)
+
+
+def test_a_map_says_of_which_step_of_a_run_it_is(say, tmp_path) -> None:
+    for step in (1, 2):
+        reshard.save({"w": torch.ones(4)}, tmp_path / f"step-{step}")
+    (tmp_path / "step-2" / "manifest.json").unlink()
+
+    said = say("inspect", tmp_path, "--map", "w")
+    assert f"{tmp_path / 'step-1'}, the newest complete checkpoint\nunsharded\nw  float32 [4]" in said.out
+    assert f"step 2  {tmp_path / 'step-2'}  not complete: " in said.out
 
 
 def test_a_map_of_the_cuts_of_a_tensor(say, tmp_path) -> None:

@@ -312,6 +312,32 @@ def test_only_some_names(say, gpt) -> None:
     assert "did you mean 'model.wte.weight'" in say("plan", gpt, "fsdp=2", "--select", "model.wte.weigth").err
 
 
+def test_a_selection_is_also_of_what_a_file_holds(say, gpt, tmp_path) -> None:
+    file, chosen = tmp_path / "plan.json", ["--select", "model.*", "--select", "!*.bias"]
+    assert say("plan", gpt, "fsdp=2", "--out", file).code == 0
+
+    for words in ((file, "fsdp=3"), (gpt, file), (file, gpt)):
+        assert json.loads(say("plan", *words, *chosen, "--json").out)["tensors"] == 2 + 2 * 11
+    assert f"no name in {file} matches 'wte'" in say("plan", file, "fsdp=3", "--select", "wte").err
+
+
+def test_rules_are_for_a_topology_in_json_too_and_none_is_dropped(say, checkpoint, tmp_path) -> None:
+    (tmp_path / "it.json").write_text(dumps(Topology.parse("fsdp=2", {"*": "S(0)"})))
+    layout = tmp_path / "layout.json"
+    assert say("plan", checkpoint, "fsdp=2", "--out", layout).code == 0
+
+    told = [
+        json.loads(say("plan", checkpoint, tmp_path / "it.json", *r, "--json").out) for r in ([], ["--rule", "*.w=R"])
+    ]
+    assert told[1]["total_bytes"] - told[0]["total_bytes"] == 3 * 6 * 4 * 4, "three weights on both ranks"
+    for onto in (layout, checkpoint):
+        said = say("convert", checkpoint, tmp_path / "out", "--onto", onto, "--rule", "*=R")
+        assert (said.code, said.err) == (
+            2, f"error: --rule is for a topology of --onto: {str(onto)!r} has a layout of its own\n"
+        )  # fmt: skip
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("onto", "world_size"),
     [("ddp=2", 2), ("fsdp=3", 3), ("tp=2", 2), ("fsdp=2,tp=3", 6), ("tp=3,fsdp=2", 6), ("hsdp=2x3", 6)],
