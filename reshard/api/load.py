@@ -240,6 +240,9 @@ class _Load:
         unchecked = checking.words(bytes_unchecked, plan.bytes_needed) if is_checked else "unchecked: check=False"
         if unchecked and not options.dry_run and self.prefetch is None:
             _log.info("%s was loaded, %s", checkpoint.url, unchecked)
+        if not options.dry_run and (odd := [*match.dropped, *match.retyped]):
+            text = "%s was loaded, but values of the state were dropped or have other classes than the saved ones: %s"
+            _log.warning(text, checkpoint.url, format_names(odd))
         return LoadReport(
             path=checkpoint.url,
             format=checkpoint.format,

@@ -12,6 +12,7 @@ from numbers import Number
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 import xxhash
 
@@ -297,6 +298,8 @@ class KeyMatch:
         same = any(isinstance(live, it) and isinstance(value, it) for it in kinds)
         if not (same or live is None or value is None):
             self.retyped[key] = class_name(value), class_name(live)
+        elif isinstance(live, np.ndarray) and isinstance(value, np.ndarray) and live.dtype != value.dtype:
+            self.retyped[key] = str(value.dtype), str(live.dtype)
 
     def _takes(self, key: str, live: OwnState, made: Any, place: KeyPath) -> bool:
         """Return False if settings are missing: then the object keeps its state. Those that only the checkpoint has are

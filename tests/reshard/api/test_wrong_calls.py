@@ -8,6 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -316,14 +317,29 @@ def test_whatever_does_not_fit_on_any_rank_is_named_by_all_of_them(tmp_path: Pat
         ({"cfg": {(1, 2): 3}}, {"cfg": {(1, 2): 0, (3, 4): 0}}, ("cfg.(3, 4)",)),
     ],
 )
-def test_what_a_replaced_container_held_alone_is_listed(saved: Any, target: Any, gone: Any, tmp_path: Path) -> None:
+def test_what_a_replaced_container_held_alone_is_listed(
+    saved: Any, target: Any, gone: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     reshard.save({"w": W, **saved}, tmp_path / "c")
 
     for dry_run in (True, False):
+        assert not caplog.messages
         report = reshard.load({"w": torch.zeros_like(W), **target}, tmp_path / "c", dry_run=dry_run)
         assert report.dropped == gone
         assert report.ok is not bool(gone)
         assert not report.missing
+    assert all(name in text for name in gone for text in caplog.messages)
+    assert len(caplog.messages) == bool(gone)
+
+
+def test_an_array_of_another_dtype_is_listed(tmp_path: Path) -> None:
+    reshard.save({"w": W, "at": np.arange(6.0)}, tmp_path / "c")
+
+    state = {"w": torch.zeros_like(W), "at": np.zeros(3, np.int8)}
+    report = reshard.load(state, tmp_path / "c")
+
+    assert (report.ok, report.retyped) == (False, {"at": ("float64", "int8")})
+    assert state["at"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("policy", ["cast", "saved"])
