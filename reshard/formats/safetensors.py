@@ -100,6 +100,11 @@ def _shards_not_there(files: list[str]) -> tuple[str, ...]:
 
 def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Contents:
     found = sorted({*weight_map.values()})
+    kinds = {(match[1], match[3]) for match in map(_NUMBERED.fullmatch, found) if match}
+    for file in at_top(files.listed, ".safetensors"):
+        if file not in found and (match := _NUMBERED.fullmatch(file)) and (match[1], match[3]) in kinds:
+            words = f"it does not name {file}, but names others of these {int(match[3])} files: the index is wrong"
+            files.checking.refuse(CorruptCheckpointError(f"{label}: {words}"))
     contents = open_files(files, found)
     check_index(files, label, weight_map, {key: tensor.chunks[0].owner for key, tensor in contents.tensors.items()})
     return replace(contents, warnings=(*contents.warnings, *not_opened(files, found)))

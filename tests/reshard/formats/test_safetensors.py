@@ -88,7 +88,7 @@ def test_indexes_that_lie(tmp_path: Path) -> None:
 
 
 def test_files_that_an_index_does_not_name_are_told(tmp_path: Path) -> None:
-    """Transformers opens `model.safetensors` where there is one, and an index may name too few files."""
+    """Transformers opens `model.safetensors` where there is one. An index that names too few of its files is wrong."""
     indexed(tmp_path)
     save_file({"c": A}, tmp_path / "model.safetensors")
     for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
@@ -97,7 +97,10 @@ def test_files_that_an_index_does_not_name_are_told(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert open_checkpoint(tmp_path).warnings[0].startswith("model-00002-of-00002.safetensors was not opened")
+    words = r"json: it does not name model-00002-of-00002\.safetensors, but names others of these 2 files"
+    with pytest.raises(CorruptCheckpointError, match=words):
+        open_checkpoint(tmp_path)
+    assert not reshard.verify(tmp_path).ok
     (tmp_path / "below").mkdir()
     (tmp_path / "model-00002-of-00002.safetensors").rename(tmp_path / "below" / "b.safetensors")
     index["weight_map"]["b"] = "below/b.safetensors"
