@@ -221,6 +221,7 @@ def open(files: Files) -> Contents:
     storage, names = files.storage, files.listed
     sections: dict[str, dict[int, TorchFile]] = {}
     world = max(len(ranks) for ranks in numbered(names).values())
+    files.checking.leave_number_open()
     for section, ranks in sorted(numbered(names).items()):
         missing = sorted(set(range(max(world, max(ranks) + 1))) - set(ranks))
         if missing:

@@ -64,6 +64,7 @@ def is_later_stage(names: Mapping[str, int]) -> bool:
 def open(files: Files) -> Contents:
     """The files of all stages. Raises CorruptCheckpointError if one is missing."""
     (found,) = numbered(files.listed).values()
+    files.checking.leave_number_open()
     missing = sorted(set(range(max(found) + 1)) - set(found))
     if missing:
         words = f"the file of stage {missing[0]} is missing; there is {found[min(found)]}, which opens by its path"

@@ -40,6 +40,7 @@ FREE_CHECK_BYTES = 16 << 20
 """This many bytes may be read to check, however few are requested."""
 
 EVERY_BLOCK = ""
+_LAST_FILE = "whether files with higher numbers are missing"
 CRC_OF_RECORDS = "unchecked: whether all files are from one save and hold equal copies"
 NO_CHECKSUMS = "unchecked: the format has no checksums"
 """What the checksums of a format leave open, for reports. A CRC-32 stands beside each record of a zip archive, and says
@@ -95,6 +96,12 @@ class Checking:
             yield
         finally:
             self.enabled = was
+
+    def leave_number_open(self) -> None:
+        """Nothing says how many files there were."""
+        if _LAST_FILE not in self.leaves_open:
+            before = f"{self.leaves_open}, and" if self.leaves_open else "unchecked:"
+            self.leaves_open = f"{before} {_LAST_FILE}"
 
     def refuse(self, error: CorruptCheckpointError) -> None:
         """Raise an error, or list it, so that the rest of the checkpoint can be read."""

@@ -213,3 +213,15 @@ def test_a_comparison_that_finds_differences_says_what_it_read(tmp_path: Path) -
     assert "16 B of values read, none verified" in said(
         str(tmp_path / "a"), "--against", str(tmp_path / "b"), "--shallow"
     )
+
+
+@pytest.mark.parametrize("name", ["stage_{}.pt", "pytorch_model_rank{}.bin", "model_world_size_3_rank_{}.pt"])
+def test_what_nothing_numbers_is_not_said_to_be_there(name: str, tmp_path: Path) -> None:
+    for i in range(3):
+        torch.save({f"layers.{i}.w" if "stage" in name else "w": torch.ones(2)}, tmp_path / name.format(i))
+    assert ("files with higher numbers" in str(reshard.verify(tmp_path))) is ("world_size" not in name)
+    (tmp_path / name.format(2)).unlink()
+    if "world_size" in name:
+        assert not reshard.verify(tmp_path).ok
+    else:
+        assert "whether files with higher numbers are missing" in str(reshard.verify(tmp_path))
