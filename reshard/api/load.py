@@ -157,7 +157,11 @@ def load_with(
                     state_dict, saved=checkpoint.objects, tensors=tensors, entry_by_entry=options.entry_by_entry
                 )
                 match = match_keys(targets, checkpoint, dtype_policy=options.dtype_policy, mapping=names)
-            return _Load(group, process_group, options, match, before, prefetch).run()
+            report = _Load(group, process_group, options, match, before, prefetch).run()
+        if not options.dry_run and (odd := [*report.dropped, *report.retyped]):
+            text = "%s was loaded, but values of the state were dropped or have other classes than the saved ones: %s"
+            _log.warning(text, report.path, format_names(odd))
+        return report
     except (CheckpointNotFoundError, CorruptCheckpointError) as error:
         native = checkpoint.contents.details(NativeFacts)
         if native is None or not is_replaced(native):
@@ -240,9 +244,6 @@ class _Load:
         unchecked = checking.words(bytes_unchecked, plan.bytes_needed) if is_checked else "unchecked: check=False"
         if unchecked and not options.dry_run and self.prefetch is None:
             _log.info("%s was loaded, %s", checkpoint.url, unchecked)
-        if not options.dry_run and (odd := [*match.dropped, *match.retyped]):
-            text = "%s was loaded, but values of the state were dropped or have other classes than the saved ones: %s"
-            _log.warning(text, checkpoint.url, format_names(odd))
         return LoadReport(
             path=checkpoint.url,
             format=checkpoint.format,
