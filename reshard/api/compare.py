@@ -116,8 +116,8 @@ def compare(
     Names, shapes, dtypes, objects, and values are compared, including per-rank values. Layouts and
     formats may differ. Some formats do not record types of containers, so these are not compared: a
     list equals a tuple, the key 1 equals "1", and an empty dict equals nothing. 1 equals 1.0, but
-    not True. Values of tensors are compared bit for bit: NaN equals the same NaN, and -0.0 differs from 0.0. If you pass `atol` or `rtol`,
-    values are equal within `atol + rtol * |b|`.
+    not True. Values of tensors are compared bit for bit: NaN equals the same NaN, and -0.0 differs
+    from 0.0. If you pass `atol` or `rtol`, values are equal within `atol + rtol * |b|`.
 
     Args:
         a, b: a path, an open `Checkpoint`, or a (nested) state dict. With DTensors or

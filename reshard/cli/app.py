@@ -22,7 +22,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from planners.errors import PlanError, sentence
 from reshard import __version__
-from reshard.cli import convert, demo, diff, explain, gather, inspect, normalize, plan, verify
+from reshard.cli import convert, demo, diff, explain, gather, inspect, normalize, plan, prune, verify
 from reshard.cli.arguments import UsageError, in_words_of_the_command_line
 from reshard.cli.show import columns, print_json
 from reshard.errors import OptionError, ReshardError, did_you_mean
@@ -93,6 +93,7 @@ EXAMPLES: dict[Callable[..., None], list[str]] = {
         "gather node0 node1 node3 run/step-100",
         "gather /local/run1/node* run/step-100 --step 100",
     ],
+    prune.prune: ["prune run --keep-last 3 --dry-run", "prune s3://bucket/run --keep-last 10"],
     demo.demo: ["demo", "demo --steps 20 --out /tmp/demo"],
 }
 """What each command is used for, at the end of its help."""
@@ -148,7 +149,6 @@ _OF_OTHERS = {
     "help": "write reshard COMMAND --help",
     "completion": "write reshard --install-completion",
     **dict.fromkeys(("save", "load"), "in Python, reshard.save(state, path) and reshard.load(state, path)"),
-    "prune": "in Python, reshard.prune(folder, keep_last=3) removes old checkpoints of a run",
 }
 """Names in other programs for what is called otherwise here."""
 

@@ -412,7 +412,9 @@ def test_pruning_a_managed_run_says_that_it_does_not_know_the_policy(
     reshard.prune(tmp_path / "other", keep_last=1)
     assert reshard.prune(tmp_path / "run", keep_last=3) == []
     assert "prune" not in caplog.text
-    assert len(reshard.prune(tmp_path / "run", keep_last=1)) == 2
+    would = reshard.prune(tmp_path / "run", keep_last=1, dry_run=True)
+    assert f"whose steps it would remove: {would[0]}, {would[1]}" in caplog.text
+    assert reshard.prune(tmp_path / "run", keep_last=1) == would
     assert re.search("keep= of a CheckpointManager, whose steps it removed: .*step-1, .*step-2", caplog.text)
 
 
