@@ -66,7 +66,8 @@ def inspect(
     Reads metadata only and executes nothing that the checkpoint contains. For a run, also lists its checkpoints.
 
     Exits with 1 if regions of a tensor are missing or overlap, if a file is missing or too short, if
-    metadata is damaged, or if no checkpoint of a run is complete. To check values, use verify.
+    metadata is damaged, or if no checkpoint of a run is complete or a newer one lost files. To check values, use
+    verify.
     """
     if histograms and html is None:
         raise UsageError("--histograms draws on the page: add --html")
@@ -87,6 +88,7 @@ def inspect(
     except CorruptCheckpointError as error:
         raise show.damaged(path, str(error), as_json) from None
     whole, run = readable(checkpoint), checkpoint.run
+    lost = [checkpoint.contents.skipped[newer] for newer in checkpoint.contents.damaged_steps]
     checkpoint = whole.select(select) if select else whole
     if html is not None:
         html.write_text(checkpoint.to_html(histograms=histograms, steps=_costs(run)), encoding="utf-8")
@@ -95,8 +97,8 @@ def inspect(
         show.print_text(show.console(), name + ", the newest complete checkpoint" * bool(steps), style="bold")
     problems = [show.as_given(it, path) for it in whole.problems()]
     if drawn is not None:
-        raise _draw(checkpoint, drawn, problems, legend)
-    if as_json:
+        _draw(checkpoint, drawn, [*problems, *lost], legend)
+    elif as_json:
         shown = _as_json(checkpoint, whole, problems)
         show.print_json({**shown, **_run_as_json(path, steps), "newest": shown} if steps else shown)
     elif html is None:
@@ -105,7 +107,7 @@ def inspect(
         for problem in problems:
             show.print_text(show.console(), problem, "damaged", "red")
     show.print_written(html, as_json=as_json)
-    if problems:
+    if problems or lost:
         raise typer.Exit(1)
 
 
@@ -167,7 +169,7 @@ def _costs(run: str) -> list[SavedStep]:
     return found
 
 
-def _draw(checkpoint: Checkpoint, name: str, problems: list[str], legend: bool) -> typer.Exit:
+def _draw(checkpoint: Checkpoint, name: str, problems: list[str], legend: bool) -> None:
     from planners.reports.cuts import draw_cuts
 
     name = checkpoint.aliases.get(name, name)
@@ -184,7 +186,6 @@ def _draw(checkpoint: Checkpoint, name: str, problems: list[str], legend: bool) 
     for problem in problems:
         show.print_text(screen, problem, "damaged", "red")
     show.print_legend(screen, layout.described([name], short_form).values(), legend)
-    return typer.Exit(1 if problems else 0)
 
 
 def _near(name: str, known: list[str]) -> str:

@@ -150,6 +150,10 @@ def test_who_takes_an_older_step_of_a_run_says_so(say, tmp_path, caplog) -> None
     assert said.out.startswith("damaged: 1 problem\n")
     assert f"no problem was found in {run}/step-1 itself" in said.out
     assert skipped in said.out
+    assert skipped not in caplog.text, "once is enough"
+    codes = [say("inspect", run, *more).code for more in ([], ["--json"], ["--map", "a"], ["--step", "1"])]
+    assert codes == [1, 1, 1, 0]
+    assert skipped in say("inspect", run, "--map", "a").out
     (finding,) = json.loads(say("verify", run, "--json").out)["findings"]
     assert finding["message"].startswith(skipped)
     older = say("verify", run, "--step", "1")
