@@ -38,13 +38,14 @@ def format_plan(
         raise PlanError(f"format_plan takes a plan or a schedule, got {plan!r:.80}")
     moved = f", {format_bytes(plan.bytes_moved)} cross" if isinstance(plan, TransferPlan) else ""
     lines = [repr(plan) + moved, *_load_lines(plan.rank_bytes(), plan.verb, limit, width)]
-    left = (sys.maxsize if limit is None else limit) * items
+    left, meaning = (sys.maxsize if limit is None else limit) * items, _SIDES[plan.kind]
     for rank in range(plan.world_size):
         if left <= 0:
             break
         its = plan.rank_items(rank)
         if its:
-            lines.append(f"  {plan.verb[:-1]} items of rank {rank}: a name, Box[first:end, ...] of {_SIDES[plan.kind]}")
+            lines.append(f"  {plan.verb[:-1]} items of rank {rank}{meaning}")
+            meaning = ""
         lines += [f"    {_line(item)}" for item in its[:left]]
         if len(its) > left:
             lines.append(f"    ... {len(its) - left} more")
@@ -91,9 +92,9 @@ def _schedule_lines(rounds: Schedule, limit: int | None) -> Iterator[str]:
 
 
 _SIDES = {
-    "load": "the local tensor <- Box of a chunk, and Box of the full tensor that the chunk is",
-    "save": "the full tensor <- Box of the local tensor",
-    "transfer": "the local tensor <- Box of the sender's local tensor",
+    "load": ": a name, Box[first:end, ...] of the local tensor <- Box of a chunk, and Box of the full tensor that the chunk is",
+    "save": ": a name, Box[first:end, ...] of the full tensor <- Box of the local tensor",
+    "transfer": ": a name, Box[first:end, ...] of the local tensor <- Box of the sender's local tensor",
 }
 
 
