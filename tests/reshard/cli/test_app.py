@@ -152,7 +152,6 @@ def test_version(say) -> None:
         ),
         (["plan", ".", "tp=2", "--hint", "prefix=0"], 2, "add --normalized"),
         (["convert", ".", "out", "-f", "huggingfaec"], 2, "did you mean 'huggingface'?"),
-        (["convert", ".", "out", "-f", "hf"], 2, "cannot write the format 'hf': did you mean 'huggingface'?"),
         (["convert", ".", "out", "--max-shard", "5"], 2, "'5' has no unit: write 5GB, or 5B for bytes"),
         (["convert", ".", "out", "--max-shard", "500"], 2, "'500' has no unit: write 500MB, or 500B for bytes"),
         (["convert", ".", "out", "--step", "3"], 3, "not the folder of a run: leave out --step"),

@@ -23,7 +23,7 @@ from reshard.mapping.families import ready
 
 
 def test_model_only_for_hugging_face(say, checkpoint: Path, tmp_path: Path) -> None:
-    said = say("convert", checkpoint, tmp_path / "hf", "-f", "safetensors", "--model", "--dtype", "float16")
+    said = say("convert", checkpoint, tmp_path / "hf", "-f", "hf", "--model", "--dtype", "float16")
 
     assert said.code == 0
     assert "format safetensors: 5 tensors" in said.out
