@@ -38,7 +38,8 @@ def format_plan(
         raise PlanError(f"format_plan takes a plan or a schedule, got {plan!r:.80}")
     moved = f", {format_bytes(plan.bytes_moved)} cross" if isinstance(plan, TransferPlan) else ""
     lines = [repr(plan) + moved, *_load_lines(plan.rank_bytes(), plan.verb, limit, width)]
-    left, meaning = (sys.maxsize if limit is None else limit) * items, _SIDES[plan.kind]
+    left = (sys.maxsize if limit is None else limit) * items
+    meaning = f": a name, Box[first:end, ...] of {_SIDES[plan.kind]}"
     for rank in range(plan.world_size):
         if left <= 0:
             break
@@ -92,9 +93,9 @@ def _schedule_lines(rounds: Schedule, limit: int | None) -> Iterator[str]:
 
 
 _SIDES = {
-    "load": ": a name, Box[first:end, ...] of the local tensor <- Box of a chunk, and Box of the full tensor that the chunk is",
-    "save": ": a name, Box[first:end, ...] of the full tensor <- Box of the local tensor",
-    "transfer": ": a name, Box[first:end, ...] of the local tensor <- Box of the sender's local tensor",
+    "load": "the local tensor <- Box of a chunk, and Box of the full tensor that the chunk is",
+    "save": "the full tensor <- Box of the local tensor",
+    "transfer": "the local tensor <- Box of the sender's local tensor",
 }
 
 
