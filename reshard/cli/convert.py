@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -100,6 +100,7 @@ def convert(
     Needs little memory. To resume an interrupted conversion, run the same command again.
     """
     import reshard
+    from reshard.formats.normalize import without_name
 
     format = _format(format, onto, rule)
     normalized |= writing_of(format).form is not None
@@ -132,7 +133,9 @@ def convert(
             overwrite=overwrite,
             progress=not as_json,
         )
-    _print(report, kept, as_json)
+    beside = without_name(reshard.open(source).contents) if model else ()
+    unnamed = "no canonical name" if normalized or model else "cannot be read here"
+    _print(report, {"not renamed by --names": kept, "not in the model": beside}, unnamed, as_json)
 
 
 def _note_useless(dequantizing: Mapping, source: str, as_json: bool) -> None:
@@ -177,9 +180,10 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not hasattr(record, "is_in_report")
 
 
-def _print(report: ConvertReport, kept: list[str], as_json: bool) -> None:
+def _print(report: ConvertReport, also: dict[str, Sequence[str]], unnamed: str, as_json: bool) -> None:
     if as_json:
-        print_json({**vars(report), "phases": report.seconds, "names_kept": kept})
+        kept, beside = also.values()
+        print_json({**vars(report), "phases": report.seconds, "names_kept": kept, "not_in_model": beside})
         return
     screen = console()
     seconds = report.phases.seconds
@@ -201,8 +205,9 @@ def _print(report: ConvertReport, kept: list[str], as_json: bool) -> None:
         )
     for text, keys in (
         ("tied, stored once", [f"{alias} = {kept}" for alias, kept in report.aliases.items()]),
-        (f"omitted ({report.format} cannot store them, or they have no canonical name)", list(report.omitted)),
-        ("not renamed by --names", kept),
+        (f"omitted ({report.format} cannot store them)", [key for key in report.omitted if key not in report.unnamed]),
+        (f"omitted ({unnamed})", report.unnamed),
+        *also.items(),
         *(("note", [text]) for text in report.warnings),
     ):
         if keys:
