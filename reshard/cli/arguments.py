@@ -98,9 +98,9 @@ On = Annotated[
 ]
 
 
-def newest(path: str, step: int | None = None, *, tells_damage: bool = False) -> str:
+def newest(path: str, step: int | None = None, *, reports_damage: bool = False) -> str:
     """The checkpoint that a path means: in the folder of a run this step, complete or not, or the newest complete one,
-    which is printed on stderr, with newer ones that were skipped; not with damaged ones if the command tells these."""
+    which is printed on stderr, with the newer ones that it skips, except damaged ones if the command reports these."""
     from reshard.formats.opening import step_path, steps_at
 
     if step is not None:
@@ -110,7 +110,7 @@ def newest(path: str, step: int | None = None, *, tells_damage: bool = False) ->
     from reshard.checkpoint import log_skipped, open_among
 
     found = open_among(path, 0, 1)
-    log_skipped(found, found.contents.damaged_steps if tells_damage else ())
+    log_skipped(found, found.contents.damaged_steps if reports_damage else ())
     print_text(console(stderr=True), f"using {found.url}, the newest complete checkpoint of {path}")
     return found.url
 

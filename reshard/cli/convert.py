@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -100,7 +100,6 @@ def convert(
     Needs little memory. To resume an interrupted conversion, run the same command again.
     """
     import reshard
-    from reshard.formats.normalize import without_name
 
     format = _format(format, onto, rule)
     normalized |= writing_of(format).form is not None
@@ -133,9 +132,7 @@ def convert(
             overwrite=overwrite,
             progress=not as_json,
         )
-    beside = without_name(reshard.open(source).contents) if model else ()
-    unnamed = "no canonical name" if normalized or model else "cannot be read here"
-    _print(report, {"not renamed by --names": kept, "not in the model": beside}, unnamed, as_json)
+    _print(report, kept, model, normalized, as_json)
 
 
 def _note_useless(dequantizing: Mapping, source: str, as_json: bool) -> None:
@@ -180,9 +177,12 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not hasattr(record, "is_in_report")
 
 
-def _print(report: ConvertReport, also: dict[str, Sequence[str]], unnamed: str, as_json: bool) -> None:
+def _print(report: ConvertReport, kept: list[str], is_model: bool, is_normalized: bool, as_json: bool) -> None:
+    from reshard.checkpoint import open
+    from reshard.formats.normalize import without_name
+
+    beside = without_name(open(report.source).contents) if is_model else ()
     if as_json:
-        kept, beside = also.values()
         print_json({**vars(report), "phases": report.seconds, "names_kept": kept, "not_in_model": beside})
         return
     screen = console()
@@ -206,8 +206,9 @@ def _print(report: ConvertReport, also: dict[str, Sequence[str]], unnamed: str, 
     for text, keys in (
         ("tied, stored once", [f"{alias} = {kept}" for alias, kept in report.aliases.items()]),
         (f"omitted ({report.format} cannot store them)", [key for key in report.omitted if key not in report.unnamed]),
-        (f"omitted ({unnamed})", report.unnamed),
-        *also.items(),
+        (f"omitted ({'no canonical name' if is_normalized else 'cannot be read here'})", report.unnamed),
+        ("not in the model", beside),
+        ("not renamed by --names", kept),
         *(("note", [text]) for text in report.warnings),
     ):
         if keys:
