@@ -30,6 +30,9 @@ __all__ = [
 ]  # fmt: skip
 
 
+for _kind in (CodecError, CoverageError, LayoutMismatchError, PlanError, ProofError, ReshardError):
+    _kind.__module__ = __name__  # from where users import them, as tracebacks show
+
 RESTORE = "restore it, or load another checkpoint"
 """The fix for damage."""
 

@@ -39,12 +39,14 @@ def format_plan(
     moved = f", {format_bytes(plan.bytes_moved)} cross" if isinstance(plan, TransferPlan) else ""
     lines = [repr(plan) + moved, *_load_lines(plan.rank_bytes(), plan.verb, limit, width)]
     left = (sys.maxsize if limit is None else limit) * items
+    meaning = f": a name, Box[first:end, ...] of {_SIDES[plan.kind]}"
     for rank in range(plan.world_size):
         if left <= 0:
             break
         its = plan.rank_items(rank)
         if its:
-            lines.append(f"  {plan.verb[:-1]} items of rank {rank}: a name, Box[first:end, ...] of {_SIDES[plan.kind]}")
+            lines.append(f"  {plan.verb[:-1]} items of rank {rank}{meaning}")
+            meaning = ""
         lines += [f"    {_line(item)}" for item in its[:left]]
         if len(its) > left:
             lines.append(f"    ... {len(its) - left} more")

@@ -115,9 +115,9 @@ def compare(
 
     Names, shapes, dtypes, objects, and values are compared, including per-rank values. Layouts and
     formats may differ. Some formats do not record types of containers, so these are not compared: a
-    list equals a tuple, the key 1 equals "1", and an empty dict equals nothing. Values are compared
-    bit for bit: NaN equals the same NaN, and -0.0 differs from 0.0. If you pass `atol` or `rtol`,
-    values are equal within `atol + rtol * |b|`.
+    list equals a tuple, the key 1 equals "1", and an empty dict equals nothing. 1 equals 1.0, but
+    not True. Values of tensors are compared bit for bit: NaN equals the same NaN, and -0.0 differs
+    from 0.0. If you pass `atol` or `rtol`, values are equal within `atol + rtol * |b|`.
 
     Args:
         a, b: a path, an open `Checkpoint`, or a (nested) state dict. With DTensors or
@@ -227,10 +227,13 @@ def _left_open(left: _Side, right: _Side, foreign: Sequence[str], group: Group |
         yield f"values of other ranks: {format_names(others)}"
 
 
+NOT_COMPARED = "types of containers, or 1 with 1.0"
+
+
 def _in_words(found: _JointFindings, total: int, left_open: str, within: str) -> str:
     """What was compared, and what was not."""
     read = f"{format_bytes(found.read_bytes)} of {format_bytes(total)} of values on each side"
-    words = f"names, shapes, dtypes, and objects compared, not types of containers; {read} read and compared {within}"
+    words = f"names, shapes, dtypes, and objects compared, not {NOT_COMPARED}; {read} read and compared {within}"
     if "" in found.known.values():
         words += ", the rest only by their saved fingerprints"
     return "; ".join(filter(None, (words, left_open)))

@@ -69,8 +69,10 @@ class ConvertReport(WrittenReport, CheckedReport):
     resumed: tuple[str, ...]
     """Files that an interrupted conversion had finished. Their checksums were compared."""
     omitted: tuple[str, ...]
-    """Keys of the source that the format cannot store. With `normalized`, also values that have no
-    canonical name and are not plain data, such as per-rank values and averages of the model."""
+    """Keys of the source that the format cannot store, and those of `unnamed`."""
+    unnamed: tuple[str, ...]
+    """With `normalized`, keys of values that have no canonical name and are not plain data, such as
+    per-rank values and averages of the model. Else, keys of what cannot be read here."""
     retyped: Mapping[str, tuple[str, str]]
     """Keys of containers whose class the format does not record, such as a named tuple: that class, and the builtin
     one that was written."""
@@ -204,6 +206,7 @@ def _report(
         resumed=resumed,
         aliases=dict(state.aliases),
         omitted=writer.left_out,
+        unnamed=state.contents.left_out,
         retyped=writer.retyped,
         warnings=(*writer.contents.warnings, *getattr(job.onto, "notes", ()), *_unexpected(job, writer.contents)),
         bytes_unchecked=unchecked,

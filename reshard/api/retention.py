@@ -183,9 +183,10 @@ def latest_complete(folder: AnyPath) -> str | None:
 
 
 @renamed()
-def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None) -> list[str]:
+def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, dry_run: bool = False) -> list[str]:
     """Remove all complete native checkpoints directly below `folder` except the `keep_last` newest.
-    Return the removed paths. Checkpoints in other formats stay, and do not count.
+    Return the removed paths; with `dry_run`, those that would be removed. Checkpoints in other
+    formats stay, and do not count.
 
     The highest step numbers are the newest, as for `latest_complete`. The `keep_last` checkpoints
     whose saves began last stay, too: after a return to an earlier step, these are what the run
@@ -219,9 +220,12 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None) 
             "yourself"
         )
     kept = sorted(found, key=lambda one: one.created_unix_s)[-keep_last:]
-    gone = remove_checkpoints(folder, [one.path for one in found[:-keep_last] if one not in kept], executor)
+    gone, done = [one.path for one in found[:-keep_last] if one not in kept], "would remove"
+    if not dry_run:
+        gone, done = remove_checkpoints(folder, gone, executor), "removed"
     if gone and open_storage(folder).names(LEDGER):
-        _log.warning("prune does not know keep= of a CheckpointManager, whose steps it removed: %s", ", ".join(gone))
+        names = ", ".join(gone)
+        _log.warning("prune does not know keep= of a CheckpointManager, whose steps it %s: %s", done, names)
     return gone
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 
@@ -22,7 +23,10 @@ def main() -> None:
         if "--traceback" in sys.argv:
             sys.excepthook(*sys.exc_info())
         missing = f"{error.name}".partition(".")[0]  # an older torch lacks parts of what we use
-        print(f"error: this command needs {missing}: pip install {_NEEDED.get(missing, missing)}", file=sys.stderr)
+        message = f"this command needs {missing}: pip install {_NEEDED.get(missing, missing)}"
+        if "--json" in sys.argv:  # as in reshard.cli.app, which may be what cannot be imported
+            print(json.dumps({"ok": False, "error": {"kind": "ModuleNotFoundError", "message": message}}, indent=2))
+        print(f"error: {message}", file=sys.stderr)
         sys.exit(3)
     except KeyboardInterrupt:  # between the commands' own handling, such as while modules are imported
         _leave()

@@ -22,9 +22,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from planners.errors import PlanError, sentence
 from reshard import __version__
-from reshard.cli import convert, demo, diff, explain, gather, inspect, normalize, plan, verify
+from reshard.cli import convert, demo, diff, explain, gather, inspect, normalize, plan, prune, verify
 from reshard.cli.arguments import UsageError, in_words_of_the_command_line
-from reshard.cli.show import columns
+from reshard.cli.show import columns, print_json
 from reshard.errors import OptionError, ReshardError, did_you_mean
 
 __all__ = ["EXIT_ERROR", "EXIT_NO", "EXIT_USAGE", "app", "in_a_pipeline", "run"]
@@ -43,8 +43,8 @@ CHECKPOINT is a folder, file, or URL in any known format. The folder of a run me
 complete checkpoint; to choose another, give its folder, or --step N if the command has it.
 
 Exit codes: 0: success or yes; 1: no (damage, differences, failed proof); 2: wrong usage;
-3: error, with reason and fix on stderr; 130: interrupted. Add --traceback to any
-command to see where an error comes from."""
+3: error, with reason and fix on stderr; 130: interrupted. With --json, errors are JSON on stdout as
+well. Add --traceback to any command to see where an error comes from."""
 
 
 def _flowing(text: str) -> str:
@@ -93,6 +93,7 @@ EXAMPLES: dict[Callable[..., None], list[str]] = {
         "gather node0 node1 node3 run/step-100",
         "gather /local/run1/node* run/step-100 --step 100",
     ],
+    prune.prune: ["prune run --keep-last 3 --dry-run", "prune s3://bucket/run --keep-last 10"],
     demo.demo: ["demo", "demo --steps 20 --out /tmp/demo"],
 }
 """What each command is used for, at the end of its help."""
@@ -148,7 +149,6 @@ _OF_OTHERS = {
     "help": "write reshard COMMAND --help",
     "completion": "write reshard --install-completion",
     **dict.fromkeys(("save", "load"), "in Python, reshard.save(state, path) and reshard.load(state, path)"),
-    "prune": "in Python, reshard.prune(folder, keep_last=3) removes old checkpoints of a run",
 }
 """Names in other programs for what is called otherwise here."""
 
@@ -206,7 +206,7 @@ def _main(
 
 
 def run(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit. Known errors become a message on stderr."""
+    """Run the command line and exit. Known errors become a message on stderr, and with --json an object on stdout."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     words = [word for word in given if word != "--traceback"]
     try:
@@ -225,10 +225,14 @@ def run(arguments: list[str] | None = None) -> None:
             for name, word in pairwise(words):
                 said = said.replace(f"value for '{name}'", f"value {word!r} for '{name}'")
             message = f"{said[0].lower()}{sentence(said[1:])} See {command} --help"
+        message = in_words_of_the_command_line(message)
+        if "--json" in words:
+            kind = "UsageError" if is_typers else type(error).__name__
+            print_json({"ok": False, "error": {"kind": kind, "message": message}})
         if "--traceback" in given or not (is_typers or isinstance(error, ReshardError | OSError)):  # a bug
             traceback.print_exception(error)
         else:
-            _tell(in_words_of_the_command_line(message))
+            _tell(message)
         is_of_rules = isinstance(error, PlanError) and re.search(r"--rule|--onto|\.(topology|txt)\b", " ".join(words))
         is_wrong = is_typers or is_of_rules or isinstance(error, UsageError | OptionError)
         sys.exit(EXIT_USAGE if is_wrong else EXIT_ERROR)

@@ -98,20 +98,21 @@ On = Annotated[
 ]
 
 
-def newest(path: str, step: int | None = None) -> str:
+def newest(path: str, step: int | None = None, *, reports_damage: bool = False) -> str:
     """The checkpoint that a path means: in the folder of a run this step, complete or not, or the newest complete one,
-    which is printed on stderr."""
+    which is printed on stderr, with the newer ones that it skips, except damaged ones if the command reports these."""
     from reshard.formats.opening import step_path, steps_at
 
     if step is not None:
         return step_path(path, step)
     if not steps_at(path):
         return path
-    import reshard
+    from reshard.checkpoint import log_skipped, open_among
 
-    found = reshard.open(path).url  # newer ones that are not complete are logged, which prints them on stderr, too
-    print_text(console(stderr=True), f"using {found}, the newest complete checkpoint of {path}")
-    return found
+    found = open_among(path, 0, 1)
+    log_skipped(found, found.contents.damaged_steps if reports_damage else ())
+    print_text(console(stderr=True), f"using {found.url}, the newest complete checkpoint of {path}")
+    return found.url
 
 
 def executor_on(engine: str | None) -> AbstractContextManager[Executor | None]:

@@ -132,7 +132,7 @@ def convert(
             overwrite=overwrite,
             progress=not as_json,
         )
-    _print(report, kept, as_json)
+    _print(report, kept, model, normalized, as_json)
 
 
 def _note_useless(dequantizing: Mapping, source: str, as_json: bool) -> None:
@@ -180,9 +180,13 @@ def _is_news(record: logging.LogRecord) -> bool:
     return not hasattr(record, "is_in_report")
 
 
-def _print(report: ConvertReport, kept: list[str], as_json: bool) -> None:
+def _print(report: ConvertReport, kept: list[str], is_model: bool, is_normalized: bool, as_json: bool) -> None:
+    from reshard.checkpoint import open
+    from reshard.formats.normalize import without_name
+
+    beside = without_name(open(report.source).contents) if is_model else ()
     if as_json:
-        print_json({**vars(report), "phases": report.seconds, "names_kept": kept})
+        print_json({**vars(report), "phases": report.seconds, "names_kept": kept, "not_in_model": beside})
         return
     screen = console()
     seconds = report.phases.seconds
@@ -204,7 +208,9 @@ def _print(report: ConvertReport, kept: list[str], as_json: bool) -> None:
         )
     for text, keys in (
         ("tied, stored once", [f"{alias} = {kept}" for alias, kept in report.aliases.items()]),
-        (f"omitted ({report.format} cannot store them, or they have no canonical name)", list(report.omitted)),
+        (f"omitted ({report.format} cannot store them)", [key for key in report.omitted if key not in report.unnamed]),
+        (f"omitted ({'no canonical name' if is_normalized else 'cannot be read here'})", report.unnamed),
+        ("not in the model", beside),
         ("not renamed by --names", kept),
         *(("note", [text]) for text in report.warnings),
     ):

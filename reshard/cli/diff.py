@@ -161,6 +161,8 @@ def _print(report: CompareReport, is_unread: bool, is_within: bool, limit: int, 
     if as_json:
         print_json(report_as_json(report))
         return
+    from reshard.api.compare import NOT_COMPARED
+
     covered, screen = report.covered, console()
     assert covered is not None
     if is_unread:
@@ -175,6 +177,7 @@ def _print(report: CompareReport, is_unread: bool, is_within: bool, limit: int, 
         shown = dataclasses.replace(report, findings=tuple(different), hint=hint)
         right = _verdict(covered, is_within) if report.ok else ""
         print_report(shown, right=right, of=" in common", limit=limit, more="--limit or --json")
+        print_text(screen, f"not compared: {NOT_COMPARED}", "note", "yellow")
     if covered.leaves_open:
         print_text(screen, arguments.in_words_of_the_command_line(covered.leaves_open), "note", "yellow")
 

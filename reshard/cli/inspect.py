@@ -66,7 +66,8 @@ def inspect(
     Reads metadata only and executes nothing that the checkpoint contains. For a run, also lists its checkpoints.
 
     Exits with 1 if regions of a tensor are missing or overlap, if a file is missing or too short, if
-    metadata is damaged, or if no checkpoint of a run is complete. To check values, use verify.
+    metadata is damaged, or if no checkpoint of a run is complete or a newer one lost files. To check values, use
+    verify.
     """
     if histograms and html is None:
         raise UsageError("--histograms draws on the page: add --html")
@@ -87,6 +88,7 @@ def inspect(
     except CorruptCheckpointError as error:
         raise show.damaged(path, str(error), as_json) from None
     whole, run = readable(checkpoint), checkpoint.run
+    lost = [checkpoint.contents.skipped[newer] for newer in checkpoint.contents.damaged_steps]
     checkpoint = whole.select(select) if select else whole
     if html is not None:
         html.write_text(checkpoint.to_html(histograms=histograms, steps=_costs(run)), encoding="utf-8")
@@ -104,7 +106,7 @@ def inspect(
     for problem in [] if as_json else problems:
         show.print_text(show.console(), problem, "damaged", "red")
     show.print_written(html, as_json=as_json)
-    if problems:
+    if problems or lost:
         raise typer.Exit(1)
 
 

@@ -58,7 +58,7 @@ def verify(
     engine = executor_on(on)
     against = against and newest(against)
     try:
-        chosen = newest(path, step)
+        chosen = newest(path, step, reports_damage=True)
     except (CheckpointNotFoundError, CorruptCheckpointError) as error:
         if step is None and steps_at(path):  # none of them is complete
             raise damaged(path, str(error), as_json) from None

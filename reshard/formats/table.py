@@ -61,12 +61,21 @@ FORMATS = (
 
 WRITTEN = {row.name: row.written for row in FORMATS if row.written}
 """The formats that can be written, and what each is called."""
-ALSO_CALLED = {"huggingface": "safetensors", "torch": "torch_save"}
+ALSO_CALLED = {"huggingface": "safetensors", "hf": "safetensors", "torch": "torch_save"}
 """Other names of formats that can be written."""
 NOT_SHARDED = "files are not sharded by rank: leave out onto, or write native or dcp"
 """Of a format, where a layout of ranks is wanted."""
 FormatName = Literal[
-    "native", "megatron", "deepspeed", "torch_checkpointing", "dcp", "safetensors", "huggingface", "torch_save", "torch"
+    "native",
+    "megatron",
+    "deepspeed",
+    "torch_checkpointing",
+    "dcp",
+    "safetensors",
+    "huggingface",
+    "hf",
+    "torch_save",
+    "torch",
 ]
 """The names of both for type checkers, which can only read them written out."""
 _ROWS = {row.name: row for row in FORMATS}

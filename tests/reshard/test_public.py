@@ -428,6 +428,15 @@ def test_what_was_given_in_place_of_what_is_taken(tmp_path) -> None:
             call()
 
 
+def test_tracebacks_name_errors_where_users_import_them() -> None:
+    for name in reshard.errors.__all__:
+        kind = getattr(reshard.errors, name)
+        assert f"{kind.__module__}.{kind.__qualname__}" == f"reshard.errors.{name}"
+        assert pickle.loads(pickle.dumps(kind)) is kind
+    error = pickle.loads(pickle.dumps(reshard.errors.PlanError("x", fqn="w")))
+    assert str(error) == "x (tensor 'w')"
+
+
 def test_every_error_of_a_verb_is_a_reshard_error(tmp_path) -> None:
     reshard.save({"w": torch.ones(4)}, tmp_path / "c")
     for call in (

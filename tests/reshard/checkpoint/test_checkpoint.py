@@ -108,7 +108,7 @@ def test_a_lazy_tensor_says_what_it_is() -> None:
         ((0, 0, 0), IndexError, "has 2 dims, but 3 were indexed"),
         ((..., ...), IndexError, "only one Ellipsis"),
         (slice(None, None, -1), ValueError, "must be >= 1, got -1 for dim 0"),
-        ([0, 1], TypeError, "not by list"),
+        ([0, 1], TypeError, r"not by list; or read a slice, then index that: tensor\[1:3\]\[\[0, 1\]\]"),
         (torch.tensor([0]), TypeError, "not by Tensor"),
         (None, TypeError, "not by NoneType"),
         (True, TypeError, "not by bool"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import re
@@ -83,7 +84,9 @@ def test_version(say) -> None:
             "error: no such option: --step-size: did you mean '--step'? See",
         ),
         (["diff", ".", ".", "--labels", "1"], 2, "error: no such option: --labels. See reshard diff"),
-        (["prune", "run"], 2, "error: there is no command 'prune': in Python, reshard.prune(folder, keep_last=3)"),
+        (["prune", "run"], 2, "error: missing option '--keep-last'. See reshard prune --help"),
+        (["prune", "run", "--keep-last", "0"], 2, "invalid value '0' for '--keep-last': write a number of at least 1."),
+        (["prune", "nowhere", "--keep-last", "1"], 3, "error: there is nothing at"),
         (["inspect", "nowhere"], 3, "error: there is nothing at"),
         (["diff", ".", ".", "--step", "1"], 2, "diff has no --step: give the folder of a step, such as run/step-100"),
         (["diff", ".", ".", "--workers", "2", "--model"], 2, "--workers compares full checkpoints"),
@@ -149,7 +152,6 @@ def test_version(say) -> None:
         ),
         (["plan", ".", "tp=2", "--hint", "prefix=0"], 2, "add --normalized"),
         (["convert", ".", "out", "-f", "huggingfaec"], 2, "did you mean 'huggingface'?"),
-        (["convert", ".", "out", "-f", "hf"], 2, "cannot write the format 'hf': did you mean 'huggingface'?"),
         (["convert", ".", "out", "--max-shard", "5"], 2, "'5' has no unit: write 5GB, or 5B for bytes"),
         (["convert", ".", "out", "--max-shard", "500"], 2, "'500' has no unit: write 500MB, or 500B for bytes"),
         (["convert", ".", "out", "--step", "3"], 3, "not the folder of a run: leave out --step"),
@@ -185,7 +187,7 @@ def test_version(say) -> None:
     ],
 )
 def test_errors(say, words, code, told, monkeypatch, checkpoint) -> None:
-    """One message on stderr, no traceback, nothing on stdout."""
+    """One message on stderr, no traceback; on stdout nothing, or JSON."""
     monkeypatch.chdir(checkpoint)
 
     said = say(*words)
@@ -194,7 +196,33 @@ def test_errors(say, words, code, told, monkeypatch, checkpoint) -> None:
     assert said.err.startswith("error: ")
     assert told in " ".join(said.err.split())
     assert "Traceback" not in said.err
-    assert said.out == ""
+    if "--json" not in words:
+        assert said.out == ""
+        said = say(words[0], "--json", *words[1:])
+        assert said.code == code
+    told_in_json = json.loads(said.out)
+    assert told_in_json["ok"] is False
+    assert told_in_json["error"]["message"] == said.err.removeprefix("error: ").removesuffix("\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (["verify", "nowhere"], "CheckpointNotFoundError"),
+        (["verify", "."], "CheckpointNotFoundError"),
+        (["diff", "x", "x", "--atol", "x"], "UsageError"),
+        (["inspect"], "UsageError"),
+        (["normalize", "x", "--hint", "heads"], "UsageError"),
+        (["plan", "checkpoint", "tp=2", "--html", "/none/p.html"], "FileNotFoundError"),
+    ],
+)
+def test_errors_in_json_have_a_kind(say, words, kind, monkeypatch, checkpoint) -> None:
+    monkeypatch.chdir(checkpoint.parent)
+    (checkpoint.parent / "run").mkdir()
+    monkeypatch.chdir("run" if words == ["verify", "."] else ".")
+
+    assert json.loads(say(*words, "--json").out)["error"]["kind"] == kind
+    assert "error" in json.loads(say(*words, "--json", "--traceback").out)
 
 
 def test_words_of_functions_are_those_of_options() -> None:
@@ -406,6 +434,8 @@ def test_a_bug_shows_its_traceback_and_is_not_the_answer_no(say, monkeypatch, ch
 
     assert said.code == 3
     assert "ZeroDivisionError" in said.err
+    told = json.loads(say("verify", checkpoint, "--json").out)
+    assert told == {"ok": False, "error": {"kind": "ZeroDivisionError", "message": "division by zero"}}
 
 
 def test_help_survives_without_that_of_arguments() -> None:
@@ -452,6 +482,17 @@ def test_a_missing_package_is_named_and_is_not_the_answer_no(missing, words, fix
     assert traced.returncode == 3
     assert "Traceback" in traced.stderr
     assert "ModuleNotFoundError: " in traced.stderr
+
+
+@pytest.mark.parametrize("missing", ["typer", "torch"])
+def test_a_missing_package_is_named_in_json(missing) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from reshard.cli import main; main()"
+
+    ran = subprocess.run([sys.executable, "-c", code, "inspect", "run", "--json"], capture_output=True, text=True)
+
+    error = json.loads(ran.stdout)["error"]
+    assert error["kind"] == "ModuleNotFoundError"
+    assert ran.stderr == f"error: {error['message']}\n"
 
 
 @pytest.mark.parametrize("command", [[sys.executable, "-m", "reshard"], [Path(sys.executable).parent / "reshard"]])

@@ -23,7 +23,7 @@ from reshard.mapping.families import ready
 
 
 def test_model_only_for_hugging_face(say, checkpoint: Path, tmp_path: Path) -> None:
-    said = say("convert", checkpoint, tmp_path / "hf", "-f", "safetensors", "--model", "--dtype", "float16")
+    said = say("convert", checkpoint, tmp_path / "hf", "-f", "hf", "--model", "--dtype", "float16")
 
     assert said.code == 0
     assert "format safetensors: 5 tensors" in said.out
@@ -36,8 +36,24 @@ def test_what_is_left_out_is_told(say, checkpoint: Path, tmp_path: Path) -> None
     said = say("convert", checkpoint, tmp_path / "hf", "--format", "safetensors", "--max-shard", "100B")
 
     assert said.code == 0
-    assert "omitted (safetensors cannot store them, or they have no canonical name)" in said.out
+    assert "omitted (safetensors cannot store them)  " in said.out
     assert "step" in said.out
+    assert "canonical" not in said.out
+
+
+def test_the_reason_is_told_of_each_that_is_left_out(say, tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(2)}, "ema": {"w": torch.ones(2)}, "epoch": 3}
+    reshard.save(state, tmp_path / "run")
+    words = ("convert", tmp_path / "run", tmp_path / "out", "--overwrite")
+
+    lines = say(*words, "-f", "safetensors", "--normalized").out.splitlines()
+    assert "omitted (safetensors cannot store them)  epoch" in lines
+    assert "omitted (no canonical name)  ema.w" in lines
+    lines = say(*words, "-f", "safetensors", "--model").out.splitlines()
+    assert "not in the model  ema.w, epoch" in lines
+    assert not any("omitted" in line for line in lines)
+    told = json.loads(say(*words, "-f", "safetensors", "--model", "--json").out)
+    assert (told["omitted"], told["not_in_model"]) == ([], ["ema.w", "epoch"])
 
 
 def test_onto_a_topology_as_json(say, checkpoint: Path, tmp_path: Path) -> None:

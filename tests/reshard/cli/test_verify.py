@@ -150,6 +150,10 @@ def test_who_takes_an_older_step_of_a_run_says_so(say, tmp_path, caplog) -> None
     assert said.out.startswith("damaged: 1 problem\n")
     assert f"no problem was found in {run}/step-1 itself" in said.out
     assert skipped in said.out
+    assert skipped not in caplog.text, "once is enough"
+    codes = [say("inspect", run, *more).code for more in ([], ["--json"], ["--map", "a"], ["--step", "1"])]
+    assert codes == [1, 1, 1, 0]
+    assert "/step-2  not complete: " in say("inspect", run, "--map", "a").out
     (finding,) = json.loads(say("verify", run, "--json").out)["findings"]
     assert finding["message"].startswith(skipped)
     older = say("verify", run, "--step", "1")
@@ -294,7 +298,7 @@ def test_diff_says_that_all_differences_are_dtypes(say, tmp_path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
 
     all_of = f"all differences are dtypes: float32 in {a}, bfloat16 in {b} (5 tensors)"
-    assert say("diff", a, b).out.splitlines()[2:] == [
+    assert say("diff", a, b).out.splitlines()[2:-1] == [
         f"note  {all_of}. To compare the values, too, pass --rtol",
         f"·  layers.*: 5 names, such as 'layers.0.w': is float32 in {a}, bfloat16 in {b}",
     ]
@@ -328,7 +332,7 @@ def test_many_names_of_one_side_are_one_line(say, tmp_path) -> None:
 
     lines = say("diff", a, b, "--html", tmp_path / "page.html").out.splitlines()
     grouped = f"optim.state.*: 4 names, such as 'optim.state.layers.0.w.exp_avg': only in {a}"
-    assert lines[:-1] == [
+    assert lines[:-2] == [
         "different: 6 names only on one side",
         f"{a} and {b}: 2 tensors in common",
         f"·  {grouped}",
@@ -409,6 +413,20 @@ def test_unread_reads_what_has_no_fingerprints(say, checkpoint, tmp_path) -> Non
     assert "the same: " in said.out
 
 
+def test_a_verdict_of_the_same_says_what_was_not_compared(say, tmp_path) -> None:
+    for name, value in {"a": {"n": 1, "e": {}, "l": [1, 2]}, "b": {"n": 1.0, "l": (1, 2)}, "c": {"n": True}}.items():
+        reshard.save(value, tmp_path / name)
+    note = "note  not compared: types of containers, or 1 with 1.0\n"
+
+    said = say("diff", tmp_path / "a", tmp_path / "b")
+    assert said.code == 0
+    assert said.out.endswith(note)
+    said = say("diff", tmp_path / "a", tmp_path / "c")
+    assert said.code == 1
+    assert "'n': 1 in " in said.out
+    assert said.out.endswith(note)
+
+
 def test_diff_tells_the_first_element(say, checkpoint, other) -> None:
     said = say("diff", checkpoint, other, "--json")
 
@@ -483,7 +501,8 @@ def test_the_text_of_a_comparison_says_what_was_compared(tmp_path) -> None:
     text = str(reshard.compare(tmp_path / "a", tmp_path / "b"))
 
     assert (
-        "  covered: names, shapes, dtypes, and objects compared, not types of containers; 0 B of 8 B of values" in text
+        "  covered: names, shapes, dtypes, and objects compared, not types of containers, or 1 with 1.0; 0 B of 8 B of"
+        in text
     )
     assert "metadata" not in text
 

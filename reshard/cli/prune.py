@@ -1,0 +1,38 @@
+"""`reshard prune`: remove old checkpoints of a run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from reshard.cli.arguments import AsJson, On, executor_on
+from reshard.cli.show import console, counted, print_json, print_text
+
+__all__ = ["prune"]
+
+
+def prune(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder or URL of a run.")],
+    keep_last: Annotated[int, typer.Option(metavar="N", min=1, help="Keep this number of the newest checkpoints.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
+    on: On = None,
+    as_json: AsJson = False,
+) -> None:
+    """Remove old checkpoints of a run.
+
+    Removes, without asking, all complete native checkpoints except the newest and those saved last, and what killed
+    saves left. Checkpoints that are damaged, in other formats, or without a step number stay and do not count. It does
+    not know what a CheckpointManager keeps, such as its best steps.
+    """
+    import reshard
+
+    with executor_on(on) as executor:
+        gone = reshard.prune(run, keep_last=keep_last, executor=executor, dry_run=dry_run)
+    if as_json:
+        print_json({"path": run, "dry_run": dry_run, "removed": gone})
+        return
+    done = "would remove" if dry_run else "removed"
+    for path in gone:
+        print_text(console(), path, done)
+    print_text(console(), f"{done} {counted(len(gone), 'checkpoint')} of {run}", style="bold")

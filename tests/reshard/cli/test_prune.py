@@ -1,0 +1,58 @@
+"""`reshard prune`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import reshard
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with four steps."""
+    for step in range(4):
+        reshard.save({"a": torch.ones(3)}, tmp_path / "run" / f"step-{step}")
+    return tmp_path / "run"
+
+
+def _left(run: Path) -> list[str]:
+    return sorted(path.name for path in run.iterdir())
+
+
+def test_it_lists_what_it_removes(say, run) -> None:
+    before = _left(run)
+    for words in ([], ["--json"]):
+        said = say("prune", run, "--keep-last", 2, "--dry-run", *words)
+        assert said.code == 0
+        assert all(f"{run}/step-{step}" in said.out for step in range(2))
+        assert f"{run}/step-2" not in said.out
+        assert _left(run) == before
+    assert json.loads(said.out)["dry_run"] is True
+
+    said = say("prune", run, "--keep-last", 2)
+
+    assert said.code == 0
+    assert said.out.splitlines() == [
+        f"removed  {run}/step-0",
+        f"removed  {run}/step-1",
+        f"removed 2 checkpoints of {run}",
+    ]
+    assert _left(run) == ["step-2", "step-3"]
+    told = json.loads(say("prune", run, "--keep-last", 1, "--on", "processes:2", "--json").out)
+    assert told == {"path": str(run), "dry_run": False, "removed": [f"{run}/step-2"]}
+    assert say("prune", run, "--keep-last", 1).out == f"removed 0 checkpoints of {run}\n"
+
+
+def test_it_refuses_what_the_function_refuses(say, tmp_path) -> None:
+    for name in ("a", "b"):
+        reshard.save({"a": torch.ones(3)}, tmp_path / name)
+
+    for words in ([], ["--dry-run"]):
+        said = say("prune", tmp_path, "--keep-last", 1, *words)
+        assert said.code == 3
+        assert "the names of its checkpoints have no step numbers" in said.err
+    assert _left(tmp_path) == ["a", "b"]
