@@ -19,7 +19,7 @@ KERNELS := $(wildcard kernels/*.py kernels/*.toml kernels/reshard_kernels/*.py k
 $(VENV)/.ready: pyproject.toml constraints.txt $(KERNELS)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: install it, or name it with make PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIN) --config-settings editable_mode=compat -e ".[dev,docs]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIN) -e ".[dev,docs]"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "torchtitan>=0.3"
 	$(call COMPILED,$(BIN)/python -m pip install --quiet --disable-pip-version-check ./kernels)
 	touch $@
@@ -45,7 +45,7 @@ docs: $(VENV)/.ready
 # files in wheels have the time of the commit, so that two builds of one commit are the same
 dist: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || date +%s)
 dist: $(VENV)/.ready
-	rm -rf dist build
+	rm -rf dist
 	$(BIN)/python -m build --quiet
 	$(call COMPILED,$(BIN)/python -m build --quiet --outdir dist/kernels kernels)
 	.ci/stranger dist
