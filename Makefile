@@ -12,14 +12,16 @@ TESTFLAGS ?= -n 2 --dist worksteal
 # where there is a C compiler; without it everything works, too
 COMPILED = @if command -v cc >/dev/null 2>&1; then $(1) || echo "the compiled kernel was not built: numpy does its work"; fi
 
+MAKE_VENV = @test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: install it, or name it with make PYTHON=..."; exit 1; }; \
+	$(PYTHON) -m venv
+
 .PHONY: demo test check docs dist bench gpu nightly clean
 
 KERNELS := $(wildcard kernels/*.py kernels/*.toml kernels/reshard_kernels/*.py kernels/reshard_kernels/*.[ch])
 
 $(VENV)/.ready: pyproject.toml constraints.txt $(KERNELS)
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: install it, or name it with make PYTHON=..."; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIN) --config-settings editable_mode=compat -e ".[dev,docs]"
+	$(MAKE_VENV) $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIN) -e ".[dev,docs]"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "torchtitan>=0.3"
 	$(call COMPILED,$(BIN)/python -m pip install --quiet --disable-pip-version-check ./kernels)
 	touch $@
@@ -37,15 +39,22 @@ check: $(VENV)/.ready
 	$(BIN)/mypy tests/typed_calls.py
 	$(BIN)/mypy --strict kernels/reshard_kernels
 
-# warnings are errors; the pages are in site/
-docs: $(VENV)/.ready
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+# warnings are errors; the pages are in site/. Without .venv, in an environment without frameworks
+DOCS := $(if $(wildcard $(VENV)/.ready),$(VENV),.venv-docs)
+
+.venv-docs/.ready: pyproject.toml constraints.txt
+	$(MAKE_VENV) .venv-docs
+	.venv-docs/bin/python -m pip install --quiet --disable-pip-version-check $(PIN) -e ".[docs]"
+	touch $@
+
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 # the wheel and the sdist, each tried in an environment of its own, away from the repository
 # files in wheels have the time of the commit, so that two builds of one commit are the same
 dist: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || date +%s)
 dist: $(VENV)/.ready
-	rm -rf dist build
+	rm -rf dist
 	$(BIN)/python -m build --quiet
 	$(call COMPILED,$(BIN)/python -m build --quiet --outdir dist/kernels kernels)
 	.ci/stranger dist
@@ -75,4 +84,4 @@ nightly: $(VENV)/.ready
 	$(BIN)/python -m tests.hosts.trials 88 $(SEED) --hosts 3 --jobs 3
 
 clean:
-	rm -rf .venv .venv-torch-* demo-out bench-out site build dist *.egg-info kernels/build kernels/*.egg-info
+	rm -rf .venv .venv-docs .venv-torch-* demo-out bench-out site build dist *.egg-info kernels/build kernels/*.egg-info

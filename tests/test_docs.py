@@ -192,6 +192,19 @@ def test_programs_on_the_page_of_integrations_import_what_they_use() -> None:
         assert {name.id for name in names} - known == set()
 
 
+def test_configs_of_torchtitan_on_the_page_of_integrations_are_enabled() -> None:
+    """By default, torchtitan's managers save nothing, without a word."""
+    section = TEXTS["docs/integrations.md"].split("\n## torchtitan\n")[1].split("\n## ")[0]
+    programs = [ast.parse(program) for program in re.findall(r"^```text\n((?:.*\n)*?)```", section, re.M)]
+    configs = [
+        {each.arg: ast.unparse(each.value) for each in node.keywords}
+        for program in programs
+        for node in ast.walk(program)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("Manager.Config")
+    ]
+    assert [options["enable"] for options in configs] == ["True", "True"]
+
+
 def test_names_of_reshard_that_unrun_snippets_import_are_there() -> None:
     """Snippets of frameworks that are not installed; modules of `reshard.integrations` need theirs, so only the text of
     the module is asked for."""

@@ -297,3 +297,19 @@ def test_the_example_for_an_engine_fills_two_replicas_of_fused_tensor_parallel_w
 
 def test_the_readme_has_programs_for_the_first_checkpoint_for_ranks_and_for_a_job() -> None:
     assert len([block for block in BLOCKS if block.values[1] == ROOT / "README.md"]) == 3
+
+
+def _as_torchrun_starts_it(source: str, folder: str) -> object:
+    os.environ.update(TORCHELASTIC_RUN_ID="readme", TORCHELASTIC_USE_AGENT_STORE="True")
+    return _on_this_rank(source, folder)
+
+
+@pytest.mark.gloo
+def test_the_readme_s_program_for_ranks_runs_under_torchrun(tmp_path: Path) -> None:
+    [source] = [block.values[0] for block in BLOCKS if block.id == "README:1"]
+
+    gloo.run(_as_torchrun_starts_it, 2, source, str(tmp_path), init=False)
+
+    weight = reshard.open(tmp_path / "training").layout["model.weight"]
+    assert [str(one) for one in weight.placements] == ["S(0)"]
+    assert reshard.verify(tmp_path / "training").ok

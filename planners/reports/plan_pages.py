@@ -127,9 +127,9 @@ def listed(title: str, texts: Sequence[str]) -> str:
 
 def _held(sides: Sequence[tuple[str, StateLayout]]) -> Iterator[tuple[str, str]]:
     """Yield what the tensors of one rank take, at most, on each side."""
-    for caption, layout in sides:
+    for caption, (_, layout) in zip(("before", "after") if len(sides) == 2 else ("",), sides):
         held = layout.rank_bytes()
-        yield f"held by a rank, {caption}", f"{format_bytes(int(held.max(initial=0)))} (at most)"
+        yield f"on the fullest rank {caption}".rstrip(), format_bytes(int(held.max(initial=0)))
 
 
 def figures_of(figures: Iterable[tuple[str, str]]) -> str:

@@ -2,13 +2,13 @@
 
     from reshard.integrations.torchtitan import CheckpointManager
 
-    checkpoint=CheckpointManager.Config(interval=500)          # instead of torchtitan's CheckpointManager
+    checkpoint=CheckpointManager.Config(enable=True)           # instead of torchtitan's CheckpointManager
 
 Folders, names, and files are the ones that torchtitan uses, so either manager resumes from the
 checkpoints of the other. Predefined mappings read and write Hugging Face files, so shards can end
 anywhere, even inside an attention head.
 
-    checkpoint=ReshardManager.Config(interval=500, keep_latest_k=3)   # with a reshard.CheckpointManager
+    checkpoint=ReshardManager.Config(enable=True, keep_latest_k=3)   # with a reshard.CheckpointManager
 """
 
 from __future__ import annotations

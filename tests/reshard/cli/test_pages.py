@@ -324,6 +324,18 @@ def test_a_difference_is_seen_as_a_map(width: int, browser: Browser, saved: Path
 
 
 @needs_browser
+def test_long_names_beside_a_map_are_whole_on_a_narrow_screen(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    first = {f"model.layers.{i}.self_attention.query_key_value.weight": torch.ones(4) for i in range(2)}
+    twice = {name: 2 * value for name, value in first.items()}
+    file.write_text(reshard.compare(first, twice, measure=True).to_html(), encoding="utf-8")
+    page = browser.open(file, width=400)
+
+    assert page.ask("[...document.querySelectorAll('#map th')].every(th => th.scrollWidth <= th.clientWidth)")
+    assert_sound(page, 400)
+
+
+@needs_browser
 def test_a_difference_in_single_elements_needs_no_map(browser: Browser, tmp_path: Path) -> None:
     file = tmp_path / "page.html"
     counts = reshard.compare({"step": torch.tensor(1.0)}, {"step": torch.tensor(2.0)}, measure=True)
