@@ -167,9 +167,10 @@ class ReshardTrainer(Trainer):
         found = steps(self.args.output_dir)
         whole = [step.path for step in found if step.problem is None and Path(step.path, TRAINER_STATE_NAME).is_file()]
         if not whole:
+            names = format_names([Path(step.path).name for step in found])
             raise CheckpointNotFoundError(
-                f"{self.args.output_dir} has no complete checkpoint to resume from; incomplete are: "
-                f"{format_names([Path(step.path).name for step in found])}"
+                f"{self.args.output_dir} has no complete checkpoint to resume from"
+                + (f"; not complete: {names}" if found else ": on the first run, pass resume_from_checkpoint=False")
             )
         return whole[-1]
 
