@@ -252,9 +252,7 @@ class _Load:
             mismatched=tuple(match.mismatched),
             dropped=tuple(match.dropped),
             cast=match.cast,
-            overflowed=plan.overflowed(self.group if shared else None)
-            if match.cast or checkpoint.made or shared
-            else {},
+            overflowed=plan.overflowed(shared and self.group) if match.cast or checkpoint.made or shared else {},
             replaced=match.replaced,
             aliases={k: checkpoint.aliases[name] for k, name in match.tensors.items() if name in checkpoint.aliases},
             bytes_needed=plan.bytes_needed,
@@ -318,9 +316,9 @@ class ReadPlan:
     computed: Iterable[tuple[str, Source]] = ()
     """Keys and what they are read from, if mappings may cast there. Earlier reads count in `casts`, below 0."""
 
-    def overflowed(self, group: Group | None) -> dict[str, int]:
-        """Return how many elements casts put out of range, by key. Collective with a group, whose ranks sent each other
-        what one had cast: of all its ranks."""
+    def overflowed(self, group: Any) -> dict[str, int]:
+        """Return how many elements casts put out of range, by key. With a `Group`, whose ranks sent each other what one
+        had cast, collective, and of all its ranks."""
         lost = Counter({key: sum(counts) for key, counts in self.casts.items()})
         for key, source in self.computed:
             lost[key] += source.overflowed
