@@ -283,6 +283,7 @@ class Prepared:
             (key, piece, dtype_from_name(dtype))
             for key, (_, dtype) in pairing.cast.items()
             for piece, _ in _taken(pairing, key, self._source, rank)
+            if piece.is_cpu  # the host does not wait for a device
         ]
         self._target.state.assign({})
         self._memory = self._places()
@@ -393,7 +394,8 @@ def redistribute(
             (`reshard.planners.TensorLayout`).
         strict: False ignores keys that only one side has.
         dtype_policy: "error": dtypes must be equal. "cast": elements are converted, and sent in the
-            smaller dtype; `overflowed` counts those that the target's dtype cannot hold.
+            smaller dtype; `overflowed` counts those on the CPU that the target's dtype cannot
+            hold.
         check_replicas: compare digests of replicas before they are sent.
         max_inflight_bytes: limit for the memory of messages in flight, on each rank.
         ranks_per_host: ranks 0 to n - 1 share a host, and so on. Bytes then come from the same host

@@ -94,7 +94,7 @@ class FilledReport(TimedReport):
     overflowed: Mapping[str, int]
     """Key of the target -> number of finite elements beyond the least or largest number of its dtype: they became
     infinite, NaN, or another number. A load counts this rank's elements, with `read_once="job"` those of all ranks; a
-    transfer counts those of this rank's source."""
+    transfer counts those of this rank's source in CPU memory, and none on devices, for which it does not wait."""
 
     @property
     def _overflows(self) -> list[str]:
