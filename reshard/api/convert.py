@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import nullcontext, suppress
@@ -20,7 +21,7 @@ from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import Topology, topology_of
 from planners.units import format_bytes, format_count
 from reshard.api.convert_job import ConvertJob, ConvertWork, FileTasks, Journal, dealt
-from reshard.api.reports import CheckedReport, WrittenReport
+from reshard.api.reports import CheckedReport, WrittenReport, overflows
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import check_options, globs_of, renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource
@@ -78,6 +79,9 @@ class ConvertReport(WrittenReport, CheckedReport):
     one that was written."""
     warnings: tuple[str, ...]
     """Warnings about the source, and about what was written."""
+    overflowed: Mapping[str, int]
+    """Key -> number of finite elements beyond the range of the dtype that they were converted to, in the job. What is
+    read twice, as for two files of `onto`, counts twice."""
 
     def __repr__(self) -> str:
         """One line."""
@@ -134,7 +138,7 @@ def convert(
             and dcp). A topology can be in words, such as "fsdp=8", or the axes that the source records: see `plan`.
         select: globs of the new names to write. Globs that begin with `!` exclude names.
         dtype: convert floating-point tensors of at least one dim to this dtype, such as "bfloat16" or
-            "bf16". Values too large for it become inf, or its largest number, without a message.
+            "bf16". Values too large for it become inf, or its largest number: `overflowed` counts them.
         normalized: convert to canonical names first: see `Checkpoint.normalized`. Plain objects
             beside model and optimizer keep their keys, unless the key is that of a file; the others
             are listed in `omitted`.
@@ -186,13 +190,21 @@ def convert(
             job = replace(job, onto=topology_of(onto, None, state.layout))
         written = _run(job, state, group, workers, executor, overwrite=overwrite, resume=resume, progress=progress)
         report = _report(job, state, *written, phases)
+        if report.overflowed and group.rank == 0:
+            _log.warning("%s: %s", report.target, report.warnings[-1], extra=IN_REPORT)
     if report.unchecked and group.rank == 0:
         _log.info("%s was converted, %s", report.source, report.unchecked)
     return report
 
 
 def _report(
-    job: ConvertJob, state: Checkpoint, writer: FormatWriter, resumed: tuple[str, ...], unchecked: int, phases: Span
+    job: ConvertJob,
+    state: Checkpoint,
+    writer: FormatWriter,
+    resumed: tuple[str, ...],
+    unchecked: int,
+    lost: dict[str, int],
+    phases: Span,
 ) -> ConvertReport:
     written = {key: value for key, value in state.objects.items() if key not in writer.left_out}
     return ConvertReport(
@@ -208,7 +220,13 @@ def _report(
         omitted=writer.left_out,
         unnamed=state.contents.left_out,
         retyped=writer.retyped,
-        warnings=(*writer.contents.warnings, *getattr(job.onto, "notes", ()), *_unexpected(job, writer.contents)),
+        warnings=(
+            *writer.contents.warnings,
+            *getattr(job.onto, "notes", ()),
+            *_unexpected(job, writer.contents),
+            *overflows(lost, {key: writer.stored(key).spec.dtype for key in lost}),
+        ),
+        overflowed=lost,
         bytes_unchecked=unchecked,
         unchecked=state.contents.checking.words(unchecked, writer.total_bytes),
         phases=phases,
@@ -246,9 +264,9 @@ def _run(
     overwrite: bool,
     resume: bool,
     progress: bool,
-) -> tuple[FormatWriter, tuple[str, ...], int]:
-    """Write all files and publish them. Return what was written, the files that an earlier try had finished, and the
-    number of bytes that were not verified."""
+) -> tuple[FormatWriter, tuple[str, ...], int, dict[str, int]]:
+    """Write all files and publish them. Return what was written, the files that an earlier try had finished, the
+    number of bytes that were not verified, and of elements out of range by key."""
     with phase("agree"):
         digest = job.digest(state)
         group.agree(digest, "what is to be converted", error=CheckpointError)
@@ -270,16 +288,20 @@ def _run(
             group.barrier()  # no rank writes before there is a claim
             with engine(executor, workers) as hands:
                 resumed = _write(job, writer, journal, group, state.contents.checking, hands, progress)
-            unchecked = 0
+            unchecked, lost = 0, Counter[str]()
             if group.rank == 0:
                 done = journal.records(file.name for file in writer.files)
                 if state.contents.checking.enabled:
                     writer.compare_fingerprints(done)
                 unchecked = max(0, sum(row.facts["unchecked_bytes"] for row in done.values()))
+                for row in done.values():
+                    lost.update(row.facts.get("overflowed", {}))
                 with phase("publish"):
                     writer.finish(Publication(storage, done, journal.check))
                     journal.end()
-        unchecked = group.share(unchecked if group.rank == 0 else None, kind=int)
+        shared = group.share(
+            (unchecked, dict(sorted(lost.items()))) if group.rank == 0 else None, kind=tuple[int, dict[str, int]]
+        )
     except BaseException as error:
         if group.world_size == 1 and job_id:
             _tidy(journal, error)
@@ -289,7 +311,7 @@ def _run(
         raise
     finally:
         journal.leave()
-    return writer, resumed, unchecked
+    return writer, resumed, *shared
 
 
 def _tidy(journal: Journal, cause: BaseException) -> None:

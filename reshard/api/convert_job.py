@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -262,8 +263,10 @@ class FileTasks:
         self._ask()
         if self._journal.is_finished(name):
             return True
+        before = self._overflowed(name)
         done = self._writer.write(self._journal.storage, self._files[name], self._on_piece)
-        done = msgspec.structs.replace(done, facts={**done.facts, "unchecked_bytes": self._newly_unchecked(name)})
+        facts = {"unchecked_bytes": self._newly_unchecked(name), "overflowed": dict(self._overflowed(name) - before)}
+        done = msgspec.structs.replace(done, facts={**done.facts, **facts})
         try:
             self._journal.check()
         except StorageError:
@@ -272,6 +275,14 @@ class FileTasks:
             raise
         self._journal.add(name, done)
         return False
+
+    def _overflowed(self, name: str) -> Counter[str]:
+        out = Counter[str]()
+        for part in self._files[name].parts:
+            region = self._writer.region(part)
+            for source in {chunk.place.source for chunk, _ in region.stored.meeting(region.box)}:
+                out[part.spec.fqn] += source.overflowed
+        return out
 
     def _newly_unchecked(self, name: str) -> int:
         if self._last in (None, name):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, partial
@@ -33,7 +34,7 @@ from reshard.errors import (
 from reshard.execute.fetch import Fetch
 from reshard.execute.reading import Copy, Staged, Workspace, find_copies
 from reshard.live.copy_streams import Uploads
-from reshard.live.dtypes import as_array, dtype_from_name
+from reshard.live.dtypes import DROPS, as_array, dtype_from_name
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.optimizer_state import Saved, materialize
 from reshard.live.state import PerRank, Targets
@@ -44,6 +45,7 @@ from reshard.ranks.group import DEADLINE_S, Group
 from reshard.ranks.progress import Progress, current, phase
 from reshard.stored.checksums import Checking, CheckTime
 from reshard.stored.contents import LazyMapping
+from reshard.stored.source import Source
 from reshard.stored.tensor import read_value
 
 if TYPE_CHECKING:
@@ -89,8 +91,8 @@ def load(
         strict: True or "strict": missing and unexpected keys are errors. "subset": unexpected keys are only reported.
             False or "partial": both are only reported. Values of another kind are always an error. A mapping of globs
             to these words sets the mode by key: the first glob that matches counts; other keys are strict.
-        dtype_policy: "error": a target with another dtype is an error. "cast": elements are converted and reported;
-            this can lose values, as `Tensor.to` does (1e6 in float16 is inf). "saved": the target gets the saved dtype.
+        dtype_policy: "error": another dtype is an error. "cast": elements are converted if no fractions are lost;
+            `overflowed` counts those that the target's dtype cannot hold. "saved": the target gets the saved dtype.
         mapping: {key in `state_dict`: key in the checkpoint} for keys that differ, or a `reshard.mapping.Mapping`.
         dry_run: only report what a load would do, including missing, unexpected, and mismatched keys.
         check: True or "before": compare with checksums before writing. "during": compare each block after it was
@@ -156,10 +158,13 @@ def load_with(
                 targets = Targets.of(
                     state_dict, saved=checkpoint.objects, tensors=tensors, entry_by_entry=options.entry_by_entry
                 )
-                match = match_keys(targets, checkpoint, dtype_policy=options.dtype_policy, mapping=names)
+                allowed = DROPS * options.entry_by_entry  # torch.distributed.checkpoint converts these, too
+                match = match_keys(
+                    targets, checkpoint, dtype_policy=options.dtype_policy, mapping=names, allowed=allowed
+                )
             report = _Load(group, process_group, options, match, before, prefetch).run()
-        if not options.dry_run and (odd := [*report.dropped, *report.retyped]):
-            text = "%s was loaded, but values of the state were dropped or have other classes than the saved ones: %s"
+        if not options.dry_run and (odd := [*report.dropped, *report.retyped, *report.overflowed]):
+            text = "%s was loaded, but values of the state were dropped, are of other classes, or out of range: %s"
             _log.warning(text, report.path, format_names(odd))
         return report
     except (CheckpointNotFoundError, CorruptCheckpointError) as error:
@@ -239,7 +244,6 @@ class _Load:
                 with phase("assign"):
                     targets.tell_autograd(match.tensors)
                     targets.assign({**match.objects, **per_rank})
-        names = checkpoint.aliases
         bytes_unchecked = fetch.done.unchecked + checking.bytes_unchecked - self.before.bytes_unchecked
         unchecked = checking.words(bytes_unchecked, plan.bytes_needed) if is_checked else "unchecked: check=False"
         if unchecked and not options.dry_run and self.prefetch is None:
@@ -252,8 +256,9 @@ class _Load:
             mismatched=tuple(match.mismatched),
             dropped=tuple(match.dropped),
             cast=match.cast,
+            overflowed=plan.overflowed(shared and self.group) if match.cast or checkpoint.made or shared else {},
             replaced=match.replaced,
-            aliases={key: names[name] for key, name in match.tensors.items() if name in names},
+            aliases={k: checkpoint.aliases[name] for k, name in match.tensors.items() if name in checkpoint.aliases},
             bytes_needed=plan.bytes_needed,
             bytes_read=fetch.done.read,
             bytes_read_to_check=fetch.done.extra,
@@ -313,6 +318,23 @@ class ReadPlan:
     copies: list[Copy]
     """None in a dry run."""
     bytes_needed: int
+    casts: Mapping[str, list[int]] = field(default_factory=dict)
+    """Key -> what `overflowing` counts in each piece that is cast."""
+    computed: Iterable[tuple[str, Source]] = ()
+    """Keys and what they are read from, if mappings may cast there. Earlier reads count in `casts`, below 0."""
+
+    def overflowed(self, group: Any) -> dict[str, int]:
+        """Return how many elements casts put out of range, by key. With a `Group`, whose ranks sent each other what one
+        had cast, collective, and of all its ranks."""
+        lost = Counter({key: sum(counts) for key, counts in self.casts.items()})
+        for key, source in self.computed:
+            lost[key] += source.overflowed
+        own = dict(+lost)
+        return own if group is None else group.merge(own, _added, "the exchange of casts", kind=dict[str, int])
+
+
+def _added(parts: list[dict[str, int]]) -> dict[str, int]:
+    return dict(sum(map(Counter, parts), Counter[str]()))
 
 
 def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, shared: SharedReading | None) -> ReadPlan:
@@ -358,12 +380,20 @@ def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, sh
     if native is not None and native.storage.requests > 1:
         writers = {chunk.owner for item in items for chunk, _ in match.stored[item.fqn].meeting(item.box)}
         native.prefetch(owner for owner in writers if isinstance(owner, int))
-    landings = _landings(targets, wanted, shared, uploads)
-    return ReadPlan(find_copies(items, match.stored, landings), items.nbytes)
+    casts: dict[str, list[int]] = {key: [] for key in match.cast}
+    copies = find_copies(items, match.stored, _landings(targets, wanted, shared, uploads, casts))
+    computed = dict.fromkeys((copy.fqn, copy.place.source) for copy in copies if checkpoint.made)
+    for key, source in computed:
+        casts.setdefault(key, []).append(-source.overflowed)
+    return ReadPlan(copies, items.nbytes, casts, computed)
 
 
 def _landings(
-    targets: Targets, wanted: Mapping[str, TensorLayout], shared: SharedReading | None, uploads: Uploads
+    targets: Targets,
+    wanted: Mapping[str, TensorLayout],
+    shared: SharedReading | None,
+    uploads: Uploads,
+    casts: Mapping[str, list[int]],
 ) -> Callable[[ReadItem], Array | Staged]:
     """Return a function from an item to its destination: the target's own memory if it can be
     written directly."""
@@ -376,7 +406,7 @@ def _landings(
         return [
             as_array(local)
             if local.dtype == saved and local.is_cpu and not local.is_conj() and not local.is_neg()
-            else Staged(local, saved, uploads if uploads.take_in(local.device) else None)
+            else Staged(local, saved, uploads if uploads.take_in(local.device) else None, casts.get(key))
             for local in read
         ]
 
@@ -469,12 +499,11 @@ class LoadReport(FilledReport, CheckedReport):
 
     @property
     def ok(self) -> bool:
-        """True if both sides have the same keys, shapes, and types, and no tensor of the target was
-        lost. Unexpected keys, which no rank's target has, make it False, unless strict="subset"
-        allows them. A plain value replaces the target's, also one of another class: `retyped`
-        lists these, and `ok` is False."""
+        """True if both sides have the same keys, shapes, and types, no tensor of the target was lost, and `overflowed`
+        is empty. Unexpected keys, which no rank's target has, make it False, unless strict="subset" allows them. A
+        plain value replaces the target's, also one of another class: `retyped` lists these, and `ok` is False."""
         extra = set(self.unexpected).difference(self.not_requested)
-        return not (self.missing or extra or self.mismatched or self.dropped or self.retyped)
+        return not (self.missing or extra or self.mismatched or self.dropped or self.retyped or self.overflowed)
 
     def __bool__(self) -> bool:
         return self.ok
@@ -493,7 +522,7 @@ class LoadReport(FilledReport, CheckedReport):
         odd = self._first_of_each("missing")
         odd += [f"unexpected {format_names(extra)}"] if extra else []
         odd += self._first_of_each("not_requested", "outside", "mismatched", "dropped", "cast")
-        odd += self._first_of_each("replaced", "resized", "skipped", "omitted")
+        odd += [*self._overflows, *self._first_of_each("replaced", "resized", "skipped", "omitted")]
         if self.retyped:
             names = [f"{key}: saved {saved}, not {other}" for key, (saved, other) in self.retyped.items()]
             odd.append(f"retyped {format_names(names)}")

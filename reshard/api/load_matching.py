@@ -31,7 +31,7 @@ from reshard.api.key_suggestions import (
 from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint, save_of
 from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, format_ranks
-from reshard.live.dtypes import DROPS, dtype_from_name, lossy_cast, refused_cast
+from reshard.live.dtypes import DROPS, dtype_from_name, refused_cast
 from reshard.live.plain_data import UNSUPPORTED_TENSORS
 from reshard.live.state import OwnState, Targets, like_fresh
 from reshard.live.tensors import LiveTensor, tensor_class
@@ -64,10 +64,15 @@ class KeyMatch:
     """What is filled from what, and what is not. Made by `match_keys`."""
 
     def __init__(
-        self, targets: Targets, checkpoint: Checkpoint, dtype_policy: DtypePolicy, mapping: Mapping[str, str]
+        self,
+        targets: Targets,
+        checkpoint: Checkpoint,
+        dtype_policy: DtypePolicy,
+        mapping: Mapping[str, str],
+        allowed: str,
     ) -> None:
         self.targets, self.checkpoint, self.dtype_policy = targets, checkpoint, dtype_policy
-        self.mapping = mapping
+        self.mapping, self.allowed = mapping, allowed
         """Key of the target -> name under which it is looked for, where a mapping says so."""
         self.tensors: dict[str, str] = {}
         """Key of the target -> name in the checkpoint."""
@@ -171,9 +176,9 @@ class KeyMatch:
             self.mismatched.append(f"{key}: saved with shape {list(spec.shape)}, but the target has {list(shape)}")
             return False
         if dtype != spec.dtype:
-            why = refused_cast(spec.dtype, dtype) if self.dtype_policy == "cast" else ""
-            if self.dtype_policy == "error" or why:
-                note = f" ({why})" if why else lossy_cast(spec.dtype, dtype)
+            why = refused_cast(spec.dtype, dtype)
+            if self.dtype_policy == "error" or (self.dtype_policy == "cast" and why not in ("", self.allowed)):
+                note = f" ({why})" * bool(why)
                 self.mismatched.append(f"{key}: saved as {spec.dtype}, but the target is {dtype}{note}")
                 return False
             if self.dtype_policy == "saved":
@@ -198,8 +203,8 @@ class KeyMatch:
     def _tensor_into_number(self, key: str, tensor: LazyTensor, live: Any) -> None:
         """A 0-d tensor, for a number. Only dtype_policy "saved" puts a fraction where an integer is."""
         made, dtype, kind = tensor[...].item(), tensor.stored.spec.dtype, class_name(live)
-        if self.dtype_policy != "saved" and lossy_cast(dtype, kind):
-            drops = "" if isinstance(made, float) and made.is_integer() else DROPS
+        if self.dtype_policy != "saved" and refused_cast(dtype, kind):
+            drops = "" if isinstance(made, float) and made.is_integer() else f" ({DROPS})"
             if drops or self.dtype_policy == "error":
                 self.mismatched.append(f"{key}: saved as {dtype}, but the target is {kind}{drops}")
                 return
@@ -322,12 +327,15 @@ def match_keys(
     *,
     dtype_policy: DtypePolicy,
     mapping: Mapping[str, str],
+    allowed: str = "",
 ) -> KeyMatch:
     """Match keys; under dtype_policy "saved", mark in `targets` what is to be replaced.
 
+    `allowed`: what `refused_cast` says of casts that are not refused here.
+
     Raises KeyMismatchError for a mapping of keys that the target does not have.
     """
-    match = KeyMatch(targets, checkpoint, dtype_policy, mapping)
+    match = KeyMatch(targets, checkpoint, dtype_policy, mapping, allowed)
     unknown = [key for key in mapping if key not in targets.paths]
     if unknown:
         key, name = unknown[0], mapping[unknown[0]]
@@ -595,7 +603,7 @@ class Mismatches:
                 "Transpose, Reshape, and Resize, which pads or crops full tensors"
             )
         if dtypes := [line for line in self.mismatched if "but the target is" in line]:
-            cast = "" if any(DROPS in line for line in dtypes) else "dtype_policy='cast' converts, "
+            cast = "" if any(line.endswith(")") for line in dtypes) else "dtype_policy='cast' converts, "
             fixes.append(f"{cast}dtype_policy='saved' keeps the saved dtype")
         return fixes
 

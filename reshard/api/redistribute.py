@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,7 +30,7 @@ from reshard.errors import LayoutError, RankFailedError, ReshardError, Undefined
 from reshard.execute.delta import DeltaExchange
 from reshard.execute.exchange import Exchange, Waiter
 from reshard.live.copy_streams import device_module, has_copy_streams
-from reshard.live.dtypes import dtype_from_name, raw_elements
+from reshard.live.dtypes import dtype_from_name, overflowing, raw_elements
 from reshard.live.fingerprints import HeldSums, Holding, add_holdings, conclude, partial as partial_sum, sum_up
 from reshard.ranks.group import Group, device_of_kind
 from reshard.ranks.progress import phase
@@ -70,7 +70,7 @@ class TransferReport(FilledReport):
 
     def __repr__(self) -> str:
         """One line: what was moved, and the first names of what was not."""
-        odd = self._first_of_each("missing", "unexpected", "cast")
+        odd = [*self._first_of_each("missing", "unexpected", "cast"), *self._overflows]
         rounds = format_count(self.rounds, "round")
         moved = f"moved {len(self.moved)}, {format_bytes(self.bytes_moved)} between ranks in {rounds}"
         return f"TransferReport({', '.join([moved, *odd])})"
@@ -178,6 +178,9 @@ class Prepared:
         if self._memory != self._places():
             self._bind()
         values = self._values.gather(group) if self._values else {}
+        self._overflowed = Counter[str]()
+        for key, piece, dtype in self._casts:
+            self._overflowed[key] += overflowing(piece, dtype)
         if self._first:
             group.barrier()  # no rank writes before all are ready
         self._first = False
@@ -276,6 +279,12 @@ class Prepared:
             if view.fills and key not in pairing.ties
             for slot in filled_slots(view.geometry, pairing.after[key].form, rank)
         ]
+        self._casts = [
+            (key, piece, dtype_from_name(dtype))
+            for key, (_, dtype) in pairing.cast.items()
+            for piece, _ in _taken(pairing, key, self._source, rank)
+            if piece.is_cpu  # the host does not wait for a device
+        ]
         self._target.state.assign({})
         self._memory = self._places()
         self._others = {tensor.device for tensor in self._tensors()} - {self._device}
@@ -305,6 +314,7 @@ class Prepared:
             missing=(*pairing.missing, *own_missing),
             unexpected=(*pairing.unexpected, *own_unexpected),
             cast=pairing.cast,
+            overflowed=dict(+self._overflowed),
             bytes_moved=self._crossed if self._options["delta"] else sum(plan.bytes_moved for plan in self.plans),
             bytes_between_groups=self._steps.bytes_between_groups,
             bytes_among_receivers=sum(plan.bytes_moved for plan in self.plans[1:]),
@@ -384,7 +394,8 @@ def redistribute(
             (`reshard.planners.TensorLayout`).
         strict: False ignores keys that only one side has.
         dtype_policy: "error": dtypes must be equal. "cast": elements are converted, and sent in the
-            smaller dtype.
+            smaller dtype; `overflowed` counts those on the CPU that the target's dtype cannot
+            hold.
         check_replicas: compare digests of replicas before they are sent.
         max_inflight_bytes: limit for the memory of messages in flight, on each rank.
         ranks_per_host: ranks 0 to n - 1 share a host, and so on. Bytes then come from the same host
@@ -473,16 +484,21 @@ def _as_target(pairing: TensorMatches, key: str, mine: TransferSide, rank: int) 
     view, spec = pairing.views[key], pairing.after[key].spec
     dtype = dtype_from_name(spec.dtype)
     yield Holding.nothing(spec)
-    for number, source in enumerate(view.sources):
-        patches = [patch for patch in view.patches if patch.tensor == number]
-        for elements, part in held_parts(mine.state.tensors.get(source.fqn), pairing.before[source.fqn], rank):
-            for piece, box in _pieces(elements, part, patches):
-                converted = piece if piece.dtype == dtype else _one_nan(piece.to(dtype))
-                yield _holding(key, spec.dtype, spec.shape, converted, box)
+    for piece, box in _taken(pairing, key, mine, rank):
+        converted = piece if piece.dtype == dtype else _one_nan(piece.to(dtype))
+        yield _holding(key, spec.dtype, spec.shape, converted, box)
     for fill in view.fills:
         constant = torch.full((), fill.value, dtype=dtype, device="cpu")
         constant = (_one_nan(constant) if key in pairing.cast else constant).expand(fill.target.sizes)
         yield _holding(key, spec.dtype, spec.shape, constant, fill.target)
+
+
+def _taken(pairing: TensorMatches, key: str, mine: TransferSide, rank: int) -> Iterator[tuple[torch.Tensor, Box]]:
+    """Yield (elements, where they are in the target) of what a target takes of this rank's sources."""
+    for number, source in enumerate(pairing.views[key].sources):
+        patches = [patch for patch in pairing.views[key].patches if patch.tensor == number]
+        for elements, part in held_parts(mine.state.tensors.get(source.fqn), pairing.before[source.fqn], rank):
+            yield from _pieces(elements, part, patches)
 
 
 def _one_nan(elements: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from planners.notebooks import Tabled
+from planners.units import format_count
 from reshard.api.perfetto import RankPhases, write_trace
 from reshard.arguments import renamed
 from reshard.errors import format_names
@@ -18,7 +19,7 @@ from reshard.ranks.group import Group
 from reshard.ranks.progress import EPOCH_NS
 from reshard.ranks.timespans import Span
 
-__all__ = ["CheckedReport", "FilledReport", "HostsReport", "TimedReport", "WrittenReport"]
+__all__ = ["CheckedReport", "FilledReport", "HostsReport", "TimedReport", "WrittenReport", "overflows"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,6 +73,12 @@ class TimedReport(Tabled):
                 write_trace(os.fspath(path), told)
 
 
+def overflows(counts: Mapping[str, int], dtypes: Mapping[str, str]) -> list[str]:
+    """`overflowed` of a report in words, if there is something to say. `dtypes`: of keys."""
+    said = [f"{key}: {format_count(n, 'element')} as {dtypes.get(key, 'mapped')}" for key, n in counts.items()]
+    return [f"out of range {format_names(said)}"] if said else []
+
+
 @dataclass(frozen=True, repr=False)
 class FilledReport(TimedReport):
     """The report of a load or transfer, which fills a target."""
@@ -84,6 +91,14 @@ class FilledReport(TimedReport):
     """Key of the target -> (dtype before, dtype of the target) of converted tensors. A load also
     lists numbers that it stored as a 0-d tensor, or the reverse. These convert exactly, with any
     `dtype_policy`."""
+    overflowed: Mapping[str, int]
+    """Key of the target -> number of finite elements beyond the least or largest number of its dtype: they became
+    infinite, NaN, or another number. A load counts this rank's elements, with `read_once="job"` those of all ranks; a
+    transfer counts those of this rank's source in CPU memory, and none on devices, for which it does not wait."""
+
+    @property
+    def _overflows(self) -> list[str]:
+        return overflows(self.overflowed, {key: self.cast[key][1] for key in self.overflowed if key in self.cast})
 
 
 @dataclass(frozen=True, repr=False)

@@ -18,7 +18,7 @@ from planners.geometry.views import TargetSlot, View, pull_back
 from reshard.api.key_suggestions import section
 from reshard.api.options import TransferOptions, shared
 from reshard.errors import FormatError, KeyMismatchError, LayoutError, format_ranks
-from reshard.live.dtypes import DROPS, lossy_cast, refused_cast
+from reshard.live.dtypes import refused_cast
 from reshard.live.plain_data import decode_plain, encode_plain
 from reshard.live.state import Targets
 from reshard.live.tensors import OVERWRITTEN_BY, LiveTensor
@@ -164,7 +164,7 @@ class _Pairer:
             if not self.allow_cast or why:
                 self.mismatched.append(
                     f"{key}: has dtype {view.spec.dtype} in the source, but {spec.dtype} in the target"
-                    + (f" ({why})" if why else lossy_cast(view.spec.dtype, spec.dtype))
+                    + f" ({why})" * bool(why)
                 )
                 return False
             self.out.cast[key] = (view.spec.dtype, spec.dtype)
@@ -242,7 +242,7 @@ def _refuse(found: TensorMatches, mismatched: list[str], stray: list[str], stric
     fixes = ["mapping= and views= define which source fills which target"]
     if strict and (found.missing or found.unexpected):
         fixes.append("strict=False ignores missing and unexpected keys")
-    if any(": has dtype " in line for line in mismatched) and not any(DROPS in line for line in mismatched):
+    if any(": has dtype " in line for line in mismatched) and not any(line.endswith(")") for line in mismatched):
         fixes.append("dtype_policy='cast' converts dtypes")
     raise KeyMismatchError("\n".join(["the target does not fit the source:", *lines, f"  ({'; '.join(fixes)})"]))
 

@@ -136,7 +136,7 @@ def _wanted_once(
 def held_parts(tensor: LiveTensor | None, layout: TensorLayout, rank: int) -> Iterator[tuple[torch.Tensor, Part]]:
     """The parts of a layout that `rank` holds, each with its local tensor; `tensor`: None where it
     has no such key."""
-    local = tensor.local if tensor is not None else ()
+    local = replace(tensor).local if tensor is not None else ()  # asked again: it may have been given other memory
     parts = layout.form.parts(layout.spec.shape, rank)
     return zip(part_tensors(layout.spec.fqn, local, layout, rank), parts)
 

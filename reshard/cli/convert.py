@@ -63,7 +63,7 @@ _Dtype = Annotated[
         metavar="DTYPE",
         autocompletion=dtypes,
         help="Cast floating-point tensors, such as to bfloat16. Values too large for it become inf, or "
-        "its largest number, without a message.",
+        "its largest number; the report counts them.",
     ),
 ]
 _MAX_SHARD = "Begin a new file at this size, such as 500MB; a larger tensor has a file of its own. Not with --onto."

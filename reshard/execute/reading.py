@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import compress
 from operator import sub
 from typing import Any, NamedTuple, TypeVar
@@ -21,7 +21,7 @@ from planners.geometry.byte_ranges import Window, merge_ranges
 from planners.plans.load import ReadItem
 from reshard.errors import CorruptCheckpointError, OptionError
 from reshard.live.copy_streams import Uploads
-from reshard.live.dtypes import dtype_name
+from reshard.live.dtypes import dtype_name, overflowing
 from reshard.stored.checksums import BlockChecksums, most_to_check
 from reshard.stored.source import DecodedSource, FileSource, Source
 from reshard.stored.tensor import MAX_BUFFER_BYTES, Extent, StoredTensor, copy_place, empty
@@ -104,9 +104,11 @@ class Staged:
     saved: torch.dtype
     uploads: Uploads | None = None
     """The way to its device, where that is reached by pinned memory."""
+    counts: list[int] | None = None
+    """Gets what `overflowing` counts in each piece."""
 
     def __getitem__(self, index: Any) -> Staged:
-        return Staged(self.tensor[index], self.saved, self.uploads)
+        return replace(self, tensor=self.tensor[index])
 
     def limit(self, piece_bytes: int) -> int:
         """The largest piece that can be filled at once if `piece_bytes` may be staged."""
@@ -115,7 +117,13 @@ class Staged:
     def fill(self, place: Extent, buffer_bytes: int, *, compared: bool = False) -> None:
         """Read the elements into memory of the saved dtype, and from there into the target: see
         `copy_place`."""
-        read = partial(copy_place, place, buffer_bytes=buffer_bytes, compared=compared)
+
+        def read(array: Array) -> None:
+            copy_place(place, array, buffer_bytes, compared=compared)
+            if self.counts is not None:
+                elements = torch.from_numpy(array.reshape(-1).view(np.uint8)).view(self.saved)
+                self.counts.append(overflowing(elements, self.tensor.dtype))
+
         if self.uploads is not None:
             self.uploads.put(self.tensor, self.saved, place.window.sizes, read)
             return

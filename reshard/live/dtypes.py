@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,12 @@ from planners.geometry.layout import ITEM_SIZES
 from reshard.errors import FormatError, did_you_mean
 
 __all__ = [
-    "DROPS", "SHORT_NAMES", "as_array", "dtype_from_name", "dtype_name", "full_name", "item_dtype", "lossy_cast",
+    "DROPS", "SHORT_NAMES", "as_array", "dtype_from_name", "dtype_name", "full_name", "item_dtype", "overflowing",
     "raw_elements", "refused_cast", "row_major_bytes",
 ]  # fmt: skip
 
 
-DROPS = " (a cast would drop fractions or imaginary parts)"
+DROPS = "a cast would drop fractions or imaginary parts"
 BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_SIZES if hasattr(torch, name)}
 _BY_DTYPE: dict[torch.dtype, str] = {dtype: name for name, dtype in BY_NAME.items()}
 
@@ -46,16 +47,47 @@ _POWERS = "float8_e8m0fnu"
 
 
 def refused_cast(old: object, new: object) -> str:
-    """Return why elements of one dtype cannot become those of another, empty if they can."""
-    if old != new and str(new).endswith(_POWERS):
+    """Return why elements of one dtype, or class of numbers, do not become those of another; empty if they do."""
+    old, new = str(old), str(new)
+    if old == new:
+        return ""
+    if new.endswith(_POWERS):
         return f"{_POWERS} has no signs and no 0"
-    return "torch does not convert pairs of numbers" if old != new and "_x2" in f"{old} {new}" else ""
-
-
-def lossy_cast(old: str, new: str) -> str:
-    """Return why errors should not recommend a cast that is possible, empty if they may."""
+    if "_x2" in f"{old} {new}":
+        return "torch does not convert pairs of numbers"
     becomes_whole = "int" in new or new == "bool"
     return DROPS * (("float" in old and becomes_whole) or ("complex" in old and "complex" not in new))
+
+
+def overflowing(elements: torch.Tensor, dtype: torch.dtype) -> int:
+    """The number of finite elements, on any device, beyond the least or largest number of a dtype: a cast makes them
+    infinite, NaN, another number, or that one. Complex ones count by their parts. Nothing is read where no
+    element can be."""
+    least, most = _range(elements.dtype)
+    low, high = max(_range(dtype)[0], least), min(_range(dtype)[1], most)
+    if (low, high) == (least, most) or not elements.numel():
+        return 0
+    numbers = torch.view_as_real(elements.resolve_conj()) if elements.is_complex() else elements
+    name = dtype_name(numbers.dtype)
+    if name.startswith(("uint", "float8")):  # which torch does not compare; large ones of uint64 become negative
+        numbers = numbers.to(torch.int64 if "uint" in name else torch.float32)
+    bottom, top = torch.stack(torch.aminmax(numbers)).tolist()
+    if low <= bottom and top <= high:  # not where one is NaN
+        return 0
+    split = torch.split(numbers.reshape(-1), _COMPARED_AT_ONCE)
+    parts = (part.float() if part.element_size() == 2 else part for part in split)
+    return sum(int((((part < low) | (part > high)) & part.isfinite()).sum()) for part in parts)
+
+
+_COMPARED_AT_ONCE = 1 << 20
+
+
+@cache
+def _range(dtype: torch.dtype) -> tuple[float, float]:
+    if dtype is torch.bool:
+        return 0, 1
+    info = torch.finfo(dtype) if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype)
+    return info.min, info.max
 
 
 def full_name(dtype: str | torch.dtype) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 
 import torch
@@ -14,7 +14,7 @@ from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import TensorSpec, flat_boxes
 from planners.geometry.views import Fill, Patch, View, ViewGeometry
 from reshard.errors import NormalizationError
-from reshard.live.dtypes import dtype_from_name, refused_cast
+from reshard.live.dtypes import dtype_from_name, overflowing, refused_cast
 from reshard.live.tensors import raw_bytes
 from reshard.stored.source import BytesSource, Source
 from reshard.stored.tensor import Extent, LazyTensor, StoredChunk, StoredTensor
@@ -173,9 +173,20 @@ class _Computed(Source):
 
     max_gap_bytes = _GAP_BYTES
 
-    def __init__(self, spec: TensorSpec, compute: Callable[[Box], torch.Tensor], label: str) -> None:
-        self.spec, self.label = spec, label
-        self._compute = compute
+    def __init__(
+        self, spec: TensorSpec, compute: Callable[[Box], torch.Tensor], label: str, inputs: Sequence[StoredTensor]
+    ) -> None:
+        self.spec, self.label, self._inputs = spec, label, inputs
+        self._compute, self._dtype = compute, dtype_from_name(spec.dtype)
+        self._counts: list[int] = []
+
+    @cached_property
+    def _sources(self) -> set[Source]:
+        return {chunk.place.source for stored in self._inputs for chunk in stored.chunks}
+
+    @property
+    def overflowed(self) -> int:
+        return sum(self._counts) + sum(source.overflowed for source in self._sources)
 
     @property
     def nbytes(self) -> int:
@@ -191,18 +202,21 @@ class _Computed(Source):
         at = start
         for begin in range(first, last, step):
             for box in flat_boxes(self.spec.shape, begin, min(begin + step, last)):
-                values = raw_bytes(self._compute(box).contiguous())
+                elements = self._compute(box)
+                if lost := overflowing(elements, self._dtype):
+                    self._counts.append(lost)
+                values = raw_bytes(elements.to(self._dtype).contiguous())
                 skip = max(0, start - begin * size) if at == start else 0  # the range may begin within an element
                 take = min(values.numel() - skip, start + buffer.nbytes - at)
                 buffer[at - start : at - start + take] = values.numpy().data[skip : skip + take]
                 at += take
 
 
-def computed(spec: TensorSpec, compute: Callable[[Box], torch.Tensor], label: str) -> StoredTensor:
-    """A tensor of which `compute` gives any box, as a tensor of the spec's
-    dtype and the box's sizes.
-    """
-    place = Extent(_Computed(spec, compute, label), Window.row_major(0, spec.shape, spec.itemsize))
+def computed(
+    spec: TensorSpec, compute: Callable[[Box], torch.Tensor], label: str, *inputs: StoredTensor
+) -> StoredTensor:
+    """A tensor of which `compute` makes any box out of `inputs`, in the box's sizes; it is cast to the spec's dtype."""
+    place = Extent(_Computed(spec, compute, label, inputs), Window.row_major(0, spec.shape, spec.itemsize))
     return StoredTensor(spec, (StoredChunk(Box.full(spec.shape), place),))
 
 
@@ -214,28 +228,27 @@ def is_floating(dtype: str) -> bool:
 LOSES = "integers and bool would truncate weights, mostly to 0"
 
 
-def _check_cast(spec: TensorSpec, dtype: str, *, is_weight: bool) -> None:
-    """Raises NormalizationError for elements that torch cannot convert, and for weights that would be truncated."""
-    if why := refused_cast(spec.dtype, dtype) or LOSES * (is_weight and not is_floating(dtype)):
+def _check_cast(spec: TensorSpec, dtype: str) -> None:
+    """Raises NormalizationError for elements that torch cannot convert, or that would be truncated."""
+    if why := refused_cast(spec.dtype, dtype):
         raise NormalizationError(f"{spec.fqn!r} of {spec.dtype} cannot become {dtype}: {why}")
 
 
 def cast(stored: StoredTensor, dtype: str, fqn: str | None = None) -> StoredTensor:
     """The tensor converted as torch converts; itself where it has the dtype already.
 
-    Raises NormalizationError for floating-point elements and a dtype that
-    is none, or where torch cannot convert.
+    Raises NormalizationError where a cast would drop fractions or imaginary parts, or torch cannot convert.
     """
     name = stored.fqn if fqn is None else fqn
     if stored.spec.dtype == dtype:
         return stored if name == stored.fqn else stored.renamed(name)
-    _check_cast(stored.spec, dtype, is_weight=is_floating(stored.spec.dtype))
-    lazy, to = LazyTensor(stored), dtype_from_name(dtype)
+    _check_cast(stored.spec, dtype)
+    lazy = LazyTensor(stored)
 
     def compute(box: Box) -> torch.Tensor:
-        return lazy[box.slices if box.ndim else ...].to(to)
+        return lazy[box.slices if box.ndim else ...]
 
-    return computed(TensorSpec(name, stored.spec.shape, dtype), compute, f"{stored.fqn} as {dtype}")
+    return computed(TensorSpec(name, stored.spec.shape, dtype), compute, f"{stored.fqn} as {dtype}", stored)
 
 
 def offset(stored: StoredTensor, fqn: str, *, by: float, exact: bool) -> StoredTensor:
@@ -245,15 +258,15 @@ def offset(stored: StoredTensor, fqn: str, *, by: float, exact: bool) -> StoredT
     """
     if not is_floating(stored.spec.dtype):
         raise NormalizationError(f"{stored.fqn!r} of {stored.spec.dtype} cannot get an offset of {by}")
-    _check_cast(stored.spec, "float64", is_weight=True)
+    _check_cast(stored.spec, "float64")
     lazy = LazyTensor(stored)
 
     def compute(box: Box) -> torch.Tensor:
-        return _plus(lazy[box.slices if box.ndim else ...], by)
+        return lazy[box.slices if box.ndim else ...].to(torch.float64) + by
 
     if exact:
         _check_exact(stored, by)
-    return computed(TensorSpec(fqn, stored.spec.shape, stored.spec.dtype), compute, f"{stored.fqn} plus {by}")
+    return computed(TensorSpec(fqn, stored.spec.shape, stored.spec.dtype), compute, f"{stored.fqn} plus {by}", stored)
 
 
 def _plus(values: torch.Tensor, by: float) -> torch.Tensor:
@@ -290,9 +303,9 @@ def dequantized(weight: StoredTensor, scale: StoredTensor, fqn: str, *, block: S
             f"{weight.fqn!r} of shape {list(shape)} in blocks of {list(block)} needs scales of shape {list(wanted)}, "
             f"but {scale.fqn!r} has {list(scale.spec.shape)}"
         )
-    _check_cast(weight.spec, "float32", is_weight=True)
-    _check_cast(replace(weight.spec, dtype="float32"), dtype, is_weight=True)
-    values, scales, to = LazyTensor(weight), LazyTensor(scale), dtype_from_name(dtype)
+    _check_cast(weight.spec, "float32")
+    _check_cast(replace(weight.spec, dtype="float32"), dtype)
+    values, scales = LazyTensor(weight), LazyTensor(scale)
 
     def compute(box: Box) -> torch.Tensor:
         low = [o // b for o, b in zip(box.offsets, block)]
@@ -301,9 +314,9 @@ def dequantized(weight: StoredTensor, scale: StoredTensor, fqn: str, *, block: S
         for d, (offset, size, b) in enumerate(zip(box.offsets, box.sizes, block)):
             index = torch.arange(offset, offset + size, device="cpu") // b - offset // b
             factors = factors.index_select(d, index)
-        return (values[box.slices].to(torch.float32) * factors).to(to)
+        return values[box.slices].to(torch.float32) * factors
 
-    return computed(TensorSpec(fqn, shape, dtype), compute, f"{weight.fqn} dequantized")
+    return computed(TensorSpec(fqn, shape, dtype), compute, f"{weight.fqn} dequantized", weight, scale)
 
 
 _FP4 = torch.tensor(
@@ -327,8 +340,8 @@ def mxfp4(blocks: StoredTensor, scales: StoredTensor, fqn: str, *, dtype: str) -
             f"{scales.fqn!r} is {scales.spec.dtype} {list(scales.spec.shape)}"
         )
     rows, groups, width = shape[-3], shape[-2], shape[-1] * 2
-    _check_cast(replace(blocks.spec, dtype="float32"), dtype, is_weight=True)
-    values, exponents, to = LazyTensor(blocks), LazyTensor(scales), dtype_from_name(dtype)
+    _check_cast(replace(blocks.spec, dtype="float32"), dtype)
+    values, exponents = LazyTensor(blocks), LazyTensor(scales)
 
     def compute(box: Box) -> torch.Tensor:
         *outer, column, row = box.slices
@@ -338,7 +351,7 @@ def mxfp4(blocks: StoredTensor, scales: StoredTensor, fqn: str, *, dtype: str) -
         numbers = torch.stack([_FP4[packed & 15], _FP4[packed >> 4]], dim=-1).flatten(-2)
         exponent = exponents[part].int().unsqueeze(-1) - 127
         whole = torch.ldexp(numbers, exponent).flatten(-2)
-        return whole[..., column.start - first * width : column.stop - first * width].transpose(-1, -2).to(to)
+        return whole[..., column.start - first * width : column.stop - first * width].transpose(-1, -2)
 
     spec = TensorSpec(fqn, (*shape[:-3], groups * width, rows), dtype)
-    return computed(spec, compute, f"{blocks.fqn} dequantized")
+    return computed(spec, compute, f"{blocks.fqn} dequantized", blocks, scales)

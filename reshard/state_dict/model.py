@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from planners.geometry.box import Shape
 from reshard.errors import KeyMismatchError, format_value
 from reshard.live.deepspeed import HOW_TO_GET, HOW_TO_SET
+from reshard.live.dtypes import overflowing
 from reshard.live.state import same_memory, same_value
 from reshard.live.tensors import (
     LiveTensor,
@@ -347,8 +348,10 @@ class _ModelMatch:
             self.faults.append(f"{name}: {fault}")
             return
         if dtype_of(value) != target.dtype:
-            names = (str(dtype).removeprefix("torch.") for dtype in (dtype_of(value), target.dtype))
-            self.casts.append(Cast(name, *names))
+            old, new = (str(dtype).removeprefix("torch.") for dtype in (dtype_of(value), target.dtype))
+            local = holder(value)
+            is_plain = type(local) in _PLAIN and local.layout is torch.strided and not local.is_meta
+            self.casts.append(Cast(name, old, new, overflowing(local, target.dtype) if is_plain else 0))
         if global_shape(value) != slot.shape:
             self.reshaped.append(name)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from planners.notebooks import Tabled
+from planners.units import format_count
 from reshard.arguments import named_arguments, renamed
 from reshard.errors import NormalizationError, format_names, option_error
 
@@ -89,9 +90,12 @@ class Cast:
     name: str
     saved: str
     live: str
+    overflowed: int = 0
+    """Finite elements of this rank's part of the dict beyond the range of the model's dtype."""
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.saved} -> {self.live}"
+        lost = f", {format_count(self.overflowed, 'element')} out of range" if self.overflowed else ""
+        return f"{self.name}: {self.saved} -> {self.live}{lost}"
 
 
 @renamed(cold="without_state", foreign="unused")

@@ -55,6 +55,12 @@ class Source(ABC):
     def nbytes(self) -> int:
         """How many bytes there are."""
 
+    @property
+    def overflowed(self) -> int:
+        """Elements that a cast put out of range when they were computed, so far; those that were computed again or in
+        the gaps of what was requested count, too."""
+        return 0
+
     @abstractmethod
     def view(self) -> memoryview | None:
         """All bytes, read-only and without a copy, where that costs nothing; else None."""

@@ -32,6 +32,16 @@ def test_model_only_for_hugging_face(say, checkpoint: Path, tmp_path: Path) -> N
     assert loaded["count"] == 3
 
 
+def test_elements_that_are_too_large_for_the_dtype_are_told(say, tmp_path: Path) -> None:
+    reshard.save({"w": torch.tensor([1e5, 1.0])}, tmp_path / "in")
+
+    said = say("convert", tmp_path / "in", tmp_path / "out", "--dtype", "float16")
+    assert (said.code, "out of range 1 ('w: 1 element as float16')" in said.out) == (0, True)
+
+    said = say("convert", tmp_path / "in", tmp_path / "out", "--dtype", "float16", "--overwrite", "--json")
+    assert json.loads(said.out)["overflowed"] == {"w": 1}
+
+
 def test_what_is_left_out_is_told(say, checkpoint: Path, tmp_path: Path) -> None:
     said = say("convert", checkpoint, tmp_path / "hf", "--format", "safetensors", "--max-shard", "100B")
 

@@ -151,7 +151,7 @@ def check_the_rest(one: Any, folder: Path) -> None:
     assert same(best, dict(type(one.model).from_pretrained(folder / "hf").state_dict()))
 
     one.args.output_dir, one.args.save_only_model = str(folder / "alone"), True
-    with pytest.raises(CheckpointNotFoundError, match="resume from: on the first run, pass resume_from_checkpoint=False"):
+    with pytest.raises(CheckpointNotFoundError, match="on the first run, pass resume_from_checkpoint=False"):
         one.train(resume_from_checkpoint=True)
     one._save_checkpoint(one.model, None)
     assert all(key.startswith("model.") for key in reshard.open(folder / "alone"))
