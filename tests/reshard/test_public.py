@@ -46,7 +46,7 @@ def test_one_version() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev0)?", reshard.__version__)
     released = re.findall(r"^## \[(\d[^\]]*)\]", (Path(__file__).parents[2] / "CHANGELOG.md").read_text("utf-8"), re.M)
     assert (reshard.__version__ in released) == (".dev" not in reshard.__version__)
-    assert 'version = { attr = "reshard.version.__version__" }' in text
+    assert '[tool.hatch.version]\npath = "reshard/version.py"' in text
     storage = MemoryStorage()
     reshard.save({"step": 1}, storage)
     assert json.loads(storage.read("manifest.json"))["writer"] == f"reshard {reshard.__version__}"
