@@ -77,7 +77,7 @@ class Checking:
     lost: list[CorruptCheckpointError] | None = None
     """Files that are missing or damaged. None: the first is raised."""
     opened: list[Any] = field(default_factory=list, repr=False, compare=False)
-    """Each `FileSource` that was looked into, in this order: the first has the metadata, if a file has that alone."""
+    """What each file was when it was first looked into. The first has the metadata, if a file has that alone."""
     _unfinished: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
@@ -111,8 +111,8 @@ class Checking:
 
     def confirm(self) -> None:
         """Raise CorruptCheckpointError if a file was written again after it was opened."""
-        for source in self.opened:
-            source.confirm()
+        for file in self.opened:
+            file.confirm()
 
     def remember(self, source: Any) -> None:
         """Remember a `FileSource` of which something was read and not compared."""

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from types import MappingProxyType
 
 import numpy as np
@@ -31,7 +32,7 @@ mapping."""
 
 
 _FINISH_BYTES = 16 << 20
-_CONFIRM_NS = 10_000_000
+_CONFIRM_S = 0.01
 _MADV_POPULATE_READ = 22
 """Linux 5.14: the page tables are filled at once, and not page by page as they are touched."""
 
@@ -47,8 +48,8 @@ class Source(ABC):
     """Runs of at least this many bytes are better read by a call than copied from the view."""
     _file: mmap.mmap | None = None
     """What it is a view of. If that is shorter by now, touching what is gone would end the process."""
-    _confirmed_until_ns: int = sys.maxsize
-    """Until then, `check` does not `confirm` again, which would take long for each of many small tensors."""
+    _opened: _FileVersion | None = None
+    """What it was when it was opened, if it is a file."""
 
     @property
     @abstractmethod
@@ -87,7 +88,7 @@ class Source(ABC):
                 f"{self.label}: expected bytes [{start}, {stop}), but it has {self.nbytes} bytes; it was truncated, or "
                 "its metadata is wrong"
             )
-        if time.monotonic_ns() > self._confirmed_until_ns:
+        if self._opened is not None and time.monotonic() > self._opened.confirmed_until_s:
             self.confirm()
 
     def confirm(self) -> None:  # noqa: B027  # most do not change
@@ -137,6 +138,23 @@ class Source(ABC):
         return f"{type(self).__name__}({self.label!r})"
 
 
+class _FileVersion:
+    """What a file was when it was opened. It refers to no `Source`, which a cycle of references would keep open."""
+
+    def __init__(self, storage: Storage, name: str, label: str) -> None:
+        self._ask, self._label = partial(storage.version, name), label
+        self._was, self.confirmed_until_s = self._ask(), 0.0
+        """Until then, `check` does not `confirm` again, which would take long for each of many small tensors."""
+
+    def confirm(self) -> None:
+        if self._was is not None and self._ask() not in (None, self._was):
+            raise CorruptCheckpointError(
+                f"{self._label}: it was written again after it was opened, so that what is read may be of two saves. "
+                "Open the checkpoint again once it is complete"
+            )
+        self.confirmed_until_s = time.monotonic() + _CONFIRM_S
+
+
 class FileSource(Source):
     """An object of a storage. Mapped into memory at first use where the storage can.
 
@@ -162,8 +180,6 @@ class FileSource(Source):
         self._nbytes: int | None = None
         self._listed = listed
         self._lock = threading.Lock()
-        self._version: object = None
-        self._confirmed_until_ns = 0
 
     @property
     def nbytes(self) -> int:
@@ -176,26 +192,20 @@ class FileSource(Source):
         if self._nbytes is None:
             with self._lock:
                 if self._nbytes is None:
-                    self._version = self.storage.version(self.name)
+                    self._opened = _FileVersion(self.storage, self.name, self.label)
                     self._view = self.storage.mapped(self.name)
                     if self._view is not None:
                         self._file = self._view.obj if isinstance(self._view.obj, mmap.mmap) else None
                         self._nbytes = len(self._view)
                     else:
                         self._nbytes = self.storage.size(self.name) if self._listed is None else self._listed
-                    self.checking.opened.append(self)
+                    self.checking.opened.append(self._opened)
         return self._view
 
     def confirm(self) -> None:
-        now = time.monotonic_ns()
-        for source in (self, *self.checking.opened[:1]):
-            if source is self or now > source._confirmed_until_ns:
-                if source._version is not None and source.storage.version(source.name) not in (None, source._version):
-                    raise CorruptCheckpointError(
-                        f"{source.label}: it was written again after it was opened, so that what is read may be of two "
-                        "saves. Open the checkpoint again once it is complete"
-                    )
-                source._confirmed_until_ns = now + _CONFIRM_NS
+        for opened in (self._opened, *self.checking.opened[:1]):
+            if opened is not None and time.monotonic() > opened.confirmed_until_s:
+                opened.confirm()
 
     def refuse(self, error: CorruptCheckpointError) -> None:
         error.places = error.places or ((self.name, 0, self.nbytes),)
