@@ -387,7 +387,8 @@ class RunFolders(RuleBasedStateMachine):
         code, said = self.say("verify", str(path))
         assert (code == 0) == verified.ok, said
         code, said = self.say("inspect", str(path), "--json")
-        assert code == 0
+        assert code == 0 or not all(step.opens for step in newer)
+        assert (code == 0) == verified.ok or not one.sound
         assert json.loads(said)["newest"]["path"] == str(path / name)
         for other, two in its.items():
             if one.sound and one.opens and two.sound and two.opens:

@@ -128,7 +128,7 @@ ALWAYS = {
     "torch.dtype": (torch.bfloat16, torch.int8),
     "numpy scalar": (np.float16(1.5), np.float16(0)),
     "numpy bool": (np.bool_(True), np.bool_(False)),
-    "numpy array": (np.arange(6, dtype=">i2").reshape(2, 3), np.zeros(1)),
+    "numpy array": (np.arange(6, dtype=">i2").reshape(2, 3), np.zeros(1, dtype=">i2")),
     "numpy array of nothing": (np.zeros((0, 3), np.complex64), np.zeros(1)),
 }
 """Come back whatever is in their place: a value, and another of its type."""
