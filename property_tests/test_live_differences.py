@@ -52,7 +52,7 @@ class Case:
 
 
 def is_cast(pair: tuple[str, str]) -> bool:
-    """Whether a transfer does this: fractions and imaginary parts are not dropped. (To flags, other numbers become 1.)"""
+    """Whether a transfer makes it: none that drops fractions or imaginary parts."""
     before, after = ((0 if name in INTEGERS else 1 if name in FLOATS else 2) for name in pair)
     return before <= after
 

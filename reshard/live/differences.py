@@ -30,14 +30,17 @@ def wide(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
         a, b = x.to(dtype), y.to(dtype)
     except NotImplementedError as error:
         raise FormatError(f"torch converts no {dtype_name(x.dtype)}: compare without rtol= and atol=") from error
-    if max(x.dtype.itemsize, y.dtype.itemsize) < 8 or any(t.is_floating_point() or t.is_complex() for t in (x, y)):
+    if a.is_complex() or not {x.dtype, y.dtype} & {torch.int64, torch.uint64}:
         return a, b, (a - b).abs()
     (high, low), (other_high, other_low) = _halves(x), _halves(y)
     return a, b, ((high - other_high).to(dtype) * 2**32 + (low - other_low)).abs()
 
 
 def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Integers as 2**32 times one, which has the sign, plus another one."""
+    """Numbers as 2**32 times a whole one, plus another one."""
+    if x.is_floating_point():
+        low = torch.fmod(x.double(), 2**32)
+        return (x.double() - low) / 2**32, low
     is_unsigned = x.dtype == torch.uint64
     whole = x.view(torch.int64) if is_unsigned else x.to(torch.int64)
     high = whole >> 32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -60,12 +61,13 @@ def refused_cast(old: object, new: object) -> str:
 
 
 def overflowing(elements: torch.Tensor, dtype: torch.dtype) -> int:
-    """The number of finite elements, on any device, beyond the least or largest number of a dtype: a cast makes them
-    infinite, NaN, another number, or that one. Complex ones count by their parts. Nothing is read where no
-    element can be."""
+    """The number of elements, on any device, beyond the least or largest number of a dtype: a cast makes them
+    infinite, NaN, another number, or that one. Infinite ones count if the dtype has none. Complex ones
+    count by their parts. Nothing is read where no element can be."""
     least, most = _range(elements.dtype)
     low, high = max(_range(dtype)[0], least), min(_range(dtype)[1], most)
-    if (low, high) == (least, most) or not elements.numel():
+    stay = not _has_infinity(elements.dtype) or _has_infinity(dtype)
+    if ((low, high) == (least, most) and stay) or not elements.numel():
         return 0
     numbers = torch.view_as_real(elements.resolve_conj()) if elements.is_complex() else elements
     name = dtype_name(numbers.dtype)
@@ -76,10 +78,15 @@ def overflowing(elements: torch.Tensor, dtype: torch.dtype) -> int:
         return 0
     split = torch.split(numbers.reshape(-1), _COMPARED_AT_ONCE)
     parts = (part.float() if part.element_size() == 2 else part for part in split)
-    return sum(int((((part < low) | (part > high)) & part.isfinite()).sum()) for part in parts)
+    return sum(int((((part < low) | (part > high)) & (~part.isinf() | (not stay))).sum()) for part in parts)
 
 
 _COMPARED_AT_ONCE = 1 << 20
+
+
+@cache
+def _has_infinity(dtype: torch.dtype) -> bool:
+    return dtype.is_complex or math.isinf(torch.tensor(math.inf, device="cpu").to(dtype).item())
 
 
 @cache

@@ -127,6 +127,35 @@ def test_integers_are_not_rounded_before_their_distance_is(x: int, y: int, dista
     assert measures["w"].largest == distance
 
 
+@pytest.mark.parametrize(
+    ("x", "y", "distance"),
+    [
+        (2**53 + 1, 2.0**53, 1.0),
+        (-(2**53) - 1, -(2.0**53), 1.0),
+        (2**63 - 1, 2.0**63, 1.0),
+        (2**60 + 1, 2.0**60, 1.0),
+        (0, -1e-20, 1e-20),
+        (3, 2.75, 0.25),
+        (2**40, 1e300, 1e300),
+    ],
+)
+def test_integers_are_not_rounded_before_their_distance_from_a_float_is(x: int, y: float, distance: float) -> None:
+    for sides in ((x, y), (y, x)):
+        a, b = ({"w": torch.tensor([7, side], dtype=torch.int64 if side is x else torch.float64)} for side in sides)
+        assert reshard.compare(a, b, atol=distance).ok
+        report = reshard.compare(a, b, atol=distance * 0.99, measure=True)
+        assert not report.ok
+        assert report.measures is not None
+        assert report.measures["w"].largest == distance
+
+
+@pytest.mark.parametrize("odd", [float("inf"), -float("inf"), float("nan")])
+def test_no_integer_is_near_what_is_not_finite(odd: float) -> None:
+    a, b = {"w": torch.tensor([2**53 + 1])}, {"w": torch.tensor([odd], dtype=torch.float64)}
+    assert not reshard.compare(a, b, atol=1e300).ok
+    assert not reshard.compare(b, a, atol=1e300).ok
+
+
 def test_unsigned_integers() -> None:
     big = torch.tensor([2**64 - 1], dtype=torch.uint64)
     near = torch.tensor([2**64 - 2], dtype=torch.uint64)
