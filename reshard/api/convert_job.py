@@ -4,7 +4,6 @@ done."""
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -34,6 +33,7 @@ from reshard.errors import (
 )
 from reshard.formats.format import Writing
 from reshard.formats.normalize import canonical_contents, keep_beside, normalize
+from reshard.formats.opening import JOB_FOLDER
 from reshard.formats.table import NOT_SHARDED, writing_of
 from reshard.live.plain_data import check_text
 from reshard.mapping import Cast, Mapping as StateMapping, apply_dict
@@ -304,15 +304,13 @@ class FileTasks:
 # What of an interrupted conversion is done: one small record a file, in a folder of the target that
 # goes at the end.
 #
-# convert-<digest>/claim               who writes here: what a dead process left is removed, by
-# others or by `prune` convert-<digest>/job                 the id of the job: equal jobs find each
-# other by the digest convert-<digest>/<file>.json         a file that is whole: its length and
-# checksum
+# convert-<digest>/claim         who writes here: what a dead process left is removed, by others or by `prune`
+# convert-<digest>/job           the id of the job: equal jobs find each other by the digest
+# convert-<digest>/<file>.json   a file that is whole: its length and checksum
 
 
 _HEAD = "job"
 _CLAIM = "claim"
-_FOLDER = re.compile(r"convert-[0-9a-f]{32}/")
 _PIECE_BYTES = 16 << 20
 
 
@@ -506,13 +504,13 @@ def remove_dead_jobs(storage: Storage, names: Collection[str], *, spare: str = "
 
 def is_job(folder: str) -> bool:
     """Return True if a folder, by its name, holds the records of a conversion."""
-    return _FOLDER.fullmatch(f"{folder}/") is not None
+    return JOB_FOLDER.fullmatch(f"{folder}/") is not None
 
 
 def _jobs(storage: Storage, names: Iterable[str]) -> list[tuple[str, WriterLease | None, str]]:
     """Return the folder, claim, and id of each job that has records; "" if its id is unknown."""
     found = []
-    for folder in {match[0] for name in names if (match := _FOLDER.match(name))}:
+    for folder in {match[0] for name in names if (match := JOB_FOLDER.match(name))}:
         try:
             job_id = msgspec.json.decode(storage.read(f"{folder}{_HEAD}"), type=_Head).job_id
         except (CheckpointNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):

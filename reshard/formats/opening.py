@@ -40,9 +40,9 @@ from reshard.stored.contents import DATA_FILE, Contents, has_dcp
 from reshard.stored.source import Files
 
 __all__ = [
-    "BECOMES_FOLDER", "FILE_SUFFIXES", "LEDGER", "Look", "RunStep", "StepRecord", "StepRecords", "discarded_in",
-    "kind_beside", "look_at", "look_in", "open_contents", "path_below", "records_in", "refuse_first_step", "refuse_run",
-    "run_in", "step_of", "step_path", "steps_at",
+    "BECOMES_FOLDER", "FILE_SUFFIXES", "JOB_FOLDER", "LEDGER", "Look", "RunStep", "StepRecord", "StepRecords",
+    "discarded_in", "kind_beside", "look_at", "look_in", "open_contents", "path_below", "records_in", "refuse_first_step",
+    "refuse_run", "run_in", "step_of", "step_path", "steps_at",
 ]  # fmt: skip
 
 
@@ -58,6 +58,9 @@ _ATTEMPTS = 100
 """So often a checkpoint is looked at that is being replaced just then: each time, another save was finished."""
 
 FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".gguf", ".nemo", ".json")
+
+JOB_FOLDER = re.compile(r"convert-[0-9a-f]{32}/")
+"""What holds the records of a conversion while it writes beside it."""
 
 BECOMES_FOLDER = "%s becomes a folder. Only the format torch_save writes a file at the path that you give"
 """What to log where a folder is about to get a file's name."""
@@ -362,10 +365,19 @@ def _of_a_hub(url: str) -> str:
     )
 
 
+_CONVERTS = (
+    "{} holds no complete checkpoint: a conversion to it was stopped, or is still running. To continue a stopped one, "
+    "run it again"
+)
+
+
 def _nothing(storage: Storage, url: str) -> str:
     """Return what to say of a path without files."""
-    if any(map(is_generation, storage.empty_folders())):
+    empty = storage.empty_folders()
+    if any(map(is_generation, empty)):
         return f"{url} holds no checkpoint yet: a save has just started, or was killed before it wrote anything"
+    if any(map(JOB_FOLDER.match, [*storage.names(), *(f"{name}/" for name in empty)])):
+        return _CONVERTS.format(url)
     local = local_path(url) if isinstance(storage, LocalStorage) else None
     if local is None:
         return f"there is nothing at {url}"
@@ -470,6 +482,8 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
             f"{url} contains files of several formats: {kinds}. Open one of them by the path of its file, or move the "
             "others elsewhere"
         )
+    if any(map(JOB_FOLDER.match, names)):
+        raise CheckpointNotFoundError(_CONVERTS.format(url))
     known = ", ".join(format.name for format in formats())
     nested = _nested(storage, names)
     hint = f" Checkpoints seem to be in its subfolders {', '.join(nested)}: open one of these." if nested else ""

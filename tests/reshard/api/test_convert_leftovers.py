@@ -19,9 +19,10 @@ import reshard
 from reshard.api import convert
 from reshard.api.convert_job import FileTasks, Journal
 from reshard.api.tasks import run_tasks
-from reshard.errors import CorruptCheckpointError, DeadlineError, StorageError
+from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError, DeadlineError, StorageError
 from reshard.storage.local import LocalStorage
 from tests import gloo
+from tests.faulty import Crash, SystemCalls
 from tests.same import same
 
 FORMATS = ["native", "dcp", "safetensors", "torch_save"]
@@ -95,6 +96,21 @@ def test_the_next_conversion_to_the_target_removes_it(
     assert not [name for name in found if name.endswith(".tmp") or "convert-" in name]
     assert "notes.txt" in found
     assert same(reshard.open(target)["w1"][...], STATE["w1"])
+
+
+@pytest.mark.parametrize("format", ["dcp", "safetensors"])
+@pytest.mark.parametrize("at", [8, 15, 25])
+def test_an_interrupted_conversion_is_not_opened_and_the_error_says_what_it_is(
+    format: str, at: int, source: Path, tmp_path: Path
+) -> None:
+    with SystemCalls().crashing(at), pytest.raises(Crash):
+        reshard.convert(source, tmp_path / "c", format=format)
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"c holds no complete checkpoint: a conversion to it"
+    ):
+        reshard.open(tmp_path / "c")
+    reshard.convert(source, tmp_path / "c", format=format)
+    assert same(reshard.open(tmp_path / "c")["w1"][...], STATE["w1"])
 
 
 def test_a_claim_that_could_not_be_written_is_not_held(
