@@ -41,8 +41,8 @@ from reshard.stored.source import Files
 
 __all__ = [
     "BECOMES_FOLDER", "FILE_SUFFIXES", "JOB_FOLDER", "LEDGER", "Look", "RunStep", "StepRecord", "StepRecords",
-    "discarded_in", "kind_beside", "look_at", "look_in", "open_contents", "path_below", "records_in", "refuse_first_step",
-    "refuse_run", "run_in", "step_of", "step_path", "steps_at",
+    "discarded_in", "kind_beside", "look_at", "look_in", "open_contents", "path_below", "records_in",
+    "refuse_first_step", "refuse_run", "run_in", "step_of", "step_path", "steps_at",
 ]  # fmt: skip
 
 

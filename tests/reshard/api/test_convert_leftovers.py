@@ -105,9 +105,7 @@ def test_an_interrupted_conversion_is_not_opened_and_the_error_says_what_it_is(
 ) -> None:
     with SystemCalls().crashing(at), pytest.raises(Crash):
         reshard.convert(source, tmp_path / "c", format=format)
-    with pytest.raises(
-        CheckpointNotFoundError, match=r"c holds no complete checkpoint: a conversion to it"
-    ):
+    with pytest.raises(CheckpointNotFoundError, match=r"c holds no complete checkpoint: a conversion to it"):
         reshard.open(tmp_path / "c")
     reshard.convert(source, tmp_path / "c", format=format)
     assert same(reshard.open(tmp_path / "c")["w1"][...], STATE["w1"])
