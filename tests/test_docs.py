@@ -176,10 +176,11 @@ def test_what_an_error_says_to_install_is_what_an_extra_installs() -> None:
     assert [text for text in sources + others if re.search(r"pip install '?reshard(\[|\s)", text)] == []
 
 
-def test_programs_on_the_page_of_integrations_import_what_they_use() -> None:
+def test_programs_on_the_pages_of_integrations_import_what_they_use() -> None:
     """Apart from what is yours, such as your model."""
-    yours = {"accelerator", "data", "engine", "group", "model", "optimizer", "replica_id"}
-    programs = re.findall(r"^```text\n((?:.*\n)*?)```", TEXTS["docs/integrations.md"], re.M)
+    yours = {"data", "engine", "group", "model", "optimizer", "replica_id"}
+    pages = [text for name, text in TEXTS.items() if name.startswith("docs/integrations/")]
+    programs = [program for text in pages for program in re.findall(r"^```text\n((?:.*\n)*?)```", text, re.M)]
     trees = [ast.parse(program) for program in programs if "import " in program]
     assert len(trees) >= 9
     for tree in trees:
@@ -192,10 +193,17 @@ def test_programs_on_the_page_of_integrations_import_what_they_use() -> None:
         assert {name.id for name in names} - known == set()
 
 
-def test_configs_of_torchtitan_on_the_page_of_integrations_are_enabled() -> None:
+def test_every_page_of_a_framework_is_in_the_table_of_integrations() -> None:
+    table = TEXTS["docs/integrations.md"]
+    pages = sorted(name for name in TEXTS if name.startswith("docs/integrations/"))
+    assert len(pages) >= 10
+    assert [page for page in pages if f"]({page.removeprefix('docs/')})" not in table] == []
+
+
+def test_configs_of_torchtitan_on_its_page_are_enabled() -> None:
     """By default, torchtitan's managers save nothing, without a word."""
-    section = TEXTS["docs/integrations.md"].split("\n## torchtitan\n")[1].split("\n## ")[0]
-    programs = [ast.parse(program) for program in re.findall(r"^```text\n((?:.*\n)*?)```", section, re.M)]
+    page = TEXTS["docs/integrations/torchtitan.md"]
+    programs = [ast.parse(program) for program in re.findall(r"^```text\n((?:.*\n)*?)```", page, re.M)]
     configs = [
         {each.arg: ast.unparse(each.value) for each in node.keywords}
         for program in programs
