@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
@@ -89,11 +90,7 @@ class Source(ABC):
                 "its metadata is wrong"
             )
         if self._opened is not None and time.monotonic() > self._opened.confirmed_until_s:
-            self.confirm()
-
-    def confirm(self) -> None:  # noqa: B027  # most do not change
-        """Raise CorruptCheckpointError if it was written again after it was opened, so that what is read may be of
-        two saves."""
+            self._opened.confirm()
 
     def refuse(self, error: CorruptCheckpointError) -> None:
         """See `Checking.refuse`."""
@@ -138,21 +135,29 @@ class Source(ABC):
         return f"{type(self).__name__}({self.label!r})"
 
 
+@dataclass(eq=False)
 class _FileVersion:
     """What a file was when it was opened. It refers to no `Source`, which a cycle of references would keep open."""
 
-    def __init__(self, storage: Storage, name: str, label: str) -> None:
-        self._ask, self._label = partial(storage.version, name), label
-        self._was, self.confirmed_until_s = self._ask(), 0.0
-        """Until then, `check` does not `confirm` again, which would take long for each of many small tensors."""
+    ask: Callable[[], object]
+    label: str
+    was: object
+    first: _FileVersion | None
+    """Of the file that was opened first, which may have the metadata."""
+    confirmed_until_s: float = 0.0
+    """Until then, `Source.check` does not `confirm` again, which would take long for each of many small tensors."""
 
     def confirm(self) -> None:
-        if self._was is not None and self._ask() not in (None, self._was):
+        """Raise CorruptCheckpointError if this file or the first was written again after it was opened."""
+        if self.was is not None and self.ask() not in (None, self.was):
             raise CorruptCheckpointError(
-                f"{self._label}: it was written again after it was opened, so that what is read may be of two saves. "
+                f"{self.label}: it was written again after it was opened, so that what is read may be of two saves. "
                 "Open the checkpoint again once it is complete"
             )
-        self.confirmed_until_s = time.monotonic() + _CONFIRM_S
+        now = time.monotonic()
+        self.confirmed_until_s = now + _CONFIRM_S
+        if self.first is not None and now > self.first.confirmed_until_s:
+            self.first.confirm()
 
 
 class FileSource(Source):
@@ -192,7 +197,8 @@ class FileSource(Source):
         if self._nbytes is None:
             with self._lock:
                 if self._nbytes is None:
-                    self._opened = _FileVersion(self.storage, self.name, self.label)
+                    ask = partial(self.storage.version, self.name)
+                    self._opened = _FileVersion(ask, self.label, ask(), next(iter(self.checking.opened), None))
                     self._view = self.storage.mapped(self.name)
                     if self._view is not None:
                         self._file = self._view.obj if isinstance(self._view.obj, mmap.mmap) else None
@@ -201,11 +207,6 @@ class FileSource(Source):
                         self._nbytes = self.storage.size(self.name) if self._listed is None else self._listed
                     self.checking.opened.append(self._opened)
         return self._view
-
-    def confirm(self) -> None:
-        for opened in (self._opened, *self.checking.opened[:1]):
-            if opened is not None and time.monotonic() > opened.confirmed_until_s:
-                opened.confirm()
 
     def refuse(self, error: CorruptCheckpointError) -> None:
         error.places = error.places or ((self.name, 0, self.nbytes),)
