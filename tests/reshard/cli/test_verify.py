@@ -44,8 +44,22 @@ def test_each_note_is_a_line_of_its_own(say, tmp_path) -> None:
 
     verdict, *notes = said.out.splitlines()[1:]
     assert said.code == 0
-    assert verdict == "complete and undamaged: 8 B of values verified"
-    assert [note[:30] for note in notes] == ["note  1 object cannot be read:", "note  1 object of torch._C.Gen"]
+    assert verdict == "complete and undamaged: 8 B of values verified. 's' cannot be read"
+    assert [note[:30] for note in notes] == ["note  's' cannot be read: a sp", "note  1 object of torch._C.Gen"]
+
+
+def test_a_verdict_names_what_cannot_be_read(say, tmp_path) -> None:
+    """Values that were not read are not verified; the report's `covered` names them, too."""
+    odd = {f"s{i}": torch.eye(2).to_sparse() for i in range(5)}
+    odd["n"] = torch.ones(3, dtype=torch.complex64).conj().imag
+    torch.save({"w": torch.ones(2), **odd}, tmp_path / "x.pt")
+    rest = "'s0', 's1', 's2' and 2 more, 'n' cannot be read"
+
+    assert say("verify", tmp_path / "x.pt").out.splitlines()[1].endswith(f"8 B of values verified. {rest}")
+    shallow = say("verify", tmp_path / "x.pt", "--shallow").out.splitlines()
+    assert shallow[1] == f"complete; 8 B of values were not read. {rest}"
+    assert "'s2' and 2 more cannot be read: a sparse" in reshard.verify(tmp_path / "x.pt").verdict
+    assert "<a sparse tensor, which is not supported: " in say("inspect", tmp_path / "x.pt").out
 
 
 def test_damage_is_named(say, checkpoint) -> None:
