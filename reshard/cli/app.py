@@ -23,8 +23,8 @@ from typer.core import TyperCommand, TyperGroup
 from planners.errors import PlanError, sentence
 from reshard import __version__
 from reshard.cli import convert, demo, diff, explain, gather, inspect, normalize, plan, prune, verify
-from reshard.cli.arguments import UsageError, in_words_of_the_command_line
-from reshard.cli.show import columns, print_json
+from reshard.cli.arguments import UsageError
+from reshard.cli.show import columns, in_words_of_the_command_line, print_json
 from reshard.errors import OptionError, ReshardError, did_you_mean
 
 __all__ = ["EXIT_ERROR", "EXIT_NO", "EXIT_USAGE", "app", "in_a_pipeline", "run"]

@@ -215,4 +215,4 @@ def _print(report: ConvertReport, kept: list[str], is_model: bool, is_normalized
         *(("note", [text]) for text in report.warnings),
     ):
         if keys:
-            print_text(screen, arguments.in_words_of_the_command_line(some(keys)), text, "yellow")
+            print_text(screen, some(keys), text, "yellow")

@@ -173,13 +173,12 @@ def _print(report: CompareReport, is_unread: bool, is_within: bool, limit: int, 
     if different:
         print_text(screen, _summary(different), style="red")
     if different or report.ok:
-        hint = arguments.in_words_of_the_command_line(report.hint)
-        shown = dataclasses.replace(report, findings=tuple(different), hint=hint)
+        shown = dataclasses.replace(report, findings=tuple(different))
         right = _verdict(covered, is_within) if report.ok else ""
         print_report(shown, right=right, of=" in common", limit=limit, more="--limit or --json")
         print_text(screen, f"not compared: {NOT_COMPARED}", "note", "yellow")
     if covered.leaves_open:
-        print_text(screen, arguments.in_words_of_the_command_line(covered.leaves_open), "note", "yellow")
+        print_text(screen, covered.leaves_open, "note", "yellow")
 
 
 def _damage(report: CompareReport) -> Iterator[str]:
@@ -192,8 +191,7 @@ def _damage(report: CompareReport) -> Iterator[str]:
     )
     for found in sides.values():
         more = f" (the first of {len(set(found))} places)" if len(set(found)) > 1 else ""
-        where = arguments.in_words_of_the_command_line(found[0])
-        yield f"{where}{more}; {counted(len(found), 'tensor')} could not be compared: see --json"
+        yield f"{found[0]}{more}; {counted(len(found), 'tensor')} could not be compared: see --json"
 
 
 def _summary(different: Sequence[Finding]) -> str:

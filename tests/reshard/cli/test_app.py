@@ -18,8 +18,7 @@ import typer
 
 import reshard
 from reshard.cli.app import EXAMPLES, app
-from reshard.cli.arguments import in_words_of_the_command_line
-from reshard.cli.show import columns
+from reshard.cli.show import columns, in_words_of_the_command_line
 
 RESHARD = [sys.executable, "-m", "reshard"]
 COMMANDS = [command.name for command in app.registered_commands]
@@ -233,6 +232,10 @@ def test_words_of_functions_are_those_of_options() -> None:
         ("the hint 'prefix' takes it away", "--hint prefix takes it away"),
         ("for each, such as {'*.w': 'S(0),R'}", "such as --rule '*.w=S(0),R'"),
         ("To leave them out: select=['*', '!a.b']", "--select '*' --select '!a.b'"),
+        ("no other step is complete: pass step=3", "pass --step 3"),
+        ("the arguments were select=[x]", "select=[x]"),
+        ("Pass step= to open one of these", "Pass --step N to open one of these"),
+        ("Choose one: pass step=, the path of a step, or x", "pass --step N, the path of a step, or x"),
     ]:
         assert in_words_of_the_command_line(said).endswith(told)
 

@@ -312,11 +312,15 @@ def test_diff_says_that_all_differences_are_dtypes(say, tmp_path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
 
     all_of = f"all differences are dtypes: float32 in {a}, bfloat16 in {b} (5 tensors)"
+    fix = "To compare the values, too, run reshard diff A B --rtol 1e-3"
     assert say("diff", a, b).out.splitlines()[2:-1] == [
-        f"note  {all_of}. To compare the values, too, pass --rtol",
+        f"note  {all_of}. {fix}",
         f"·  layers.*: 5 names, such as 'layers.0.w': is float32 in {a}, bfloat16 in {b}",
     ]
     assert reshard.compare(a, b).hint.endswith("pass rtol=")
+    for command in (("diff", a, b), ("verify", a, "--against", b)):
+        assert f"note  {all_of}. {fix}" in say(*command).out.splitlines()
+        assert json.loads(say(*command, "--json").out)["hint"].endswith(fix)
     reshard.save({**state, "layers.0.w": torch.ones(3)}, tmp_path / "c")
     assert reshard.compare(tmp_path / "c", b).hint == ""
 
