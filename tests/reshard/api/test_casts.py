@@ -132,11 +132,11 @@ def test_the_engine_casts_as_torch_does(tmp_path: Path) -> None:
     assert target["w"].tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"onto": "fsdp=2"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"workers": 2, "max_shard_bytes": 8}, {"onto": "fsdp=2"}], ids=str)
 def test_a_conversion_reports_what_overflows(options: Any, tmp_path: Path, caplog: Any) -> None:
     reshard.save({"w": W, "n": torch.tensor([2**40]), "v": W.clone()}, tmp_path / "in")
     with caplog.at_level(logging.WARNING):
-        report = reshard.convert(tmp_path / "in", tmp_path / "out", dtype="float16", max_shard_bytes=8, **options)
+        report = reshard.convert(tmp_path / "in", tmp_path / "out", dtype="float16", **options)
     assert report.overflowed == {"w": 2, "v": 2}
     assert report.warnings == ("out of range 2 ('v: 2 elements as float16', 'w: 2 elements as float16')",)
     assert report.warnings[0] in repr(report)
