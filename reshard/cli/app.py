@@ -113,6 +113,9 @@ class _Command(TyperCommand):
         )
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for at, word in enumerate(args, 1):
+            if re.fullmatch("(--[a-z-]+=)?", word):
+                raise UsageError(f"{word or f'argument {at}'} is empty: is a variable of the shell not set?")
         end = args.index("--") if "--" in args else len(args)
         for at, (word, following) in enumerate(zip(args[:end], [*args[1:], "-"])):
             if word == "--html" and re.fullmatch(r"[^-:=][^:=]*\.(pdf|png|svg|txt|md|json)", following):
