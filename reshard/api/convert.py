@@ -145,7 +145,7 @@ def convert(
         model_only: write only the model's tensors, under their canonical names without a prefix.
         hints: facts that normalization needs and the checkpoint lacks. Errors say which ones.
         max_shard_bytes: begin a new file at this size; default: 5 GB. A larger tensor gets its own
-            file. Not with `onto`, and only for native, dcp, safetensors, and megatron.
+            file. Not with `onto`, and not for formats whose files have fixed contents.
         check: False accepts a damaged source as it is, and computes new fingerprints for the
             target.
         workers: number of processes on this host that write files at the same time.
