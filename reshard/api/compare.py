@@ -52,6 +52,7 @@ from reshard.live.differences import differing, number, same_bytes, wide
 from reshard.live.dtypes import dtype_name
 from reshard.live.fingerprints import comparable
 from reshard.live.garbage_collection import gc_paused
+from reshard.live.plain_data import UNSUPPORTED_TENSORS
 from reshard.live.state import PerRank
 from reshard.live.tensor_classes import expanded
 from reshard.live.tensors import (
@@ -67,7 +68,7 @@ from reshard.ranks.group import DEADLINE_S, Group
 from reshard.ranks.progress import Phase, Progress
 from reshard.state import key_of
 from reshard.storage import Storage
-from reshard.stored.contents import are_equal
+from reshard.stored.contents import are_equal, unknown_class
 from reshard.stored.streaming import windows
 from reshard.stored.tensor import ByteRun, LazyTensor, read_box, read_value, run_of
 
@@ -745,9 +746,12 @@ def _ranks_left_open(left: _Side, right: _Side, group: Group | None) -> list[str
 
 def _object_findings(left: _Side, right: _Side) -> Iterator[tuple[str, str]]:
     for key, value in left.objects.items():
-        if key in right.objects and not are_equal(value, right.objects[key]):
-            shown = f"{value!r:.80} in {left.label}, {right.objects[key]!r:.80} in {right.label}"
-            yield key, shown
+        if key in right.objects and not are_equal(value, other := right.objects[key]):
+            kinds = {unknown_class(value), unknown_class(other)}
+            if unread := UNSUPPORTED_TENSORS.get(kinds.pop() or "") if len(kinds) == 1 else None:
+                yield key, f"was not compared: {unread}"
+            else:
+                yield key, f"{value!r:.80} in {left.label}, {other!r:.80} in {right.label}"
 
 
 def _own_findings(left: _Side, right: _Side) -> Iterator[tuple[str, str]]:

@@ -201,14 +201,15 @@ def _summary(different: Sequence[Finding]) -> str:
     kinds = Counter(
         "only on one side" if finding.message.startswith("only in ") else
         "with other values" if finding.element is not None else
+        "not compared" if finding.message.startswith("was not compared: ") else
         "other differences"
         for finding in different
     )  # fmt: skip
-    names = {"with other values": "tensor", "only on one side": "name"}
+    names = {"with other values": "tensor", "only on one side": "name", "not compared": "name"}
     said = [f"{counted(kinds[kind], what)} {kind}" for kind, what in names.items() if kinds[kind]]
     if others := kinds["other differences"]:
         said.append(counted(others, "other difference" if said else "difference"))
-    return f"different: {', '.join(said)}"
+    return f"{'different' if kinds.keys() - {'not compared'} else 'incomplete'}: {', '.join(said)}"
 
 
 def _unread_note(covered: Coverage) -> str:

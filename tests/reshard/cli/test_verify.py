@@ -48,6 +48,25 @@ def test_each_note_is_a_line_of_its_own(say, tmp_path) -> None:
     assert [note[:30] for note in notes] == ["note  's' cannot be read: a sp", "note  1 object of torch._C.Gen"]
 
 
+def test_values_that_cannot_be_read_are_not_compared(say, tmp_path) -> None:
+    """They are no difference, and the answer is not yes."""
+    for name, w in {"a": torch.ones(2), "b": torch.ones(2), "c": torch.zeros(2)}.items():
+        torch.save({"w": w, "s": torch.eye(2).to_sparse()}, tmp_path / f"{name}.pt")
+    torch.save({"w": torch.ones(2), "s": 3}, tmp_path / "d.pt")
+    why = "was not compared: a sparse tensor, which is not supported: save x.to_dense() instead"
+
+    for first, other, verdict in [
+        ("a", "a", "incomplete: 1 name not compared"),
+        ("a", "b", "incomplete: 1 name not compared"),
+        ("a", "c", "different: 1 tensor with other values, 1 name not compared"),
+    ]:
+        said = say("diff", tmp_path / f"{first}.pt", tmp_path / f"{other}.pt")
+        assert said.code == 1
+        assert said.out.splitlines()[0] == verdict
+        assert f"·  's': {why}" in said.out.splitlines()
+    assert say("diff", tmp_path / "a.pt", tmp_path / "d.pt").out.startswith("different: 1 difference\n")
+
+
 def test_a_verdict_names_what_cannot_be_read(say, tmp_path) -> None:
     """Values that were not read are not verified; the report's `covered` names them, too."""
     odd = {f"s{i}": torch.eye(2).to_sparse() for i in range(5)}
