@@ -197,12 +197,14 @@ def format_names(names: Collection[object], limit: int = 3) -> str:
 
 
 @contextmanager
-def framework(requirement: str, where: str = "") -> Iterator[None]:
-    """Let imports of an optional package say, where it is missing, how to install it, and what needs it."""
+def framework(requirements: str, where: str = "") -> Iterator[None]:
+    """Let imports of optional packages say, where one is missing, how to install them, and what needs them."""
     try:
         yield
     except ModuleNotFoundError as error:
-        raise MissingPackageError(f"{where}{error}. Install {requirement}: pip install '{requirement}'") from error
+        each = requirements.split()
+        command = f"pip install {' '.join(map(repr, each))}"
+        raise MissingPackageError(f"{where}{error}. Install {' and '.join(each)}: {command}") from error
 
 
 def renamed_in(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import reshard
+from reshard.formats.table import writing_of
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
           torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64,
@@ -186,3 +187,8 @@ def views_and_gradients() -> dict[str, Any]:
         "step": 5,
         "names": ["a", {"b": 1.5}],
     }
+
+
+def in_files_of(nbytes: int, format: str) -> dict[str, Any]:
+    """Options of a conversion into many files, where the format allows that."""
+    return {"max_shard_bytes": nbytes} if writing_of(format).is_split else {}

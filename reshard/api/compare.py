@@ -52,6 +52,7 @@ from reshard.live.differences import differing, number, same_bytes, wide
 from reshard.live.dtypes import dtype_name
 from reshard.live.fingerprints import comparable
 from reshard.live.garbage_collection import gc_paused
+from reshard.live.plain_data import UNSUPPORTED_TENSORS
 from reshard.live.state import PerRank
 from reshard.live.tensor_classes import expanded
 from reshard.live.tensors import (
@@ -67,7 +68,7 @@ from reshard.ranks.group import DEADLINE_S, Group
 from reshard.ranks.progress import Phase, Progress
 from reshard.state import key_of
 from reshard.storage import Storage
-from reshard.stored.contents import are_equal
+from reshard.stored.contents import are_equal, unknown_class
 from reshard.stored.streaming import windows
 from reshard.stored.tensor import ByteRun, LazyTensor, read_box, read_value, run_of
 
@@ -203,7 +204,7 @@ def compare_sides(
     findings += [finding for finding in each if finding is not None]
     findings += found.on_others
     left_open = "; ".join(f"not compared: {text}" for text in _left_open(left, right, sorted(foreign), group))
-    within = "bit by bit" if exact else f"within rtol={rtol}, atol={atol}"
+    within = _EXACTLY if exact else f"within rtol={rtol}, atol={atol}"
     is_empty = not any(its.nbytes or its.objects or its.own for its in (left.names, right.names))
     return CompareReport(
         subject, tuple(findings), len(both), Coverage(total, found.read_bytes, found.read_bytes, leaves_open=left_open),
@@ -227,13 +228,16 @@ def _left_open(left: _Side, right: _Side, foreign: Sequence[str], group: Group |
         yield f"values of other ranks: {format_names(others)}"
 
 
-NOT_COMPARED = "types of containers, or 1 with 1.0"
+NOT_COMPARED = "types of containers; 1 equals 1.0"
+_EXACTLY = "bit by bit"
 
 
 def _in_words(found: _JointFindings, total: int, left_open: str, within: str) -> str:
     """What was compared, and what was not."""
     read = f"{format_bytes(found.read_bytes)} of {format_bytes(total)} of values on each side"
-    words = f"names, shapes, dtypes, and objects compared, not {NOT_COMPARED}; {read} read and compared {within}"
+    not_dtypes = "" if within == _EXACTLY else "dtypes or "
+    kinds = "and objects" if not_dtypes else "dtypes, and objects"
+    words = f"names, shapes, {kinds} compared (not {not_dtypes}{NOT_COMPARED}); {read} read and compared {within}"
     if "" in found.known.values():
         words += ", the rest only by their saved fingerprints"
     return "; ".join(filter(None, (words, left_open)))
@@ -745,9 +749,12 @@ def _ranks_left_open(left: _Side, right: _Side, group: Group | None) -> list[str
 
 def _object_findings(left: _Side, right: _Side) -> Iterator[tuple[str, str]]:
     for key, value in left.objects.items():
-        if key in right.objects and not are_equal(value, right.objects[key]):
-            shown = f"{value!r:.80} in {left.label}, {right.objects[key]!r:.80} in {right.label}"
-            yield key, shown
+        if key in right.objects and not are_equal(value, other := right.objects[key]):
+            kinds = {unknown_class(value), unknown_class(other)}
+            if unread := UNSUPPORTED_TENSORS.get(kinds.pop() or "") if len(kinds) == 1 else None:
+                yield key, f"was not compared: {unread}"
+            else:
+                yield key, f"{value!r:.80} in {left.label}, {other!r:.80} in {right.label}"
 
 
 def _own_findings(left: _Side, right: _Side) -> Iterator[tuple[str, str]]:

@@ -107,7 +107,7 @@ def convert(
     normalized: bool = False,
     model_only: bool = False,
     hints: Mapping[str, Any] | None = None,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int | None = None,
     check: bool = True,
     workers: int = 1,
     executor: Executor | None = None,
@@ -144,7 +144,8 @@ def convert(
             are listed in `omitted`.
         model_only: write only the model's tensors, under their canonical names without a prefix.
         hints: facts that normalization needs and the checkpoint lacks. Errors say which ones.
-        max_shard_bytes: begin a new file at this size. A larger tensor gets its own file. Not with `onto`.
+        max_shard_bytes: begin a new file at this size; default: 5 GB. A larger tensor gets its own
+            file. Not with `onto`, and not for formats whose files have fixed contents.
         check: False accepts a damaged source as it is, and computes new fingerprints for the
             target.
         workers: number of processes on this host that write files at the same time.

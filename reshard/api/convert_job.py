@@ -44,7 +44,7 @@ from reshard.ranks.liveness import KeptLease, WriterLease
 from reshard.storage.base import NOTHING, Storage, temporary_name
 from reshard.storage.opening import open_storage, path_text
 from reshard.stored.checksums import Checking
-from reshard.stored.streaming import FilePlan, FormatWriter, Target, WrittenFile
+from reshard.stored.streaming import MAX_SHARD_BYTES, FilePlan, FormatWriter, Target, WrittenFile
 
 __all__ = ["ConvertJob", "ConvertWork", "FileTasks", "Journal", "dealt", "is_job", "remove_dead_jobs"]
 
@@ -63,7 +63,7 @@ class ConvertJob:
     normalized: bool = False
     model_only: bool = False
     hints: Mapping[str, Any] | None = None
-    max_shard_bytes: int = 5_000_000_000
+    max_shard_bytes: int | None = None
     check: bool = True
 
     def __post_init__(self) -> None:
@@ -84,10 +84,14 @@ class ConvertJob:
                 )
         if self.onto is not None and not self.writing.is_sharded:
             raise LayoutError(f"{self.format} {NOT_SHARDED}")
-        if type(self.max_shard_bytes) is not int or self.max_shard_bytes < 1:
-            got = format_value(self.max_shard_bytes)
-            words = f"max_shard_bytes must be a number >= 1, such as 5_000_000_000, got {got}"
-            raise option_error(words, FormatError)
+        if self.max_shard_bytes is not None:
+            if type(self.max_shard_bytes) is not int or self.max_shard_bytes < 1:
+                got = format_value(self.max_shard_bytes)
+                words = f"max_shard_bytes must be a number >= 1, such as 5_000_000_000, got {got}"
+                raise option_error(words, FormatError)
+            if self.onto is not None or not self.writing.is_split:
+                what = f"{self.format} files" if self.onto is None else "the files of each rank"
+                raise OptionError(f"{what} are not split by size: leave out max_shard_bytes")
         if isinstance(self.source, dict) and not hasattr(self.source, "_INSTEAD"):
             fix = "save it first, reshard.save(state, path), and pass the path"
             raise option_error(f"convert reads a checkpoint, got a state: {fix}", StorageError)
@@ -164,7 +168,7 @@ class ConvertJob:
         if not self.writing.is_one_file:  # pickles hold any text
             for key in (*contents.tensors, *contents.objects, *contents.per_rank):
                 check_text(key)
-        return self.writing.writer(contents, Target(name, job_id, self.max_shard_bytes, onto))
+        return self.writing.writer(contents, Target(name, job_id, self.max_shard_bytes or MAX_SHARD_BYTES, onto))
 
     def absolute(self) -> ConvertJob:
         """Return the same job for processes with another working directory."""

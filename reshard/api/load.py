@@ -163,9 +163,9 @@ def load_with(
                     targets, checkpoint, dtype_policy=options.dtype_policy, mapping=names, allowed=allowed
                 )
             report = _Load(group, process_group, options, match, before, prefetch).run()
-        if not options.dry_run and (odd := [*report.dropped, *report.retyped, *report.overflowed]):
-            text = "%s was loaded, but values of the state were dropped, are of other classes, or out of range: %s"
-            _log.warning(text, report.path, format_names(odd))
+        if not options.dry_run and (report.dropped or report.retyped or report.overflowed):
+            odd = [*report._first_of_each("dropped", "retyped"), *report._overflows]
+            _log.warning("%s was loaded, but the report is not ok: %s", report.path, "; ".join(odd))
         return report
     except (CheckpointNotFoundError, CorruptCheckpointError) as error:
         native = checkpoint.contents.details(NativeFacts)

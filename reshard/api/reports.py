@@ -10,8 +10,9 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from planners.geometry.arrays import grouped
 from planners.notebooks import Tabled
-from planners.units import format_count
+from planners.units import format_count, format_some
 from reshard.api.perfetto import RankPhases, write_trace
 from reshard.arguments import renamed
 from reshard.errors import format_names
@@ -75,8 +76,12 @@ class TimedReport(Tabled):
 
 def overflows(counts: Mapping[str, int], dtypes: Mapping[str, str]) -> list[str]:
     """`overflowed` of a report in words, if there is something to say. `dtypes`: of keys."""
-    said = [f"{key}: {format_count(n, 'element')} as {dtypes.get(key, 'mapped')}" for key, n in counts.items()]
-    return [f"out of range {format_names(said)}"] if said else []
+    clauses = []
+    for dtype, its in grouped((dtypes.get(key, "a dtype of the mapping"), key) for key in counts).items():
+        each = [f"{format_count(counts[key], 'element')} of {key!r}" for key in its]
+        verb = "does" if [counts[key] for key in its] == [1] else "do"
+        clauses.append(f"{format_some(each, 3)} {verb} not fit into {dtype}")
+    return ["; ".join(clauses)] if clauses else []
 
 
 @dataclass(frozen=True, repr=False)

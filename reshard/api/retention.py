@@ -200,9 +200,10 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
     stay, and do not count. Only files that saves and conversions wrote are removed: other
     files stay, and so do their folders. With an `executor`, each checkpoint is removed in a task.
 
-    Raises OptionError if `keep_last` < 1, CheckpointNotFoundError if there is no `folder`, and
-    FormatError if a newer version of reshard wrote a checkpoint, or if there are more than
-    `keep_last` checkpoints and no name has a step number: then they may be unrelated.
+    Raises OptionError if `keep_last` < 1, or if `folder` is a checkpoint and not the folder of a run,
+    CheckpointNotFoundError if there is no `folder`, and FormatError if a newer version of reshard
+    wrote a checkpoint, or if there are more than `keep_last` checkpoints and no name has a step
+    number: then they may be unrelated.
     """
     if not is_count(keep_last):
         raise OptionError(
@@ -211,6 +212,9 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
     check_executor(executor, 1, folder)
     if not os.path.exists(local_path(folder) or "."):
         open_checkpoint(folder)  # raises
+    with suppress(FormatError, CheckpointNotFoundError):  # as before the first save
+        if not steps_at(folder, is_sure=True) and open_checkpoint(folder).format:
+            raise OptionError(f"{folder} is a checkpoint, not the folder of a run: pass the folder above it")
     found = [one for one in complete(folder) if one.is_below]
     if len(found) > keep_last and found[0].step is None:
         names = format_names([one.path.rpartition("/")[2] for one in found], limit=10)

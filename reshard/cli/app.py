@@ -23,8 +23,8 @@ from typer.core import TyperCommand, TyperGroup
 from planners.errors import PlanError, sentence
 from reshard import __version__
 from reshard.cli import convert, demo, diff, explain, gather, inspect, normalize, plan, prune, verify
-from reshard.cli.arguments import UsageError, in_words_of_the_command_line
-from reshard.cli.show import columns, print_json
+from reshard.cli.arguments import UsageError
+from reshard.cli.show import columns, in_words_of_the_command_line, print_json
 from reshard.errors import OptionError, ReshardError, did_you_mean
 
 __all__ = ["EXIT_ERROR", "EXIT_NO", "EXIT_USAGE", "app", "in_a_pipeline", "run"]
@@ -113,6 +113,9 @@ class _Command(TyperCommand):
         )
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for at, word in enumerate(args, 1):
+            if re.fullmatch("(--[a-z-]+=)?", word):
+                raise UsageError(f"{word or f'argument {at}'} is empty: is a variable of the shell not set?")
         end = args.index("--") if "--" in args else len(args)
         for at, (word, following) in enumerate(zip(args[:end], [*args[1:], "-"])):
             if word == "--html" and re.fullmatch(r"[^-:=][^:=]*\.(pdf|png|svg|txt|md|json)", following):

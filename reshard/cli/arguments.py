@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 import json
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -38,7 +36,7 @@ __all__ = [
     "AsJson", "Config", "Depth", "HintOption", "Html", "Legend", "Model", "Names", "Naming", "Normalized", "On",
     "Rules", "Select", "Sides", "Source", "Step", "UsageError", "Workers", "both_sides", "choice", "dequantized",
     "dtype_name", "executor_on",
-    "in_words_of_the_command_line", "mapping_of", "newest", "read_hints", "rules_of", "side", "size_in_bytes",
+    "mapping_of", "newest", "read_hints", "rules_of", "side", "size_in_bytes",
     "stored_hints", "untaken",
 ]  # fmt: skip
 
@@ -389,8 +387,7 @@ def _options(given: list[str], ready: Any) -> dict[str, Any]:
     return out
 
 
-# What was typed wrong, and what was meant: errors of usage, names that are nearly right, fixes in
-# the words of the command line.
+# What was typed wrong, and what was meant: errors of usage, and names that are nearly right.
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -419,39 +416,6 @@ def dtype_name(word: str) -> str:
             f"{', '.join(ITEM_SIZES)}"
         )
     return name
-
-
-_SAID: list[tuple[str, Any]] = [
-    (r"overwrite=True", "--overwrite"),
-    (r"model_only=True", "--model"),
-    (r" \(check=False reads it as it is\)", ""),
-    (r"normalized\(hints=\{'(\w+)': (.+?)\}\)(?= \(|$)", lambda m: f"--hint {shlex.quote(f'{m[1]}={_as_json(m[2])}')}"),
-    (r"the hint '(\w+)'", r"--hint \1"),
-    (r"leave out onto\b", "leave out --onto"),
-    (r"leave out step=\d+", "leave out --step"),
-    (r"select=(\[.*\])", lambda m: " ".join(f"--select {shlex.quote(glob)}" for glob in ast.literal_eval(m[1]))),
-    (r"such as \{'([^']+)': '([^']+)'\}", r"such as --rule '\1=\2'"),
-    (r"max_shard_bytes", "--max-shard"),
-    (r"pass rtol=", "pass --rtol"),
-    (r"use the same names on both sides", "--normalized uses canonical names"),
-    (r"leave these out", "--select '!GLOB' leaves names out"),
-    (r"Input should be a valid (integer|number)\b[^.]*", "write a number"),
-    (r"Input should be greater than or equal to", "write a number of at least"),
-    (r"got unexpected extra argument\(s\) \((.*)\)", r"unexpected argument: \1"),
-]
-"""Words of the Python API and of typer in errors, and those of the command line."""
-
-
-def in_words_of_the_command_line(message: str) -> str:
-    """An error's text with the options of this program for the arguments of functions."""
-    for pattern, said in _SAID:
-        message = re.sub(pattern, said, message)
-    return message
-
-
-def _as_json(example: str) -> str:
-    """Python's quotes are not those of JSON; what stands for more, such as `...`, is left."""
-    return example.replace("'", '"')
 
 
 def size_in_bytes(text: str) -> int:

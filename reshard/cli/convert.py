@@ -66,7 +66,14 @@ _Dtype = Annotated[
         "its largest number; the report counts them.",
     ),
 ]
-_MAX_SHARD = "Begin a new file at this size, such as 500MB; a larger tensor has a file of its own. Not with --onto."
+_MaxShard = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE",
+        help="Begin a new file at this size, such as 500MB; a larger tensor has a file of its own. Not with --onto. "
+        "Default: 5GB.",
+    ),
+]
 _Dequantize = Annotated[
     bool,
     typer.Option("--dequantize", help="Expand DeepSeek's fp8 and gpt-oss's mxfp4 to --dtype or bfloat16."),
@@ -85,7 +92,7 @@ def convert(
     select: Select = None,
     dtype: _Dtype = None,
     dequantize: _Dequantize = False,
-    max_shard: Annotated[str, typer.Option(metavar="SIZE", help=_MAX_SHARD)] = "5GB",
+    max_shard: _MaxShard = None,
     onto: _Onto = None,
     rule: Rules = None,
     hint: HintOption = None,
@@ -125,7 +132,7 @@ def convert(
             normalized=normalized,
             model_only=model,
             hints=hints,
-            max_shard_bytes=arguments.size_in_bytes(max_shard),
+            max_shard_bytes=None if max_shard is None else arguments.size_in_bytes(max_shard),
             workers=workers,
             executor=executor,
             alone=True,
@@ -215,4 +222,4 @@ def _print(report: ConvertReport, kept: list[str], is_model: bool, is_normalized
         *(("note", [text]) for text in report.warnings),
     ):
         if keys:
-            print_text(screen, arguments.in_words_of_the_command_line(some(keys)), text, "yellow")
+            print_text(screen, some(keys), text, "yellow")

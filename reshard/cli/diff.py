@@ -51,7 +51,7 @@ _Rtol = Annotated[
     typer.Option(
         metavar="X",
         min=0,
-        help="Accept this difference relative to OTHER, such as 1e-3. Default: bit by bit.",
+        help="Accept this difference relative to OTHER, such as 1e-3, and other dtypes. Default: bit by bit.",
     ),
 ]
 _ByFingerprint = Annotated[
@@ -99,6 +99,7 @@ def diff(
     mapping, engine = arguments.mapping_of(names, config, naming), arguments.executor_on(on)
     sides = [_opened(path, as_json) for path in (a, b)]
     labels = (sides[0].url, sides[1].url)
+    has_objects = any([*side.objects, *side.contents.containers, *side.contents.per_rank] for side in sides)
     sides = list(labels) if parallel else _named(sides, names, mapping, given, model, normalized, select)
     with engine as executor:
         report = reshard.compare(
@@ -116,7 +117,7 @@ def diff(
         raise NormalizationError(f"{report.subject}: {report.covers}")
     if html is not None:
         html.write_text(report.to_html(), encoding="utf-8")
-    _print(report, by_fingerprint, bool(rtol or atol), limit, as_json)
+    _print(report, by_fingerprint, bool(rtol or atol), has_objects, limit, as_json)
     print_written(html, as_json=as_json)
     if not report.ok:
         raise typer.Exit(1)
@@ -157,12 +158,12 @@ def _named(
     return [side.select(select) for side in sides] if select else sides
 
 
-def _print(report: CompareReport, is_unread: bool, is_within: bool, limit: int, as_json: bool) -> None:
+def _print(
+    report: CompareReport, is_unread: bool, is_within: bool, has_objects: bool, limit: int, as_json: bool
+) -> None:
     if as_json:
         print_json(report_as_json(report))
         return
-    from reshard.api.compare import NOT_COMPARED
-
     covered, screen = report.covered, console()
     assert covered is not None
     if is_unread:
@@ -173,13 +174,13 @@ def _print(report: CompareReport, is_unread: bool, is_within: bool, limit: int, 
     if different:
         print_text(screen, _summary(different), style="red")
     if different or report.ok:
-        hint = arguments.in_words_of_the_command_line(report.hint)
-        shown = dataclasses.replace(report, findings=tuple(different), hint=hint)
+        shown = dataclasses.replace(report, findings=tuple(different))
         right = _verdict(covered, is_within) if report.ok else ""
         print_report(shown, right=right, of=" in common", limit=limit, more="--limit or --json")
-        print_text(screen, f"not compared: {NOT_COMPARED}", "note", "yellow")
+        if has_objects:
+            print_text(screen, "types of containers are not compared, and 1 equals 1.0", "note", "yellow")
     if covered.leaves_open:
-        print_text(screen, arguments.in_words_of_the_command_line(covered.leaves_open), "note", "yellow")
+        print_text(screen, covered.leaves_open, "note", "yellow")
 
 
 def _damage(report: CompareReport) -> Iterator[str]:
@@ -192,8 +193,7 @@ def _damage(report: CompareReport) -> Iterator[str]:
     )
     for found in sides.values():
         more = f" (the first of {len(set(found))} places)" if len(set(found)) > 1 else ""
-        where = arguments.in_words_of_the_command_line(found[0])
-        yield f"{where}{more}; {counted(len(found), 'tensor')} could not be compared: see --json"
+        yield f"{found[0]}{more}; {counted(len(found), 'tensor')} could not be compared: see --json"
 
 
 def _summary(different: Sequence[Finding]) -> str:
@@ -201,14 +201,15 @@ def _summary(different: Sequence[Finding]) -> str:
     kinds = Counter(
         "only on one side" if finding.message.startswith("only in ") else
         "with other values" if finding.element is not None else
+        "not compared" if finding.message.startswith("was not compared: ") else
         "other differences"
         for finding in different
     )  # fmt: skip
-    names = {"with other values": "tensor", "only on one side": "name"}
+    names = {"with other values": "tensor", "only on one side": "name", "not compared": "name"}
     said = [f"{counted(kinds[kind], what)} {kind}" for kind, what in names.items() if kinds[kind]]
     if others := kinds["other differences"]:
         said.append(counted(others, "other difference" if said else "difference"))
-    return f"different: {', '.join(said)}"
+    return f"{'different' if kinds.keys() - {'not compared'} else 'incomplete'}: {', '.join(said)}"
 
 
 def _unread_note(covered: Coverage) -> str:

@@ -38,7 +38,7 @@ def normalize(
             for fqn in [fqn for fqn in each if fqn not in kept]:
                 del each[fqn]
     if as_json:
-        shown = {"notes": state.notes, "left_out": state.left_out, **map_leaves(_plain, state)}
+        shown = {"notes": state.notes, "omitted": state.left_out, **map_leaves(_plain, state)}
         print_json({"path": checkpoint.url, "format": checkpoint.format, **shown})
         return
     screen = console()

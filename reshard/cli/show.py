@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import os
 import re
+import shlex
 import sys
 import textwrap
 from collections import Counter
@@ -27,8 +29,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Branch", "PrintedLeaf", "as_given", "axes_as_json", "columns", "console", "counted", "damaged", "fold",
-    "print_json", "print_legend", "print_report", "print_rows", "print_text", "print_totals", "print_tree",
-    "print_written", "report_as_json", "short", "size", "some"
+    "in_words_of_the_command_line", "print_json", "print_legend", "print_report", "print_rows", "print_text",
+    "print_totals", "print_tree", "print_written", "report_as_json", "short", "size", "some"
 ]  # fmt: skip
 
 
@@ -66,6 +68,7 @@ def print_text(screen: Console, text: str, head: str = "", style: str = "") -> N
     from rich.table import Column, Table
     from rich.text import Text
 
+    text = in_words_of_the_command_line(text)
     indent = len(head) + 2 if head else len(text) - len(text.lstrip())
     if screen.is_terminal and 0 < indent < screen.width // 3:
         grid = Table.grid(Column(width=indent), Column(overflow="fold"))
@@ -74,6 +77,43 @@ def print_text(screen: Console, text: str, head: str = "", style: str = "") -> N
         return
     shown = Text.assemble((head, style), "  " * bool(head), text) if head else Text(text, style)
     screen.print(shown, soft_wrap=not screen.is_terminal)
+
+
+_SAID: list[tuple[str, Any]] = [
+    (r"overwrite=True", "--overwrite"),
+    (r"model_only=True", "--model"),
+    (r" \(check=False reads it as it is\)", ""),
+    (r"normalized\(hints=\{'(\w+)': (.+?)\}\)(?= \(|$)", lambda m: f"--hint {shlex.quote(f'{m[1]}={_as_json(m[2])}')}"),
+    (r"the hint '(\w+)'", r"--hint \1"),
+    (r"leave out onto\b", "leave out --onto"),
+    (r"leave out step=\d+", "leave out --step"),
+    (
+        r"select=(\[['\"].*['\"]\])",
+        lambda m: " ".join(f"--select {shlex.quote(g)}" for g in ast.literal_eval(m[1])),
+    ),
+    (r"such as \{'([^']+)': '([^']+)'\}", r"such as --rule '\1=\2'"),
+    (r"max_shard_bytes", "--max-shard"),
+    (r"pass rtol=", "run reshard diff A B --rtol 1e-3"),
+    (r"ass step=(\d*)", lambda m: f"ass --step {m[1] or 'N'}"),
+    (r"use the same names on both sides", "--normalized uses canonical names"),
+    (r"leave these out", "--select '!GLOB' leaves names out"),
+    (r"Input should be a valid (integer|number)\b[^.]*", "write a number"),
+    (r"Input should be greater than or equal to", "write a number of at least"),
+    (r"got unexpected extra argument\(s\) \((.*)\)", r"unexpected argument: \1"),
+]
+"""Words of the Python API and of typer in output, and those of the command line."""
+
+
+def in_words_of_the_command_line(message: str) -> str:
+    """A text with the options of this program for the arguments of functions."""
+    for pattern, said in _SAID:
+        message = re.sub(pattern, said, message)
+    return message
+
+
+def _as_json(example: str) -> str:
+    """Python's quotes are not those of JSON; what stands for more, such as `...`, is left."""
+    return example.replace("'", '"')
 
 
 def as_given(text: str, path: str) -> str:
@@ -186,7 +226,7 @@ def report_as_json(report: Report) -> dict[str, Any]:
         "tensors": report.tensors,
         "covered": None if report.covered is None else asdict(report.covered),
         "findings": [asdict(finding) for finding in report.findings],
-        "hint": report.hint,
+        "hint": in_words_of_the_command_line(report.hint),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["verify"]
 
 
+_UNREAD = re.compile("""(['"].*?) cannot be read: """)
+"""What readers say of values that they have no use for, such as sparse tensors."""
 _SHALLOW = (
     "Check metadata and file sizes only. With --against, also read tensors whose saved fingerprints are missing or "
     "differ."
@@ -76,11 +79,14 @@ def verify(
         print_json(report_as_json(report))
     else:
         covered = report.covered
+        notes = [*filter(None, covered.leaves_open.split("; "))] if covered else []
         right = _verdict(covered, against if report.ok else None) if covered else ""
+        if unread := [found[1] for it in notes if (found := _UNREAD.match(it))]:
+            right += f". {', '.join(unread)} cannot be read"
         if not report.ok:
             print_text(console(), as_given(_failure(report, right, against), path), style="red")
         print_report(report, right=right, path=path)
-        for text in filter(None, covered.leaves_open.split("; ") if covered else ()):
+        for text in notes:
             print_text(console(), text, "note", "yellow")
     if not report.ok:
         raise typer.Exit(1)

@@ -53,6 +53,8 @@ class Writing:
     writer takes them. The hints are the caller's, the text names the source in messages."""
     is_sharded: bool = False
     """Whether its files can be those of the ranks of a layout."""
+    is_split: bool = False
+    """Whether a new file can begin at any tensor, so that files can be of limited size."""
     is_one_file: bool = False
     """Whether the target is a file, whose folder may contain anything."""
 

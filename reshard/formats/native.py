@@ -12,7 +12,7 @@ __all__ = ["FORMAT"]
 def _writing() -> Writing:
     from reshard.native.writer import NativeWriter
 
-    return Writing(NativeWriter, is_sharded=True)
+    return Writing(NativeWriter, is_sharded=True, is_split=True)
 
 
 FORMAT = Format(

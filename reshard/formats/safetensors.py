@@ -361,7 +361,7 @@ class SafetensorsWriter(FormatWriter):
 
 
 def _writing() -> Writing:
-    return Writing(SafetensorsWriter, own=("*.safetensors", HF_INDEX), marks=(_SINGLE,))
+    return Writing(SafetensorsWriter, own=("*.safetensors", HF_INDEX), marks=(_SINGLE,), is_split=True)
 
 
 FORMAT = Format(

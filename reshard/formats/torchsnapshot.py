@@ -25,6 +25,7 @@ from planners.errors import PlanError
 from planners.geometry.box import Box
 from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import ITEM_SIZES, TensorSpec, itemsize
+from planners.units import format_some
 from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError, framework
 from reshard.formats.format import Format, as_shape
 from reshard.formats.torch_save.archive import locate_item, read_head
@@ -245,7 +246,7 @@ class _Snapshot:
                 "and did not declare them replicated. Load them into a reshard.PerRank"
             )
         if self.quantized:
-            told.append(f"{len(self.quantized)} quantized tensors, such as {self.quantized[0]!r}, are not read")
+            told.append(f"{format_some([*map(repr, self.quantized)], 3)} cannot be read: a quantized tensor")
         return tuple(told)
 
 

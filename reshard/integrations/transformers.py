@@ -38,7 +38,7 @@ from reshard.state_dict import (
 )
 from reshard.state_dict.options import StateDictOptions
 
-with framework("transformers>=5"):
+with framework("transformers>=5 accelerate>=1"):
     from accelerate.optimizer import AcceleratedOptimizer
     from transformers import Trainer, TrainingArguments
     from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME

@@ -290,6 +290,8 @@ class Record(metaclass=_FrozenType):
         return cast("list[Any]", getattr(self, which))
 
     def __repr__(self) -> str:
+        if self.path in plain_data.UNSUPPORTED_TENSORS:
+            return f"<{plain_data.UNSUPPORTED_TENSORS[self.path]}>"
         return f"<{self.path}, not known here: args {self.args!r:.60}, state {self.state!r:.60}>"
 
 

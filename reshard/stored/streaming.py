@@ -33,8 +33,8 @@ from reshard.stored.source import FileSource
 from reshard.stored.tensor import StoredTensor, check_cover, copy_place
 
 __all__ = [
-    "Feed", "FilePart", "FilePlan", "FormatWriter", "HashingWriter", "Publication", "Region", "Target", "WrittenFile",
-    "fingerprint_parts", "grouped", "spread", "windows",
+    "MAX_SHARD_BYTES", "Feed", "FilePart", "FilePlan", "FormatWriter", "HashingWriter", "Publication", "Region",
+    "Target", "WrittenFile", "fingerprint_parts", "grouped", "spread", "windows",
 ]  # fmt: skip
 
 
@@ -52,6 +52,8 @@ __all__ = [
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
+MAX_SHARD_BYTES = 5_000_000_000
+"""Where formats whose files may begin at any tensor begin a new one."""
 PIECE_BYTES = 16 << 20
 """The most that is read at once."""
 NEAR_PIECE_BYTES = 2 << 20
@@ -311,7 +313,7 @@ class Target:
     """The last part of the path: of the file, or of the folder."""
     job_id: str
     """In hex: it is in the names of files that are not to be taken for those of another job."""
-    max_shard_bytes: int = 5_000_000_000
+    max_shard_bytes: int = MAX_SHARD_BYTES
     onto: StateLayout | None = None
     """The files are those of the ranks of this layout; without it, of at most `max_shard_bytes` of tensors."""
 

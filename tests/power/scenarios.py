@@ -21,6 +21,7 @@ from reshard.ranks import liveness
 from reshard.storage import open_storage
 from tests.faulty import Crash, SystemCalls
 from tests.simulated_hosts import Job, cut, global_of
+from tests.states import in_files_of
 
 __all__ = ["SCENARIOS", "Scenario", "Violation"]
 
@@ -229,9 +230,8 @@ def converted(
     wanted: dict[int, dict[str, Any]] = {}
 
     def convert(folder: Path, source: int, target: str = target) -> None:
-        reshard.convert(
-            folder / f"source-{source}", folder / target, format=format, overwrite=True, max_shard_bytes=1000
-        )
+        options = in_files_of(1000, format)
+        reshard.convert(folder / f"source-{source}", folder / target, format=format, overwrite=True, **options)
 
     def begin(folder: Path) -> None:
         for step in (1, 2, NEXT):

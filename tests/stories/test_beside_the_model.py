@@ -63,7 +63,7 @@ def test_commands_say_what_they_did_not_compare(sides: tuple[Path, Path]) -> Non
     assert json.loads(run(app, ["diff", "--normalized", "--json", a, b]).stdout)["covered"]["leaves_open"] == words
     words = f"note  not shown: {_LOST}".replace(" of {}", "")
     assert words in run(app, ["normalize", a]).stdout
-    assert json.loads(run(app, ["normalize", "--json", a]).stdout)["left_out"] == ["critic.w", "epoch"]
+    assert json.loads(run(app, ["normalize", "--json", a]).stdout)["omitted"] == ["critic.w", "epoch"]
 
 
 def test_a_load_says_what_it_could_not_load(sides: tuple[Path, Path]) -> None:

@@ -18,7 +18,7 @@ import reshard
 from reshard.errors import ReshardError
 from reshard.ranks import liveness
 from tests.faulty import SystemCalls
-from tests.states import model_and_optimizer_of
+from tests.states import in_files_of, model_and_optimizer_of
 from tests.stories.test_crashes import step_of
 
 PUBLISHED, REFUSED, FAILED = 0, 7, 8
@@ -152,7 +152,8 @@ def tensors(step: int) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def converted(path: Path, step: int, format: str) -> None:
-    reshard.convert(path.with_name(f"source-{step}"), path, format=format, overwrite=True, max_shard_bytes=20)
+    options = in_files_of(20, format)
+    reshard.convert(path.with_name(f"source-{step}"), path, format=format, overwrite=True, **options)
 
 
 @pytest.mark.parametrize("format", LAST)

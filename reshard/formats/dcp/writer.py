@@ -129,7 +129,7 @@ class DcpWriter(FormatWriter):
         return _METADATA if _METADATA in names else None
 
 
-WRITING = Writing(DcpWriter, own=(".metadata",), marks=(".metadata",), is_sharded=True)
+WRITING = Writing(DcpWriter, own=(".metadata",), marks=(".metadata",), is_sharded=True, is_split=True)
 
 
 # torch's own records of a DCP checkpoint: what `.metadata` says of tensors, chunks and keys, and

@@ -460,4 +460,4 @@ def extra_state_keys(stacks: Stacks, names: Iterable[str]) -> list[str]:
     return list(found)
 
 
-WRITING = Writing(MegatronWriter, form=megatron_form)
+WRITING = Writing(MegatronWriter, form=megatron_form, is_split=True)

@@ -11,7 +11,7 @@ import torch
 
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
-from planners.units import format_count
+from planners.units import format_count, format_some
 from reshard.errors import CorruptCheckpointError, FormatError, KeyMismatchError
 from reshard.formats.format import Format, Writing, at_top, check_index, not_opened, read_index
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, make_place
@@ -244,10 +244,10 @@ def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Facts = NO
 
 
 def _unreadable(path: str, keys: list[str]) -> str:
-    count, first = format_count(len(keys), "object"), repr(keys[0])
     if path in UNSUPPORTED_TENSORS:
-        return f"{count} cannot be read: {first} is {UNSUPPORTED_TENSORS[path]}"
-    return f"{count} of {path}, whose class is not known here, can only be read as plain data: {first}"
+        return f"{format_some([*map(repr, keys)], 3)} cannot be read: {UNSUPPORTED_TENSORS[path]}"
+    count = format_count(len(keys), "object")
+    return f"{count} of {path}, whose class is not known here, can only be read as plain data: {keys[0]!r}"
 
 
 # Files of `torch.save`: one file, or Hugging Face's older `pytorch_model-*.bin` with an index.

@@ -24,6 +24,7 @@ from reshard.storage.local import LocalStorage
 from tests import gloo
 from tests.faulty import Crash, SystemCalls
 from tests.same import same
+from tests.states import in_files_of
 
 FORMATS = ["native", "dcp", "safetensors", "torch_save"]
 STATE = {f"w{i}": torch.full((40, 25), float(i)) for i in range(6)}
@@ -72,7 +73,7 @@ def interrupted(format: str, source: Path, target: Path, monkeypatch: pytest.Mon
         patch.setattr(FileTasks, "__call__", stopping)
         patch.setattr("reshard.api.convert.run_tasks", stopping_after)
         with pytest.raises(KeyboardInterrupt):
-            reshard.convert(source, target, format=format, max_shard_bytes=8000)
+            reshard.convert(source, target, format=format, **in_files_of(8000, format))
     folder = target.parent if format == "torch_save" else target
     for file in [*folder.glob("convert-*/claim"), *folder.glob("data-*/claim.json")]:
         file.write_text(json.dumps({**json.loads(file.read_text()), **claim}))
@@ -169,13 +170,14 @@ def test_what_runs_is_left_alone(format: str, source: Path, tmp_path: Path, monk
             if format == "torch_save" and select is not None:  # another file in the same folder is not in the way
                 reshard.convert(source, target.with_name("second.pt"), format=format, select=select)
                 continue
+            options = in_files_of(8000, format)
             with pytest.raises(StorageError, match=r"process \d+ on .* is already converting to"):
-                reshard.convert(source, target, format=format, select=select, max_shard_bytes=8000, overwrite=True)
+                reshard.convert(source, target, format=format, select=select, overwrite=True, **options)
         seen.append(True)
         return found
 
     monkeypatch.setattr(FileTasks, "__call__", watched)
-    reshard.convert(source, target, format=format, max_shard_bytes=8000)
+    reshard.convert(source, target, format=format, **in_files_of(8000, format))
 
     assert seen
     assert reshard.verify(target, source).ok
@@ -195,7 +197,7 @@ def test_what_was_published_stays_though_its_records_do_not(
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "end", killed)
         with pytest.raises(KeyboardInterrupt):
-            reshard.convert(source, target, format=format, max_shard_bytes=8000)
+            reshard.convert(source, target, format=format, **in_files_of(8000, format))
 
     reshard.prune(tmp_path, keep_last=5)
 
@@ -236,7 +238,8 @@ def test_gigabytes_of_one_that_was_killed(format: str, tmp_path: Path) -> None:
     """By a signal that nobody can answer."""
     reshard.save({f"w{i}": torch.full((1 << 18,), float(i)) for i in range(60)}, tmp_path / "source")
     target = target_of(format, tmp_path)
-    code = "import sys, reshard; reshard.convert(*sys.argv[1:3], format=sys.argv[3], max_shard_bytes=1 << 20)"
+    options = in_files_of(1 << 20, format)
+    code = f"import sys, reshard; reshard.convert(*sys.argv[1:3], format=sys.argv[3], **{options})"
     arguments = [str(tmp_path / "source"), str(target), format]
     child = subprocess.Popen([sys.executable, "-W", "ignore", "-c", code, *arguments])
     while child.poll() is None and written_bytes(tmp_path / "c") < 3 << 20:

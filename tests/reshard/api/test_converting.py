@@ -46,7 +46,7 @@ from reshard.stored.streaming import FormatWriter
 from tests import gloo
 from tests.same import assert_same, same
 from tests.samples import sample, truth
-from tests.states import every_dtype, trained
+from tests.states import every_dtype, in_files_of, trained
 from tests.torch_releases import load_alone, save_alone
 
 FORMATS = ["native", "dcp", "safetensors", "torch_save"]
@@ -177,7 +177,7 @@ def test_there_and_back(format: str, saved: Path, tmp_path: Path) -> None:
     """Bit by bit, with everything that the format can hold."""
     there = place(tmp_path, format)
 
-    report = reshard.convert(saved, there, format=format, max_shard_bytes=1000)
+    report = reshard.convert(saved, there, format=format, **in_files_of(1000, format))
 
     assert sum(1 for name in there.iterdir() if "convert" in name.name) == 0 if there.is_dir() else True
     against = reshard.open(saved)
@@ -654,6 +654,13 @@ def test_a_topology_in_words_is_what_it_is_in_python(saved: Path, tmp_path: Path
         ({"select": "nothing.*"}, KeyMismatchError, "matches 'nothing"),
         ({"mapping": {"a": "b"}}, KeyMismatchError, "names 'b'"),
         ({"workers": 0}, CheckpointError, "workers must be an integer >= 1, got 0"),
+        (
+            {"max_shard_bytes": 1, "format": "deepspeed"},
+            OptionError,
+            "files are not split by size: leave out max_",
+        ),
+        ({"max_shard_bytes": 1, "format": "torch"}, OptionError, "torch_save files are not split by size"),
+        ({"max_shard_bytes": 1, "onto": "fsdp=2"}, OptionError, "files of each rank are not split by size"),
         ({"max_shard_bytes": 0}, FormatError, "must be a number >= 1, .* got 0"),
         (
             {"onto": None, "hints": None, "dtype": "float7"},

@@ -15,6 +15,7 @@ from reshard.api import task_shares as shares, verify
 from reshard.api.tasks import Processes
 from reshard.errors import CheckpointError, StorageError
 from tests.same import same
+from tests.states import in_files_of
 
 STATE = {
     "matrix": torch.randn(37, 50),
@@ -38,7 +39,7 @@ def written(format: str, folder: Path) -> Path:
         reshard.save(STATE, folder / "c")
         return folder / "c"
     reshard.save(STATE, folder / "source")
-    reshard.convert(folder / "source", folder / "c", format=format, max_shard_bytes=3000)
+    reshard.convert(folder / "source", folder / "c", format=format, **in_files_of(3000, format))
     return folder / "c"
 
 

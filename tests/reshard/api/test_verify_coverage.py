@@ -121,7 +121,7 @@ def test_what_another_checkpoint_was_compared_with_is_covered(tmp_path: Path) ->
     assert reshard.compare(native, native).covered == Coverage(NBYTES, NBYTES, NBYTES)
     unread = reshard.compare(native, native, by_fingerprint=True)
     assert unread.covered == Coverage(NBYTES, 0, 0)
-    assert "and objects compared, not types of containers, or 1 with 1.0; 0 B of " in unread.verdict
+    assert "and objects compared (not types of containers; 1 equals 1.0); 0 B of " in unread.verdict
     assert "the rest only by their saved fingerprints" in unread.verdict
     assert "complete and undamaged" in said(str(native), "--against", str(native))
     shallow = said(str(native), "--against", str(native), "--shallow")

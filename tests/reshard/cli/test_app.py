@@ -18,8 +18,7 @@ import typer
 
 import reshard
 from reshard.cli.app import EXAMPLES, app
-from reshard.cli.arguments import in_words_of_the_command_line
-from reshard.cli.show import columns
+from reshard.cli.show import columns, in_words_of_the_command_line
 
 RESHARD = [sys.executable, "-m", "reshard"]
 COMMANDS = [command.name for command in app.registered_commands]
@@ -225,6 +224,31 @@ def test_errors_in_json_have_a_kind(say, words, kind, monkeypatch, checkpoint) -
     assert "error" in json.loads(say(*words, "--json", "--traceback").out)
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["inspect", ""], "argument 1"),
+        (["verify", "--json", ""], "argument 2"),
+        (["verify", "x", "--against", ""], "argument 3"),
+        (["verify", "x", "--against="], "--against="),
+        (["diff", "x", ""], "argument 2"),
+        (["plan", "", "fsdp=2"], "argument 1"),
+        (["convert", "x", ""], "argument 2"),
+        (["convert", "--", "", "x"], "argument 2"),
+        (["normalize", ""], "argument 1"),
+        (["gather", "", "x"], "argument 1"),
+        (["gather", "x", ""], "argument 2"),
+        (["prune", "", "--keep-last", "1"], "argument 1"),
+    ],
+)
+def test_an_empty_argument_is_wrong_usage(say, words, told) -> None:
+    """Mostly it is a variable of the shell that is not set."""
+    said = say(*words)
+
+    assert said.code == 2
+    assert f"error: {told} is empty: " in said.err
+
+
 def test_words_of_functions_are_those_of_options() -> None:
     for said, told in [
         ("choose another folder, or pass overwrite=True", "choose another folder, or pass --overwrite"),
@@ -233,6 +257,10 @@ def test_words_of_functions_are_those_of_options() -> None:
         ("the hint 'prefix' takes it away", "--hint prefix takes it away"),
         ("for each, such as {'*.w': 'S(0),R'}", "such as --rule '*.w=S(0),R'"),
         ("To leave them out: select=['*', '!a.b']", "--select '*' --select '!a.b'"),
+        ("no other step is complete: pass step=3", "pass --step 3"),
+        ("the arguments were select=[x]", "select=[x]"),
+        ("Pass step= to open one of these", "Pass --step N to open one of these"),
+        ("Choose one: pass step=, the path of a step, or x", "pass --step N, the path of a step, or x"),
     ]:
         assert in_words_of_the_command_line(said).endswith(told)
 

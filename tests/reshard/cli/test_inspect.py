@@ -316,6 +316,7 @@ def test_normalize(say, checkpoint) -> None:
 
     assert told["model"]["norm"] == {"shape": [4], "dtype": "bfloat16", "nbytes": 8}
     assert told["optim"]["param_groups"] == [{"lr": 0.1, "params": ["norm"]}]
+    assert told["omitted"] == ["step"]
     assert "bfloat16 [4]" in say("normalize", checkpoint).out
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import reshard
+from reshard.errors import OptionError
 
 
 @pytest.fixture
@@ -56,3 +57,19 @@ def test_it_refuses_what_the_function_refuses(say, tmp_path) -> None:
         assert said.code == 3
         assert "the names of its checkpoints have no step numbers" in said.err
     assert _left(tmp_path) == ["a", "b"]
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_checkpoint_is_no_run(say, run, dry_run) -> None:
+    """Of any format, a file too; a folder without a checkpoint is a run before its first save."""
+    torch.save({"a": torch.ones(3)}, run / "x.pt")
+    reshard.convert(run / "step-0", run.parent / "dcp", format="dcp")
+    for one in (run / "step-3", run / "x.pt", run.parent / "dcp"):
+        said = say("prune", one, "--keep-last", 1, *["--dry-run"] * dry_run)
+        assert said.code == 2
+        assert f"{one} is a checkpoint, not the folder of a run: pass the folder above it" in " ".join(said.err.split())
+        with pytest.raises(OptionError, match="is a checkpoint, not the folder of a run"):
+            reshard.prune(one, keep_last=1, dry_run=dry_run)
+    assert len(_left(run)) == 5
+    (run.parent / "new").mkdir()
+    assert reshard.prune(run.parent / "new", keep_last=1, dry_run=dry_run) == []

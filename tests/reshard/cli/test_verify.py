@@ -44,8 +44,41 @@ def test_each_note_is_a_line_of_its_own(say, tmp_path) -> None:
 
     verdict, *notes = said.out.splitlines()[1:]
     assert said.code == 0
-    assert verdict == "complete and undamaged: 8 B of values verified"
-    assert [note[:30] for note in notes] == ["note  1 object cannot be read:", "note  1 object of torch._C.Gen"]
+    assert verdict == "complete and undamaged: 8 B of values verified. 's' cannot be read"
+    assert [note[:30] for note in notes] == ["note  's' cannot be read: a sp", "note  1 object of torch._C.Gen"]
+
+
+def test_values_that_cannot_be_read_are_not_compared(say, tmp_path) -> None:
+    """They are no difference, and the answer is not yes."""
+    for name, w in {"a": torch.ones(2), "b": torch.ones(2), "c": torch.zeros(2)}.items():
+        torch.save({"w": w, "s": torch.eye(2).to_sparse()}, tmp_path / f"{name}.pt")
+    torch.save({"w": torch.ones(2), "s": 3}, tmp_path / "d.pt")
+    why = "was not compared: a sparse tensor, which is not supported: save x.to_dense() instead"
+
+    for first, other, verdict in [
+        ("a", "a", "incomplete: 1 name not compared"),
+        ("a", "b", "incomplete: 1 name not compared"),
+        ("a", "c", "different: 1 tensor with other values, 1 name not compared"),
+    ]:
+        said = say("diff", tmp_path / f"{first}.pt", tmp_path / f"{other}.pt")
+        assert said.code == 1
+        assert said.out.splitlines()[0] == verdict
+        assert f"·  's': {why}" in said.out.splitlines()
+    assert say("diff", tmp_path / "a.pt", tmp_path / "d.pt").out.startswith("different: 1 difference\n")
+
+
+def test_a_verdict_names_what_cannot_be_read(say, tmp_path) -> None:
+    """Values that were not read are not verified; the report's `covered` names them, too."""
+    odd = {f"s{i}": torch.eye(2).to_sparse() for i in range(5)}
+    odd["n"] = torch.ones(3, dtype=torch.complex64).conj().imag
+    torch.save({"w": torch.ones(2), **odd}, tmp_path / "x.pt")
+    rest = "'s0', 's1', 's2' and 2 more, 'n' cannot be read"
+
+    assert say("verify", tmp_path / "x.pt").out.splitlines()[1].endswith(f"8 B of values verified. {rest}")
+    shallow = say("verify", tmp_path / "x.pt", "--shallow").out.splitlines()
+    assert shallow[1] == f"complete; 8 B of values were not read. {rest}"
+    assert "'s2' and 2 more cannot be read: a sparse" in reshard.verify(tmp_path / "x.pt").verdict
+    assert "<a sparse tensor, which is not supported: " in say("inspect", tmp_path / "x.pt").out
 
 
 def test_damage_is_named(say, checkpoint) -> None:
@@ -298,11 +331,15 @@ def test_diff_says_that_all_differences_are_dtypes(say, tmp_path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
 
     all_of = f"all differences are dtypes: float32 in {a}, bfloat16 in {b} (5 tensors)"
-    assert say("diff", a, b).out.splitlines()[2:-1] == [
-        f"note  {all_of}. To compare the values, too, pass --rtol",
+    fix = "To compare the values, too, run reshard diff A B --rtol 1e-3"
+    assert say("diff", a, b).out.splitlines()[2:] == [
+        f"note  {all_of}. {fix}",
         f"·  layers.*: 5 names, such as 'layers.0.w': is float32 in {a}, bfloat16 in {b}",
     ]
     assert reshard.compare(a, b).hint.endswith("pass rtol=")
+    for command in (("diff", a, b), ("verify", a, "--against", b)):
+        assert f"note  {all_of}. {fix}" in say(*command).out.splitlines()
+        assert json.loads(say(*command, "--json").out)["hint"].endswith(fix)
     reshard.save({**state, "layers.0.w": torch.ones(3)}, tmp_path / "c")
     assert reshard.compare(tmp_path / "c", b).hint == ""
 
@@ -332,7 +369,7 @@ def test_many_names_of_one_side_are_one_line(say, tmp_path) -> None:
 
     lines = say("diff", a, b, "--html", tmp_path / "page.html").out.splitlines()
     grouped = f"optim.state.*: 4 names, such as 'optim.state.layers.0.w.exp_avg': only in {a}"
-    assert lines[:-2] == [
+    assert lines[:-1] == [
         "different: 6 names only on one side",
         f"{a} and {b}: 2 tensors in common",
         f"·  {grouped}",
@@ -416,7 +453,7 @@ def test_unread_reads_what_has_no_fingerprints(say, checkpoint, tmp_path) -> Non
 def test_a_verdict_of_the_same_says_what_was_not_compared(say, tmp_path) -> None:
     for name, value in {"a": {"n": 1, "e": {}, "l": [1, 2]}, "b": {"n": 1.0, "l": (1, 2)}, "c": {"n": True}}.items():
         reshard.save(value, tmp_path / name)
-    note = "note  not compared: types of containers, or 1 with 1.0\n"
+    note = "note  types of containers are not compared, and 1 equals 1.0\n"
 
     said = say("diff", tmp_path / "a", tmp_path / "b")
     assert said.code == 0
@@ -425,6 +462,10 @@ def test_a_verdict_of_the_same_says_what_was_not_compared(say, tmp_path) -> None
     assert said.code == 1
     assert "'n': 1 in " in said.out
     assert said.out.endswith(note)
+    for name in "de":
+        reshard.save({"model": {"w": torch.ones(2)}}, tmp_path / name)
+    assert "note" not in say("diff", tmp_path / "d", tmp_path / "e").out
+    assert "such as 1e-3, and other dtypes." in " ".join(say("diff", "--help").out.split())
 
 
 def test_diff_tells_the_first_element(say, checkpoint, other) -> None:
@@ -501,7 +542,7 @@ def test_the_text_of_a_comparison_says_what_was_compared(tmp_path) -> None:
     text = str(reshard.compare(tmp_path / "a", tmp_path / "b"))
 
     assert (
-        "  covered: names, shapes, dtypes, and objects compared, not types of containers, or 1 with 1.0; 0 B of 8 B of"
+        "  covered: names, shapes, dtypes, and objects compared (not types of containers; 1 equals 1.0); 0 B of 8 B of"
         in text
     )
     assert "metadata" not in text

@@ -178,7 +178,7 @@ def test_tensors_that_are_not_supported_are_no_damage(
     assert same(checkpoint["a"][...], torch.ones(2))
     assert isinstance(checkpoint.objects["m.t"], Record)
     assert report.ok, report
-    assert re.search(f"1 object cannot be read: 'm.t' is {said}$", checkpoint.warnings[0])
+    assert re.search(f"^'m.t' cannot be read: {said}$", checkpoint.warnings[0])
     with pytest.raises(KeyMismatchError, match=rf"m\.t   \(saved as {said}, but the target has a tensor"):
         reshard.load({"a": torch.zeros(2), "m": {"t": torch.zeros(3)}}, file)
     with pytest.raises(KeyMismatchError, match=f": saved as {said}"):

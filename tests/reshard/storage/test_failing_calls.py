@@ -15,6 +15,7 @@ from reshard.errors import ReshardError, StorageError
 from reshard.storage import LocalStorage
 from tests.faulty import FileCalls
 from tests.same import same
+from tests.states import in_files_of
 
 STATE: dict[str, Any] = {"w": torch.arange(280_000.0).reshape(700, 400), "b": torch.ones(7), "steps": 3, "lr": [0.1]}
 SOURCES = ("native", "dcp", "safetensors", "torch_save")
@@ -28,7 +29,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = {format: folder / format for format in SOURCES} | {"torch_save": folder / "torch_save" / "c.pt"}
     reshard.save(STATE, made["native"])
     for format in SOURCES[1:]:
-        reshard.convert(made["native"], made[format], format=format, max_shard_bytes=1_000_000)
+        reshard.convert(made["native"], made[format], format=format, **in_files_of(1_000_000, format))
     return made
 
 
