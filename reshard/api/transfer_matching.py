@@ -523,6 +523,6 @@ def check_replicas(source: TransferSide, before: StateLayout, group: Group, *, o
     Raises KeyMismatchError, on every rank, if they differ.
     """
     copied = {key for key, layout in before.items() if int(layout.numels().sum()) > layout.spec.numel}
-    mine = {k: t for k, t in source.state.tensors.items() if k in copied and k not in source.layouts}
+    mine = {k: t for k, t in source.state.tensors.items() if k in copied}
     if copied:
         agree_on_values(mine, {}, group, before, check_replicas=True, on_device=on_device)

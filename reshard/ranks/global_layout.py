@@ -7,6 +7,7 @@ were lists of different lengths put together key by key, a rank would get back w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -189,6 +190,11 @@ def _stack(key: str, forms: list[Form]) -> Form:
             name = "replica" if "replica" not in products[0].mesh.names else "replica_of_mesh"
             mesh = Mesh([(name, len(products)), *products[0].mesh.axes], ranks)
             return ProductForm.make(mesh, (Replicate(), *products[0].placements))
+    listed = [form.boxes for form in forms if isinstance(form, BoxesForm)]
+    if len(listed) == len(forms) and len({tuple(its for _, its in one) for one in listed}) == 1:
+        boxes = dict(itertools.chain(*listed))  # FSDP1's hybrid sharding
+        if len(boxes) == len(forms) * len(listed[0]):
+            return BoxesForm.make(boxes)
     shown = "; ".join(map(str, forms[:4]))
     raise LayoutError(f"tensor {key!r} is placed differently on different ranks: {shown}")
 

@@ -12,7 +12,7 @@ import msgspec
 import torch
 import xxhash
 
-from planners.geometry.layout import ProductForm, StateLayout, TensorLayout, TensorSpec
+from planners.geometry.layout import FlatForm, ProductForm, StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Replicate
 from reshard.errors import FormatError, KeyMismatchError, LayoutError, format_names, format_ranks
 from reshard.live.dtypes import as_array, row_major_bytes
@@ -338,7 +338,7 @@ class DigestTable:
         for key, digest in table.objects.items():
             table._add(key, digest)
         rank = group.job_rank
-        copies = {key: _replicas(tensor, rank, group.world_size) for key, tensor in tensors.items()}
+        copies = {key: _replicas(tensor, rank, group.world_size, layout.get(key)) for key, tensor in tensors.items()}
         local = {name: t for of in copies.values() for name, t in of.items()}
         if on_device:
             found = partials((t, None, None) for t in local.values())
@@ -417,17 +417,25 @@ def _holders(form: ProductForm, rank: int) -> tuple[bytes, int]:
     return xxhash.xxh3_64_digest(f"{form.mesh} {copied} {place}".encode()), count
 
 
-def _replicas(tensor: LiveTensor, rank: int, world_size: int) -> dict[str, torch.Tensor]:
-    """The local tensors that other ranks may hold, too, each under a name of its elements."""
+def _replicas(
+    tensor: LiveTensor,
+    rank: int,
+    world_size: int,
+    layout: TensorLayout | None,
+) -> dict[str, torch.Tensor]:
+    """The local tensors that other ranks may hold, too, each under a name of its elements. `layout`: of all ranks."""
     if tensor.is_meta:
         return {}
-    if not tensor.is_sharded:
+    if layout is None and not tensor.is_sharded:
         return {tensor.key: tensor.value}
-    form = tensor.form
+    form = tensor.form if layout is None or tensor.is_sharded else layout.form
     if not isinstance(form, ProductForm):
-        return {}
-    copied = any(isinstance(placement, Replicate) for placement in form.placements)
-    if not copied and form.mesh.size == world_size:
+        is_copied = layout is not None and layout.numels().sum() > layout.spec.numel
+    else:
+        is_copied = form.mesh.size != world_size or any(isinstance(one, Replicate) for one in form.placements)
+    if not is_copied:
         return {}  # no other rank holds any of it
-    parts = form.parts(tensor.spec.shape, rank)
-    return {f"{tensor.key}\0{part.dims}": t for t, part in zip(tensor.local, parts) if t.numel()}
+    held = [f"{part.dims}" for part in form.parts(tensor.spec.shape, rank)]
+    if isinstance(form, FlatForm):
+        held = ["".join(held)]
+    return {f"{tensor.key}\0{dims}": t for t, dims in zip(tensor.local, held) if t.numel()}

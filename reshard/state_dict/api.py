@@ -260,12 +260,7 @@ def _model_state(live: LiveModel, submodules: Iterable[nn.Module] | None, option
         }
         state = {name: value for name, value in state.items() if name not in frozen and not part_of(name, frozen)}
     if submodules:
-        state = {
-            _short(name, p, options): state[name]
-            for p in live.prefixes(submodules)
-            for name in state
-            if name.startswith(p)
-        }
+        state = {short: state[name] for short, name in _of_modules(live, submodules, state, options).items()}
     return state
 
 
@@ -277,8 +272,7 @@ def _optimizer_state(
     offered = initial_state(live) if options.in_chunks and not submodules else {}
     whole["state"].update(offered)
     if submodules:
-        prefixes = live.live.prefixes(submodules)
-        short = {n: _short(n, p, options) for p in prefixes for n in live.by_name if n.startswith(p)}
+        short = {name: short for short, name in _of_modules(live.live, submodules, live.by_name, options).items()}
         cold = {short[name]: one for name, one in cold.items() if name in short}
         whole = {
             "state": {short[name]: value for name, value in whole["state"].items() if name in short},
@@ -339,8 +333,20 @@ def _awaiting(
     return {**state, "state": LazyOptimizerState(state["state"], parameters, offered, has_own=has_own)}
 
 
-def _short(name: str, prefix: str, options: StateDictOptions) -> str:
-    return name if options.keep_submodule_prefixes else name.removeprefix(prefix)
+def _of_modules(
+    live: LiveModel, modules: Iterable[nn.Module], names: Iterable[str], options: StateDictOptions
+) -> dict[str, str]:
+    """Return the names that belong to some modules, by the names to return."""
+    found: dict[str, str] = {}
+    pairs = ((prefix, name) for prefix in live.prefixes(modules) for name in names if name.startswith(prefix))
+    for prefix, name in pairs:
+        short = name if options.keep_submodule_prefixes else name.removeprefix(prefix)
+        if (other := found.setdefault(short, name)) != name:
+            raise NormalizationError(
+                f"{other!r} and {name!r} would both be called {short!r}: get one submodule at a time, or pass "
+                "keep_submodule_prefixes=True"
+            )
+    return found
 
 
 def _by_name(live: LiveModel, given: Mapping[Any, Any]) -> Mapping[str, Any]:

@@ -154,7 +154,7 @@ class ContentsBuilder:
 
     def claim(self, path: KeyPath, key: str = "") -> str:
         """Return the key of what is at `path`. Raises FormatError if something else has it."""
-        key = key or key_of(path) or "tensor"
+        key = key or (key_of(path) if path else "tensor")
         if key in self.paths:
             raise FormatError(f"{self._where}: two values have the key {key!r}")
         self.paths[key] = path

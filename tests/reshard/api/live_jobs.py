@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 import reshard
-from planners import BlockShard, Box, Mesh, Shard as PlannedShard, TensorLayout, TensorSpec, View, concat
+from planners import BlockShard, Box, Mesh, Replicate, Shard as PlannedShard, TensorLayout, TensorSpec, View, concat
 from reshard.errors import RankFailedError, ReshardError
 from reshard.execute.exchange import Waiter
 from reshard.mapping import Concat, Mapping, Rename
@@ -305,6 +305,14 @@ def refusals_job() -> dict[str, Any]:
         "an option out of range": ({"w": rows(w)}, {"w": fresh()}, {"max_inflight_bytes": 10}),
         "a policy that is not known": ({"w": rows(w)}, {"w": fresh()}, {"dtype_policy": "guess"}),
         "replicas that have drifted": ({"w": w + odd}, {"w": fresh()}, {}),
+        **{
+            f"shards that have drifted, {form}": ({"w": local}, {"w": fresh()}, {"source_layouts": {"w": layout}})
+            for form, local, layout in (
+                ("on a mesh", w + odd, TensorLayout(spec, Mesh({"dp": world}), [Replicate()])),
+                ("boxes", w + odd, TensorLayout.from_boxes(spec, {r: [Box((0, 0), (8, 5))] for r in range(world)})),
+                ("flat", w.view(-1) + odd, TensorLayout.from_flat_ranges(spec, dict.fromkeys(range(world), (0, 40)))),
+            )
+        },
         "values that differ": ({"w": rows(w), "lr": rank}, {"w": fresh(), "lr": -1}, {}),
         "a tensor for a number": ({"w": rows(w)}, {"w": 3.0}, {}),
         "a number for a tensor": ({"w": 3.0}, {"w": fresh()}, {}),

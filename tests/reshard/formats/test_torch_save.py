@@ -126,6 +126,16 @@ class Settings:
         return Settings, (), {"rate": 2}
 
 
+def test_an_empty_key_is_no_lone_tensor(tmp_path: Path) -> None:
+    state = {"": torch.ones(2), "tensor": torch.zeros(3)}
+    torch.save(state, tmp_path / "both.pt")
+    torch.save({"": torch.zeros(3)}, tmp_path / "empty.pt")
+    torch.save({"tensor": torch.zeros(3)}, tmp_path / "other.pt")
+
+    check_all(reshard.open(tmp_path / "both.pt"), state)
+    assert not reshard.compare(tmp_path / "empty.pt", tmp_path / "other.pt").ok
+
+
 def test_objects_of_unknown_classes_are_records_and_said_so(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "settings": Settings(), "more": {"deep": [Settings()]}}, tmp_path / "x.pt")
 

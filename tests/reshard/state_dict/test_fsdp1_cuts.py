@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 import reshard
 import reshard.dcp.state_dict as ours
-from reshard.errors import LayoutError, NormalizationError
+from reshard.errors import KeyMismatchError, LayoutError, NormalizationError
 from reshard.live.fsdp1 import FlatCut
 from tests import gloo
 from tests.torch_releases import requires
@@ -180,6 +180,32 @@ def test_what_lies_across_rows_is_for_those_who_read_where_it_lies(tmp_path: Any
     for refused in gloo.run(run_as_it_lies, 2, str(tmp_path)):
         assert "silent" not in refused, refused
         assert refused == ["AssertionError", "LayoutError", "NotImplementedError", "LayoutError"]
+
+
+def saves_replicas(folder: str) -> str:
+    warnings.simplefilter("ignore")
+    for original in (True, False):
+        saved = trained(0, "hybrid", original)
+        path = f"{folder}/{original}"
+        reshard.save(dict(zip(("model", "optim"), reshard.get_state_dict(*saved))), path)
+        for mesh in ("hybrid", ""):
+            again, fresh = build(1, mesh, original)
+            state = dict(zip(("model", "optim"), reshard.get_state_dict(again, fresh)))
+            assert reshard.load(state, path).ok
+            reshard.set_state_dict(again, fresh, model_state_dict=state["model"], optim_state_dict=state["optim"])
+            whole = reshard.StateDictOptions(full_state_dict=True)
+            for one, other in zip(*(reshard.get_state_dict(*each, options=whole) for each in (saved, (again, fresh)))):
+                same(one.get("state", one), other.get("state", other), f"{mesh} {original}")
+    if dist.get_rank() == 3:
+        next(p for p in saved[0].parameters() if p.numel()).data[0] += 1
+    with pytest.raises(KeyMismatchError, match="rank 1 / rank 3") as told:
+        reshard.save(reshard.get_model_state_dict(saved[0]), path)
+    return str(told.value)
+
+
+@pytest.mark.gloo
+def test_replicas_of_what_lies_across_rows_are_saved_once_and_compared(tmp_path: Any) -> None:
+    assert len(set(gloo.run(saves_replicas, 4, str(tmp_path)))) == 1
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 3), (5, 2, 2), (1, 7), (0, 3)])

@@ -421,6 +421,21 @@ def test_submodules_and_the_form_by_module() -> None:
     assert torch.equal(target.layers[1].up.weight, part["layers.1.up.weight"])
 
 
+def test_submodules_that_have_a_name_in_common_are_refused_without_prefixes() -> None:
+    model = zoo.make(0)
+    optimizer = zoo.OPTIMIZERS["adamw"](model.parameters())
+    zoo.train(model, optimizer)
+    both, options = {model.layers[0], model.layers[1]}, StateDictOptions(keep_submodule_prefixes=False)
+    for get in (
+        lambda: get_model_state_dict(model, submodules=both, options=options),
+        lambda: get_optimizer_state_dict(model, optimizer, submodules=both, options=options),
+    ):
+        with pytest.raises(NormalizationError, match=r"'layers\.0\.(.*)' and 'layers\.1\.\1' .* called '\1'"):
+            get()
+    nested = get_model_state_dict(model, submodules={model.layers[0], model.layers[0].up}, options=options)
+    assert nested["up.weight"] is nested["weight"]
+
+
 def test_options_of_torch_are_understood_and_results_are_alike() -> None:
     model = zoo.make(0, tied=True)
     optimizer = zoo.OPTIMIZERS["adamw"](model.parameters())
