@@ -14,6 +14,7 @@ from planners.geometry.box import Box, Shape
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.format import Format, Writing, at_top, check_index, not_opened, read_index
+from reshard.live.tree import empty_sequences
 from reshard.native.manifest import HF_INDEX, is_generation
 from reshard.storage.base import Storage
 from reshard.stored.checksums import NO_CHECKSUMS
@@ -322,7 +323,8 @@ class SafetensorsWriter(FormatWriter):
             )
             for number, group in enumerate(groups, 1)
         )
-        self.left_out += (*contents.per_rank, *contents.objects)
+        empty = empty_sequences(contents.containers, contents.paths.values())
+        self.left_out += (*contents.per_rank, *contents.objects, *empty)
 
     def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
         """Stream one file."""

@@ -119,6 +119,17 @@ def test_values_of_each_rank_have_no_canonical_names(tmp_path: Path) -> None:
     assert not report.omitted, "only the model was asked for"
 
 
+def test_an_empty_list_is_a_value_and_the_report_names_it_where_it_is_lost(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "none": [], "deep": [torch.ones(1), (), {}], "x": 3}
+    reshard.save(state, tmp_path / "saved")
+    report = reshard.convert(tmp_path / "saved", tmp_path / "c", format="safetensors")
+    assert set(report.omitted) == {"none", "deep.1", "x"}
+    assert {one.fqn for one in reshard.compare(tmp_path / "saved", tmp_path / "c").findings} == {*report.omitted}
+    for format in ("dcp", "torch_save"):
+        assert not reshard.convert(tmp_path / "saved", place(tmp_path, format), format=format).omitted
+        assert reshard.compare(tmp_path / "saved", place(tmp_path, format)).ok
+
+
 @pytest.fixture(params=["a new process", "accelerate's"])
 def _allowed_globals(request: pytest.FixtureRequest) -> Iterator[None]:
     """accelerate lets torch.load(weights_only=True) take arrays; whoever gets the file may not have done so."""
