@@ -23,7 +23,7 @@ from reshard.state_dict import (
     set_state_dict,
 )
 from tests.reshard.state_dict import zoo
-from tests.same import assert_same
+from tests.same import assert_same, same
 
 LENIENT = StateDictOptions(strict=False)
 
@@ -539,3 +539,19 @@ def test_a_model_is_not_set_from_lazy_tensors(tmp_path: Path) -> None:
     ):
         set_model_state_dict(model, state)
     set_model_state_dict(model, {name: tensor[...] for name, tensor in state.items()})
+
+
+def test_a_buffer_with_several_elements_at_one_address_is_refused_before_anything_is_written() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.register_buffer("mask", torch.ones(1, 3).expand(2, 3))
+    model.register_buffer("one", torch.ones(1, 1).expand(1, 1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    given = {name: value + 5 for name, value in reshard.get_model_state_dict(model).items()}
+
+    with pytest.raises(KeyMismatchError, match=r"mask: has several elements at one memory address in the model"):
+        reshard.set_model_state_dict(model, given)
+
+    assert same(before, model.state_dict())
+    model.mask = model.mask.clone()
+    reshard.set_model_state_dict(model, given)
+    assert same(given, model.state_dict())
