@@ -426,7 +426,7 @@ def _replicas(
     """The local tensors that other ranks may hold, too, each under a name of its elements. `layout`: of all ranks."""
     if tensor.is_meta:
         return {}
-    if layout is None and not tensor.is_sharded:
+    if not tensor.is_sharded and (layout is None or layout.form == tensor.form):
         return {tensor.key: tensor.value}
     form = tensor.form if layout is None or tensor.is_sharded else layout.form
     if not isinstance(form, ProductForm):
