@@ -12,7 +12,7 @@ import msgspec
 import torch
 import xxhash
 
-from planners.geometry.layout import FlatForm, ProductForm, StateLayout, TensorLayout, TensorSpec
+from planners.geometry.layout import ProductForm, StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Replicate
 from reshard.errors import FormatError, KeyMismatchError, LayoutError, format_names, format_ranks
 from reshard.live.dtypes import as_array, row_major_bytes
@@ -428,14 +428,15 @@ def _replicas(
         return {}
     if not tensor.is_sharded and (layout is None or layout.form == tensor.form):
         return {tensor.key: tensor.value}
-    form = tensor.form if layout is None or tensor.is_sharded else layout.form
+    its = tensor if layout is None or tensor.is_sharded else layout
+    form = its.form
     if not isinstance(form, ProductForm):
         is_copied = layout is not None and layout.numels().sum() > layout.spec.numel
     else:
         is_copied = form.mesh.size != world_size or any(isinstance(one, Replicate) for one in form.placements)
     if not is_copied:
         return {}  # no other rank holds any of it
-    held = [f"{part.dims}" for part in form.parts(tensor.spec.shape, rank)]
-    if isinstance(form, FlatForm):
+    held = [f"{part.dims}" for part in form.parts(its.spec.shape, rank)]
+    if len(tensor.local) == 1:  # of flat ranges, there are several parts
         held = ["".join(held)]
     return {f"{tensor.key}\0{dims}": t for t, dims in zip(tensor.local, held) if t.numel()}

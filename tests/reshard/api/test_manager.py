@@ -987,12 +987,13 @@ def test_a_file_or_nothing_in_place_of_the_folder_of_a_run_is_refused(tmp_path: 
     for call in (
         reshard.steps,
         reshard.latest_complete,
-        partial(reshard.prune, keep_last=2),
         partial(reshard.CheckpointManager, every=Every(steps=1)),
         partial(reshard.CheckpointManager, read_only=True),
     ):
         with pytest.raises(StorageError, match=r"a\.pt is a file: pass a folder$"):
             call(tmp_path / "a.pt")
+    with pytest.raises(OptionError, match=r"a\.pt is a checkpoint, not the folder of a run: pass the folder above it$"):
+        reshard.prune(tmp_path / "a.pt", keep_last=2)
     with pytest.raises(CheckpointNotFoundError, match=r"there is nothing at .*/nowhere"):
         reshard.prune(tmp_path / "nowhere", keep_last=2)
     (tmp_path / "empty").mkdir()
