@@ -431,7 +431,7 @@ def open(path: StoragePath, *, step: int | None = None, check: bool = True) -> C
         step: which checkpoint of a run, by the number in its folder's name: `step-10`, `checkpoint-10`, `10`, ...
             Default: the newest complete one.
         check: compare tensor data with checksums when it is read, and raise an error if it changed. False: do not
-            compare, to recover data from a damaged checkpoint.
+            compare, to recover data from a damaged checkpoint: of a native one, also what is left of a truncated file.
 
     Raises:
         CheckpointNotFoundError: there is nothing at `path`, the run has no such step, or no step is complete.
