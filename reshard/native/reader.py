@@ -146,7 +146,9 @@ def look_for_files(
     refuse: Callable[[CorruptCheckpointError], None],
     share: Share = ALL,
 ) -> None:
-    """Check that data files and their checksums exist, with the lengths in the manifest unless checks are off.
+    """Check that data files and their checksums exist with the lengths in the manifest.
+
+    With checks off, files may have other lengths.
 
     Args:
         names: sizes of what was listed, by name; where only the top was, it has folders, with a slash behind.
@@ -397,7 +399,8 @@ def _source(
 
 def _header(source_of: Callable[[str], FileSource], records: Mapping[str, FileRecord], file: str) -> dict[str, _Place]:
     record, source = records[file], source_of(file)
-    if (found := source.nbytes) != record.nbytes and source.checking.enabled:  # another rank may have looked for it
+    if (found := source.nbytes) != record.nbytes and source.checking.enabled:
+        # another rank may have been the one to look for it
         raise _of_wrong_length(source.storage, file, record.nbytes, found)
     check_inside(source.storage, file)
     return _read_offsets(source, record.header_bytes)
