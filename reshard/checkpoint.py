@@ -111,9 +111,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self.run = os.fspath(asked) if asked is not None and os.fspath(asked) != url else ""
         """The folder of the run in which it was found; empty where it was opened by its own
         path."""
+        # how it was made from what is at `url`: by which mappings and hints; empty if it is that itself
         self.made = ""
-        """How it was made from what is at `url`: by which mappings and hints; empty if it is that
-        itself."""
 
     def __getitem__(self, name: str) -> LazyTensor:
         """Raises KeyMismatchError, naming similar keys, if there is no such tensor."""
@@ -432,6 +431,8 @@ def open(path: StoragePath, *, step: int | None = None, check: bool = True) -> C
             Default: the newest complete one.
         check: compare tensor data with checksums when it is read, and raise an error if it changed. False: do not
             compare, to recover data from a damaged checkpoint.
+            In a native one, data files may then be truncated:
+            only tensors beyond their ends cannot be read.
 
     Raises:
         CheckpointNotFoundError: there is nothing at `path`, the run has no such step, or no step is complete.

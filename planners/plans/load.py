@@ -296,20 +296,21 @@ def _unfit(
         view = views.get(fqn)
         if view is not None and (differs := _difference(view.spec, spec, allow_cast)):
             yield fqn, f"is made by a view {differs}"
+        user = "target" if view is None else "view"
         for source in (spec,) if view is None else view.sources:
             what, other = "is" if view is None else f"takes from {source.fqn!r}, which is", specs.get(source.fqn)
             if other is None:
                 yield fqn, f"{what} not saved{did_you_mean(source.fqn, saved) if hints > 0 else ''}"
                 hints -= 1
-            elif differs := _difference(other, source, allow_cast and view is None):
+            elif differs := _difference(other, source, allow_cast and view is None, user):
                 yield fqn, f"{what} saved {differs}"
 
 
-def _difference(given: TensorSpec, meant: TensorSpec, allow_cast: bool) -> str:
+def _difference(given: TensorSpec, meant: TensorSpec, allow_cast: bool, user: str = "target") -> str:
     """Return in what a tensor is not what it is meant to be; "" if it is."""
     if given.shape != meant.shape:
-        return f"with shape {given.shape}, but wanted with {meant.shape}"
-    return "" if given.dtype == meant.dtype or allow_cast else f"as {given.dtype}, but wanted as {meant.dtype}"
+        return f"with shape {list(given.shape)}, but the {user} has {list(meant.shape)}"
+    return "" if given.dtype == meant.dtype or allow_cast else f"as {given.dtype}, but the {user} has {meant.dtype}"
 
 
 def _geometry_findings(plan: LoadPlan, fqn: str) -> Iterator[Finding]:

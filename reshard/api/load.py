@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch.distributed as dist
 
+from planners.findings import in_groups
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.plans.load import ReadItem, plan_reads
-from planners.plans.plan import verify
 from planners.units import format_bytes, format_count
 from reshard.api.load_matching import KeyMatch, gather_mismatches, match_keys
 from reshard.api.options import DtypePolicy, LoadOptions, Mode, ReadOnce
@@ -83,14 +83,14 @@ def load(
     Tensors, sharded tensors, and dicts are filled in place. Meta tensors and all other values are replaced there. A
     dict without tensors gets the saved keys. An optimizer without state gets it: load into the dict from
     `get_state_dict`. Before the first write, reshard proves the plan, checks that every byte range exists, and verifies
-    the blocks that a rank reads for itself. Data for several ranks, or from an object store, is verified as it arrives.
+    the blocks that a rank reads for itself. Data that ranks share, or of an object store, is verified as it arrives.
 
     Args:
         state_dict: what to fill: nested dicts and lists of tensors, sharded in any way, and plain values.
         path: a folder, file, URL, `Storage`, or open `Checkpoint`: the same save on all ranks that share tensors.
         strict: True or "strict": missing and unexpected keys are errors. "subset": unexpected keys are only reported.
-            False or "partial": both are only reported. Values of another kind are always an error. A mapping of globs
-            to these words sets the mode by key: the first glob that matches counts; other keys are strict.
+            False or "partial": both are only reported. A tensor for a list or text, or the reverse, is always an error.
+            A mapping of globs to these words sets the mode by key: the first match counts; other keys are strict.
         dtype_policy: "error": another dtype is an error. "cast": elements are converted if no fractions are lost;
             `overflowed` counts those that the target's dtype cannot hold. "saved": the target gets the saved dtype.
         mapping: {key in `state_dict`: key in the checkpoint} for keys that differ, or a `reshard.mapping.Mapping`.
@@ -371,7 +371,8 @@ def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, sh
     plan = plan_reads(StateLayout(saved), StateLayout(wanted, world))
     if any(plan.findings()):
         raise CorruptCheckpointError(
-            f"{checkpoint.url} does not contain each element of the target exactly once: {verify(plan)}"
+            f"{checkpoint.url} lacks elements that the target needs, or has some twice: "
+            f"{'; '.join(in_groups(plan.findings()))}"
         )
     items = plan.items(rank)
     if dry_run:

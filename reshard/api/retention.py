@@ -154,11 +154,12 @@ def steps(folder: AnyPath) -> list[Step]:
 
 @renamed()
 def latest_complete(folder: AnyPath) -> str | None:
-    """Return the path of the newest complete checkpoint of the run in `folder`, in any format, or None:
-    the step that `reshard.open` chooses, and the newest complete one of `reshard.steps`. If no name
-    has a step number, it is the native checkpoint at or directly below `folder` whose save began
-    last; `reshard.open` does not choose among these. A folder that does not exist has none, as
-    before the first save of a run.
+    """Return the path of the newest complete checkpoint of a run, in any format, or None.
+
+    That is the complete one with the highest step, which `reshard.open` chooses.
+    If no name has a step number, it is the native checkpoint at or directly below `folder`
+    whose save began last; `reshard.open` does not choose among these. A folder that does
+    not exist has none.
 
     A checkpoint is not complete if its manifest is missing or damaged, or if one of its files is
     missing or truncated, as far as its format records names and sizes of files. Contents are not

@@ -122,8 +122,8 @@ class PendingSave(Generic[T]):
     def __init__(self, future: Future[T]) -> None:
         self._future = future
         self._pid = os.getpid()
-        self.is_known = False
-        """Whether the caller knows how it ended: the next save need not report it."""
+        # whether the caller knows how it ended: the next save need not report it
+        self._is_known = False
 
     @renamed(timeout_s="timeout")
     def result(self, timeout: float | None = None) -> T:
@@ -161,7 +161,7 @@ class PendingSave(Generic[T]):
             raise TimeoutError(f"the save is still in progress after {timeout} s") from None
         finally:
             if self.done():
-                self.is_known = True
+                self._is_known = True
                 background_saves.forget_background_save(self._future)
 
     def __repr__(self) -> str:

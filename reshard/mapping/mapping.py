@@ -118,8 +118,7 @@ class Mapping:
                 ". A value that is no tensor is renamed or dropped only by its full name" if self.names(objects) else ""
             )
             raise KeyMismatchError(
-                f"the mapping matches no name in {state.url}, such as {[*names, *objects][0]!r}: it is probably for "
-                f"other names{hint}"
+                f"no rule of the mapping matches a name in {state.url}, such as {[*names, *objects][0]!r}{hint}"
             )
 
     def __eq__(self, other: object) -> bool:

@@ -225,8 +225,8 @@ class Split(Rule):
 class Stack(Rule):
     """Stacks tensors that `over` numbers along a new dim `dim`, such as experts or layers.
 
-    Experts that received no token have no optimizer state, but a stack has a value for every element. It can then only
-    be built with `fill`, the value for missing states: optimizers begin with 0. The step is that of the other experts.
+    An expert that received no token has no optimizer state. If one has none, pass `fill=`,
+    the value of its elements: optimizers begin with 0. The step is that of the other experts.
     """
 
     dim: int

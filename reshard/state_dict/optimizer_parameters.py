@@ -146,8 +146,11 @@ def _none_of_this_model(optimizers: Sequence[Optimizer]) -> str:
 def as_optimizers(given: Any) -> tuple[Optimizer, ...]:
     """One optimizer or several, as a tuple; raises NormalizationError for anything else."""
     found = (given,) if hasattr(given, "param_groups") else tuple(given) if isinstance(given, Iterable) else None
-    if found is None or not all(hasattr(one, "param_groups") for one in found):
-        raise NormalizationError(f"optimizers must be an optimizer or several, got {type(given).__name__}")
+    wrong = [one for one in found or () if not hasattr(one, "param_groups")]
+    if found is None or wrong:
+        got = type(given).__name__
+        got = f"a {got} with {type(wrong[0]).__name__}" if wrong else got
+        raise NormalizationError(f"optimizers must be an optimizer or a list of optimizers, got {got}")
     return found
 
 

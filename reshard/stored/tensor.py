@@ -250,8 +250,9 @@ def check_cover(tensor: StoredTensor, region: Box | None = None) -> None:
             "checkpoint does not say which is right"
         )
     raise CorruptCheckpointError(
-        f"tensor {tensor.fqn!r} of shape {list(tensor.spec.shape)}: elements {_hole(wanted, boxes, element)} are in no "
-        f"file of the checkpoint ({len(tensor.chunks)} chunks are): a file, or the part of a rank, is missing"
+        f"tensor {tensor.fqn!r} of shape {list(tensor.spec.shape)}: "
+        "no file of the checkpoint has elements "
+        f"{str(_hole(wanted, boxes, element)).removeprefix('Box')}: a file, or the part of a rank, is missing"
     )
 
 

@@ -103,6 +103,25 @@ def test_a_file_of_another_length(path, change, suffix):
     assert len([finding for finding in findings if finding.fqn is None]) == 1  # the file; others are of its tensors
 
 
+def test_unchecked_what_is_left_of_a_truncated_file_can_be_read(tmp_path):
+    path = tmp_path / "c"
+    reshard.save({"a": torch.arange(100.0), "b": torch.arange(1000.0)}, path)
+    (file,) = data_files(path)
+    file.write_bytes(file.read_bytes()[:-10])
+    found, target = reshard.open(path, check=False), {"a": torch.zeros(100)}
+
+    reshard.load(target, path, check=False, strict="subset")
+
+    assert torch.equal(found["a"][:], target["a"])
+    assert torch.equal(target["a"], torch.arange(100.0))
+    with pytest.raises(CorruptCheckpointError, match=r"'b' is outside the file"):
+        found["b"][:]
+    target = {"a": torch.zeros(100), "b": torch.zeros(1000)}
+    with pytest.raises(CorruptCheckpointError, match=r"'b' is outside the file"):
+        reshard.load(target, path, check=False)
+    assert not target["a"].any()
+
+
 def test_changed_checksums_are_told_with_the_way_out(path):
     file = next(path.rglob("*.sums"))
     file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])

@@ -239,7 +239,7 @@ def test_rules_that_match_nothing_are_named(tmp_path: Path, key: str) -> None:
     """Also where the names of the state are those of the checkpoint: such rules are for another one."""
     reshard.save({"w": torch.ones(3)}, tmp_path / "c")
     rules = reshard.mapping.Mapping([reshard.mapping.Rename("zz", "yy")])
-    words = f"the mapping matches no name in {tmp_path}/c, such as 'w': it is probably for other names"
+    words = f"no rule of the mapping matches a name in {tmp_path}/c, such as 'w'"
     with pytest.raises(KeyMismatchError, match=f"^{re.escape(words)}$"):
         reshard.load({key: torch.zeros(3)}, tmp_path / "c", mapping=rules)
     with pytest.raises(KeyMismatchError, match=f"^{re.escape(words)}$"):

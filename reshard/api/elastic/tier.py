@@ -288,7 +288,7 @@ class Tier:
     def _settle(self) -> None:
         """Collective: wait for saves in the background."""
         pending, self._pending = self._pending, None
-        if pending is not None and not pending.is_known:
+        if pending is not None and not pending._is_known:
             pending.result()
 
     def _own_wire(self, group: Group) -> dist.ProcessGroup | None:

@@ -78,7 +78,8 @@ class StepReport(Tabled):
 
     def __repr__(self) -> str:
         """One line."""
-        did = {"saving to storage": self.storage, "saving to memory": self.memory, "preempted": self.preempted}
+        saves = "saved" if self.preempted else "saving"
+        did = {f"{saves} to storage": self.storage, "saving to memory": self.memory, "preempted": self.preempted}
         did["without a metric"] = self.unranked
         words = ", ".join(f"{what} ({why})" for what, why in did.items() if why)
         return f"StepReport(step {self.step}, {words or ('saved by an earlier call' if self.is_saved else 'not due')})"
@@ -422,8 +423,7 @@ class CheckpointManager:
     ) -> RestoreReport | None:
         """Collective: load the newest complete step, from memory or storage, into `state`, in place. `state` has the
         structure that you pass to `save`; ranks and layouts may differ. Returns None, and changes nothing, if no save
-        of the run was completed. A damaged step is skipped and listed in `skipped`, and so is a newer checkpoint that
-        no manager saved.
+        of the run was completed. Damaged steps, and newer ones that no manager saved, are skipped: see `skipped`.
 
         Args:
             state: as for `save`. It is filled in place.
@@ -433,7 +433,8 @@ class CheckpointManager:
             strict, dtype_policy, mapping: as of `reshard.load`.
 
         Raises the errors of `reshard.load`, CorruptCheckpointError if no step is undamaged, and CheckpointNotFoundError
-        if the step does not exist, or all checkpoints of the run are from other tools.
+        if the step does not exist, or all checkpoints of the run are from other tools. If an object refuses its state
+        (NormalizationError: other groups), those before it are overwritten; the error names them.
         """
         self.wait()
         group = self._group()

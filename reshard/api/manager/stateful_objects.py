@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from reshard.api.options import LoadOptions
-from reshard.errors import CheckpointError, FormatError, NormalizationError, RankFailedError, ReshardError, format_names
+from reshard.errors import CheckpointError, FormatError, NormalizationError, RankFailedError, ReshardError
 from reshard.live.state import OwnState, PerRank, put_at, same_value
 from reshard.live.tensors import identity_of, is_tensor
 from reshard.live.tree import leaves_of, rebuilt
@@ -208,8 +208,8 @@ class LiveObjects:
             raise
         except Exception as error:
             raise (type(error) if isinstance(error, ReshardError) else CheckpointError)(
-                f"{name!r} refused what was saved for it, {type(error).__name__}: {error}\nAlready changed: tensors "
-                f"that the state itself holds, and objects before {name!r}: {format_names(self._done)}. Not restored: "
+                f"{name!r} could not be restored: {type(error).__name__}: {error}\nAlready overwritten: "
+                f"{', '.join(['tensors that the state itself holds', *map(repr, self._done)])}. Not restored: "
                 f"{name!r} and what follows it. To restore the rest, leave it out of the state, or give it the "
                 "settings it was saved with"
             ) from error

@@ -133,8 +133,8 @@ def test_an_error_of_an_object_says_what_was_restored_before(tmp_path: Path) -> 
         saved(tmp_path, state) as manager,
         pytest.raises(
             CheckpointError,
-            match=r"'data\.own' refused what was saved for it, ValueError: size 3 is none of mine\nAlready "
-            r"changed: tensors that the state itself holds, and objects before 'data\.own': 1 \('model'\)\. "
+            match=r"'data\.own' could not be restored: ValueError: size 3 is none of mine\nAlready "
+            r"overwritten: tensors that the state itself holds, 'model'\. "
             r"Not restored: 'data\.own' and what follows it\. To restore the rest, ",
         ),
     ):

@@ -521,3 +521,10 @@ def test_a_flat_dict_without_any_state_says_that_there_was_none() -> None:
 
     assert set_optimizer_state_dict(model, optimizer, flat).without_state == ("weight", "bias")
     assert not optimizer.state
+
+
+def test_parameters_in_place_of_optimizers_are_named():
+    model = nn.Linear(2, 2)
+
+    with pytest.raises(NormalizationError, match=r"a list of optimizers, got a list with Parameter$"):
+        reshard.get_optimizer_state_dict(model, list(model.parameters()))
