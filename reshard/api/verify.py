@@ -36,10 +36,12 @@ from reshard.stored.source import FileSource
 from reshard.stored.streaming import windows
 from reshard.stored.tensor import LazyTensor, StoredTensor
 
-__all__ = ["verify"]
+__all__ = ["UNREAD", "verify"]
 
 _SMALL_BYTES = 16 << 10
 """Pieces up to this size are summed up together: a call costs more than their bytes."""
+UNREAD = "was not read: "
+"""Begins the finding of a tensor of which only the file is known to be damaged."""
 
 
 @renamed()
@@ -167,7 +169,20 @@ def _deep_findings(
             told, named = {it.message for it in known}, {it.fqn for it in findings}
             read = _read_findings(checkpoint, opening, executor, step)
             findings += [it for it in read if (it.fqn or it.message not in told) and it.fqn not in named]
+            unread = _unread(native, lost) if native is not None else set()
+            findings = [replace(it, message=UNREAD + it.message) if it.fqn in unread else it for it in findings]
     return [*findings, *_object_findings(checkpoint)]
+
+
+def _unread(native: NativeFacts, lost: Sequence[CorruptCheckpointError]) -> set[str]:
+    """Return the tensors whose bytes are there, but whose file is not read, since it is shorter or longer than it was.
+
+    If its header is gone, nothing is known of them."""
+    beside, harmed = set[str](), set[str]()
+    for file, first, last in (place for error in lost for place in error.places):
+        harmed.update(native.arrays_at(file, first, last))
+        beside.update(native.arrays_at(file, 0, last))
+    return beside - harmed
 
 
 def _object_findings(checkpoint: Checkpoint) -> Iterator[Finding]:

@@ -35,6 +35,7 @@ from reshard.cli.show import (
     print_written,
     report_as_json,
     size,
+    some,
 )
 from reshard.errors import CorruptCheckpointError, NormalizationError
 from reshard.live.garbage_collection import gc_paused
@@ -184,16 +185,19 @@ def _print(
 
 
 def _damage(report: CompareReport) -> Iterator[str]:
-    """Yield a line for each damaged side: where, and how many tensors it kept from being compared."""
+    """Yield a line for each damaged side: where, and which tensors it kept from being compared."""
     from planners.geometry.arrays import grouped
 
-    texts = [as_given(as_given(text, report.labels[0]), report.labels[1]) for text in report.damaged.values()]
+    told = {name: as_given(as_given(text, report.labels[0]), report.labels[1]) for name, text in report.damaged.items()}
     sides = grouped(
-        (max((s for s in report.labels if text.startswith(s)), key=len, default=""), text) for text in texts
+        (max((s for s in report.labels if text.startswith(s)), key=len, default=""), name)
+        for name, text in told.items()
     )
-    for found in sides.values():
-        more = f" (the first of {len(set(found))} places)" if len(set(found)) > 1 else ""
-        yield f"{found[0]}{more}; {counted(len(found), 'tensor')} could not be compared: see --json"
+    for names in sides.values():
+        places = list(dict.fromkeys(told[name] for name in names))
+        more = f" (the first of {len(places)} places)" if len(places) > 1 else ""
+        listed = some([repr(name) for name in names], 3)
+        yield f"{places[0]}{more}; {counted(len(names), 'tensor')} could not be compared: {listed}"
 
 
 def _summary(different: Sequence[Finding]) -> str:

@@ -95,15 +95,19 @@ def verify(
 def _failure(report: Report, right: str, against: str | None) -> str:
     """Return what is wrong, and whether it is the checkpoint itself or how it compares with another."""
     from reshard.api.task_shares import is_about
+    from reshard.api.verify import UNREAD
 
     number = len(report.findings)
     if report.covered is None or against is None:
-        named = [finding.fqn for finding in report.findings if finding.fqn is not None]
-        what = counted(number, "problem")
-        if 0 < len(named) < number:
-            others = f"{counted(number - len(named), 'problem')} with files or metadata"
-            what = f"{counted(len({*named}), 'name')}, and {others}"
-        return f"damaged: {what}" + (against is not None) * f"; not compared with {against}"
+        unread = {it.fqn for it in report.findings if it.message.startswith(UNREAD)}
+        found = [finding.fqn for finding in report.findings if finding.fqn not in unread]
+        named = [fqn for fqn in found if fqn is not None]
+        what = counted(len(found), "problem")
+        if len(named) < len(found) and (named or unread):
+            others = f"{counted(len(found) - len(named), 'problem')} with files or metadata"
+            what = f"{counted(len({*named}), 'name')}, and {others}" if named else others
+        rest = f"; {counted(len(unread), 'more name')} in damaged files not read" if unread else ""
+        return f"damaged: {what}{rest}" + (against is not None) * f"; not compared with {against}"
     whole = "undamaged" if right.startswith("complete and undamaged") else "complete"
     harmed = sum(is_about(finding.message, against) for finding in report.findings)
     if harmed == number:
