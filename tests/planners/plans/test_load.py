@@ -86,7 +86,7 @@ def test_all_that_does_not_fit_is_named_at_once():
 
     with pytest.raises(LayoutMismatchError) as raised:
         plan_reads(saved, state_of(*(TensorLayout(s, "dp=1", "R") for s in others)))
-    assert "'w': is saved with shape (4, 6), but wanted with (6, 4)" in str(raised.value)
+    assert "'w': is saved with shape [4, 6], but wanted with [6, 4]" in str(raised.value)
     assert "'layers.0.wqq': is not saved: did you mean 'layers.0.wq'?" in str(raised.value)
     many = [TensorLayout(TensorSpec(f"x{i}", (2,), "float32"), "dp=1", "R") for i in range(25)]
     with pytest.raises(LayoutMismatchError) as raised:
@@ -158,10 +158,10 @@ def test_views_of_what_is_not_wanted_are_not_used():
     ("view", "message"),
     [
         (View.of(TensorSpec("gone", (4, 6), "float32")).rename("w"), "'w': takes from 'gone', which is not saved"),
-        (View.of(W)[:2], r"'w': is made by a view with shape \(2, 6\), but wanted with \(4, 6\)"),
+        (View.of(W)[:2], r"'w': is made by a view with shape \[2, 6\], but wanted with \[4, 6\]"),
         (
             View.of(TensorSpec("w", (8, 6), "float32"))[:4],
-            r"'w': takes from 'w', which is saved with shape \(4, 6\), but",
+            r"'w': takes from 'w', which is saved with shape \[4, 6\], but",
         ),
         (View.of(TensorSpec("w", (4, 6), "int32")), "is made by a view as int32, but wanted as float32"),
     ],
