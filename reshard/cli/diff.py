@@ -52,7 +52,16 @@ _Rtol = Annotated[
     typer.Option(
         metavar="X",
         min=0,
-        help="Accept this difference relative to OTHER, such as 1e-3, and other dtypes. Default: bit by bit.",
+        help="Tolerance for tensors, relative to OTHER, such as 1e-3. Also allows dtypes to differ. Plain numbers "
+        "must be equal. Default: bit by bit.",
+    ),
+]
+_Atol = Annotated[
+    float,
+    typer.Option(
+        metavar="X",
+        min=0,
+        help="Absolute tolerance for tensors, added to that of --rtol. Also allows dtypes to differ.",
     ),
 ]
 _ByFingerprint = Annotated[
@@ -66,7 +75,7 @@ def diff(
     a: Source,
     b: Annotated[str, typer.Argument(metavar="OTHER", help="The checkpoint to compare with.")],
     rtol: _Rtol = 0.0,
-    atol: Annotated[float, typer.Option(metavar="X", min=0, help="Accept this absolute difference as well.")] = 0.0,
+    atol: _Atol = 0.0,
     select: Select = None,
     normalized: Normalized = False,
     model: Model = False,
@@ -87,7 +96,7 @@ def diff(
     Reads both and compares names, shapes, dtypes, objects, and values. For each tensor that differs, prints the index
     of the first differing element, in global coordinates. --by-fingerprint is quick, but misses damage since the save.
 
-    Exits with 0 if both are the same, with 1 if they differ or one is damaged, with 3 if there is nothing to compare.
+    Exits with 0 if both are the same, 1 if they differ or one is damaged, and 3 if there is nothing to compare.
     """
     import reshard
 

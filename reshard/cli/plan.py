@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 __all__ = ["plan"]
 
 
+_From = Annotated[
+    str,
+    typer.Argument(metavar="CHECKPOINT", help="A checkpoint, layout file, or topology; or a plan, for its target."),
+]
 _Onto = Annotated[
     str,
     typer.Argument(
@@ -49,14 +53,12 @@ _AllowUnsharded = Annotated[
     bool, typer.Option("--allow-unsharded-axes", help="Accept an axis whose rules match no tensor.")
 ]
 _Json = Annotated[
-    bool, typer.Option("--json", help="Print the bytes per rank and the proof as JSON, and --items of all ranks.")
+    bool, typer.Option("--json", help="Print the bytes per rank and the proof as JSON. With --items, also the items.")
 ]
 
 
 def plan(
-    source: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, layout file, plan (its target), or topology.")
-    ],
+    source: _From,
     onto: _Onto,
     rule: Rules = None,
     select: Select = None,

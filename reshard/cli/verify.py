@@ -52,8 +52,8 @@ def verify(
     tensor exactly once. Prints how many bytes of values were verified.
 
     Exits with 1 if it is damaged, and lists the damaged files and tensors, with byte ranges where known. Also exits
-    with 1 if an undamaged checkpoint differs from --against. The first line of the output says which. In the folder of
-    a run, a newer step that lost something is damage; one that a killed save left is named.
+    with 1 if an undamaged checkpoint differs from --against. The first line of the output says which. In a run, a newer
+    step with missing files counts as damage. An incomplete step that a killed save left is only listed.
     """
     import reshard
     from reshard.formats.opening import steps_at
