@@ -279,7 +279,7 @@ def plan_reads(
         lines = in_groups(problems)
         lines[20:] = [f"and {len(lines) - 20} more"] * (len(lines) > 20)
         head = f"{len(problems)} of {len(wanted)} tensors of the target do not match the saved state:"
-        listed, told = "\n    ".join([head, *lines]), " ".join(it.message for it in problems)
+        listed, told = "\n    ".join([head, *lines]), str(problems)
         if " with shape " in told:
             listed += "\n  the shape of each tensor must be the same on both sides"
         if " not saved" in told:

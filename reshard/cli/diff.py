@@ -197,16 +197,19 @@ def _damage(report: CompareReport) -> Iterator[str]:
     """Yield a line for each damaged side: where, and which tensors it kept from being compared."""
     from planners.geometry.arrays import grouped
 
-    told = {name: as_given(as_given(text, report.labels[0]), report.labels[1]) for name, text in report.damaged.items()}
+    left, right = report.labels
+    told = {name: as_given(as_given(text, left), right) for name, text in report.damaged.items()}
     sides = grouped(
         (max((s for s in report.labels if text.startswith(s)), key=len, default=""), name)
         for name, text in told.items()
     )
     for names in sides.values():
-        places = list(dict.fromkeys(told[name] for name in names))
-        more = f" (the first of {len(places)} places)" if len(places) > 1 else ""
-        listed = some([repr(name) for name in names], 3)
-        yield f"{places[0]}{more}; {counted(len(names), 'tensor')} could not be compared: {listed}"
+        places = {told[name] for name in names}
+        more = f" (the first of {len(places)} places)" * (len(places) > 1)
+        yield (
+            f"{told[names[0]]}{more}; {counted(len(names), 'tensor')} could not be compared: "
+            f"{some(list(map(repr, names)), 3)}"
+        )
 
 
 def _summary(different: Sequence[Finding]) -> str:

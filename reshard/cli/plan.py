@@ -32,10 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["plan"]
 
 
-_From = Annotated[
-    str,
-    typer.Argument(metavar="CHECKPOINT", help="A checkpoint, layout file, or topology; or a plan, for its target."),
-]
 _Onto = Annotated[
     str,
     typer.Argument(
@@ -58,7 +54,9 @@ _Json = Annotated[
 
 
 def plan(
-    source: _From,
+    source: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, layout file, topology, or plan (its target).")
+    ],
     onto: _Onto,
     rule: Rules = None,
     select: Select = None,

@@ -99,15 +99,13 @@ def _failure(report: Report, right: str, against: str | None) -> str:
 
     number = len(report.findings)
     if report.covered is None or against is None:
-        unread = {it.fqn for it in report.findings if it.message.startswith(UNREAD)}
-        found = [finding.fqn for finding in report.findings if finding.fqn not in unread]
-        named = [fqn for fqn in found if fqn is not None]
-        what = counted(len(found), "problem")
-        if len(named) < len(found) and (named or unread):
-            others = f"{counted(len(found) - len(named), 'problem')} with files or metadata"
-            what = f"{counted(len({*named}), 'name')}, and {others}" if named else others
-        rest = f"; {counted(len(unread), 'more name')} in damaged files not read" if unread else ""
-        return f"damaged: {what}{rest}" + (against is not None) * f"; not compared with {against}"
+        found = [it.fqn for it in report.findings if not it.message.startswith(UNREAD)]
+        what, others = counted(len(found), "problem"), found.count(None)
+        if 0 < others < len(found):
+            what = f"{counted(len({*found}) - 1, 'name')}, and {counted(others, 'problem')} with files or metadata"
+        if len(found) < number:
+            what += f"; {counted(number - len(found), 'more name')} in damaged files not read"
+        return f"damaged: {what}" + (against is not None) * f"; not compared with {against}"
     whole = "undamaged" if right.startswith("complete and undamaged") else "complete"
     harmed = sum(is_about(finding.message, against) for finding in report.findings)
     if harmed == number:
