@@ -187,7 +187,7 @@ def _chunks_in_words(layout: TensorLayout) -> str:
     sizes = chunk_sizes(layout)
     if sizes is None:
         count = sum(1 for _ in layout.chunks())
-        return f"{count} chunk{'s' * (count != 1)} of any shape" if count else "empty"
+        return f"{count} irregular chunk{'s' * (count != 1)}" if count else "empty"
     return "; ".join(f"dim {dim} in {len(its)} chunks{_uneven(its)}" for dim, its in sizes) or "unsharded"
 
 

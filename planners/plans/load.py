@@ -279,8 +279,12 @@ def plan_reads(
         lines = in_groups(problems)
         lines[20:] = [f"and {len(lines) - 20} more"] * (len(lines) > 20)
         head = f"{len(problems)} of {len(wanted)} tensors of the target do not match the saved state:"
-        listed = "\n    ".join([head, *lines])
-        raise LayoutMismatchError(f"{listed}\n  fix: use the same names on both sides, or leave these out")
+        listed, told = "\n    ".join([head, *lines]), str(problems)
+        if " with shape " in told:
+            listed += "\n  the shape of each tensor must be the same on both sides"
+        if " not saved" in told:
+            listed += "\n  fix: use the same names on both sides, or leave these out"
+        raise LayoutMismatchError(listed)
     return LoadPlan(saved, wanted, views=used)
 
 

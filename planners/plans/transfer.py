@@ -343,7 +343,7 @@ def plan_transfers(
         if held is None:
             problems.append(f"no rank holds {fqn!r} before")
         elif held.shape != wanted.shape:
-            problems.append(f"{fqn!r} has shape {held.shape} before, but {wanted.shape} after")
+            problems.append(f"{fqn!r} has shape {list(held.shape)} before, but {list(wanted.shape)} after")
         elif held.dtype != wanted.dtype and not allow_cast:
             problems.append(f"{fqn!r} is {held.dtype} before, but {wanted.dtype} after (allow_cast permits that)")
     if problems:

@@ -269,7 +269,9 @@ def _steps(steps: Sequence[SavedStep]) -> str:
             f'<i class="shared" style="width:{shared:.2f}%"></i></div><small>{escape(what)}</small></td></tr>'
         )
     title = "Checkpoints of the run</h2><p>What each one wrote, and what it shares with earlier ones.</p>"
-    return _listing("steps", title, "<th>checkpoint</th><th>tensors</th><th>cost</th>", rows, len(steps))
+    return _listing(
+        "steps", title, "<th>checkpoint</th><th>tensors</th><th>bytes written, and shared</th>", rows, len(steps)
+    )
 
 
 def _files(files: Sequence[SavedFile]) -> str:

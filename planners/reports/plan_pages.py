@@ -31,7 +31,7 @@ __all__ = ["to_html"]
 
 
 _READS = """<h2 id="traffic">Bytes read, by the ranks that saved and read them</h2>
-<p>All ranks read from storage. Of several copies, that of the lowest rank counts."""
+<p>All ranks read from storage. If several ranks saved a copy, reads count for the lowest rank."""
 _SENDS = """<h2 id="traffic">Bytes sent, by the ranks that send and receive them</h2>
 <p>Copies within one rank are not counted."""
 _MAX_MATRIX = 64

@@ -229,8 +229,11 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
     if not dry_run:
         gone, done = remove_checkpoints(folder, gone, executor), "removed"
     if gone and open_storage(folder).names(LEDGER):
-        names = ", ".join(gone)
-        _log.warning("prune does not know keep= of a CheckpointManager, whose steps it %s: %s", done, names)
+        _log.warning(
+            "prune ignores the keep rules of this run's CheckpointManager: it %s %s",
+            done,
+            ", ".join(path.rpartition("/")[2] for path in gone),
+        )
     return gone
 
 

@@ -36,10 +36,12 @@ from reshard.stored.source import FileSource
 from reshard.stored.streaming import windows
 from reshard.stored.tensor import LazyTensor, StoredTensor
 
-__all__ = ["verify"]
+__all__ = ["UNREAD", "verify"]
 
 _SMALL_BYTES = 16 << 10
 """Pieces up to this size are summed up together: a call costs more than their bytes."""
+UNREAD = "was not read: "
+"""Begins the finding of a tensor of which only the file is known to be damaged."""
 
 
 @renamed()
@@ -153,7 +155,8 @@ def _deep_findings(
 ) -> list[Finding]:
     """Return what reading every byte finds beyond what is `known`."""
     lost = checkpoint.contents.checking.lost or ()
-    skipped = {name for error in lost for name, _, _ in error.places}
+    places = [place for error in lost for place in error.places]
+    skipped = {name for name, _, _ in places}
     opening = Opening.of(checkpoint) if executor is not None else None
     native = checkpoint.contents.details(NativeFacts)
     sizes = {source.name: source.nbytes for source in checkpoint.contents.files} if native is None else {}
@@ -165,7 +168,11 @@ def _deep_findings(
         if lost or not findings:  # which makes it needless to compare blocks of ours again
             opening = None if opening is None else replace(opening, check=bool(lost) or native is None)
             told, named = {it.message for it in known}, {it.fqn for it in findings}
-            read = _read_findings(checkpoint, opening, executor, step)
+            unread = set[str]()
+            if native is not None:  # of a file that is shorter or longer than it was, no tensor is read
+                harmed = {key for place in places for key in native.arrays_at(*place)}
+                unread = {key for file, _, last in places for key in native.arrays_at(file, 0, last)} - harmed
+            read = _read_findings(checkpoint, opening, executor, step, unread)
             findings += [it for it in read if (it.fqn or it.message not in told) and it.fqn not in named]
     return [*findings, *_object_findings(checkpoint)]
 
@@ -381,9 +388,10 @@ def _sums_or_errors(checkpoint: Checkpoint, summed: Collection[str], share: Shar
 
 
 def _read_findings(
-    checkpoint: Checkpoint, opening: Opening | None, executor: Executor | None, step: Phase
+    checkpoint: Checkpoint, opening: Opening | None, executor: Executor | None, step: Phase, unread: Collection[str]
 ) -> list[Finding]:
-    """Read every tensor, and compare its fingerprint with the saved one, if there is one."""
+    """Read every tensor, and compare its fingerprint with the saved one, if there is one. Files of the `unread` are
+    refused."""
     prints = checkpoint.fingerprints or {}
     totals, wrong = dict.fromkeys(checkpoint, Partial()), dict[str, str]()
 
@@ -402,7 +410,9 @@ def _read_findings(
     findings = []
     for name, tensor in checkpoint.items():
         if name in wrong:
-            findings.append(Finding(wrong[name].removeprefix(f"tensor {name!r}, "), name))
+            findings.append(
+                Finding(f"{UNREAD * (name in unread)}{wrong[name].removeprefix(f'tensor {name!r}, ')}", name)
+            )
         elif (wanted := prints.get(name)) is not None:
             digest = totals[name].digest(tensor.dtype, tensor.shape)
             if comparable(wanted, digest) and digest != wanted:

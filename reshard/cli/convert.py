@@ -62,8 +62,8 @@ _Dtype = Annotated[
     typer.Option(
         metavar="DTYPE",
         autocompletion=dtypes,
-        help="Cast floating-point tensors, such as to bfloat16. Values too large for it become inf, or "
-        "its largest number; the report counts them.",
+        help="Cast floating-point tensors, such as to bfloat16. Values out of its range become inf or its largest "
+        "number; the report counts them.",
     ),
 ]
 _MaxShard = Annotated[
@@ -188,6 +188,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def _print(report: ConvertReport, kept: list[str], is_model: bool, is_normalized: bool, as_json: bool) -> None:
+    from planners.units import format_seconds
     from reshard.checkpoint import open
     from reshard.formats.normalize import without_name
 
@@ -197,7 +198,7 @@ def _print(report: ConvertReport, kept: list[str], is_model: bool, is_normalized
         return
     screen = console()
     seconds = report.phases.seconds
-    time = f"{seconds:.1f} s, {size(report.total_bytes / max(seconds, 1e-9))}/s"
+    time = f"{format_seconds(seconds)}, {size(report.total_bytes / max(seconds, 1e-9))}/s"
     print_text(
         screen,
         f"format {report.format}: {counted(report.tensors, 'tensor')} and "

@@ -97,6 +97,8 @@ def _show_plans(screen: Console, plans: Plans) -> None:
 
 
 def _show_result(screen: Console, result: Result) -> None:
+    from planners.units import format_seconds
+
     head = f"{result.parameters:,} parameters, {size(result.total_bytes)} with AdamW"
     print_text(screen, f"\n{result.before}: {head}")
     for change in result.changes:
@@ -105,7 +107,7 @@ def _show_result(screen: Console, result: Result) -> None:
         rows = [
             ("same bits", f"{change.tensors_equal} of {change.tensors} tensors"),
             ("needed", f"{size(max(change.bytes_needed))} per rank at most"),
-            ("read", f"{change.read_per_needed:.3f} bytes per byte needed, in {change.load_s:.2f} s"),
+            ("read", f"{change.read_per_needed:.2f} × the bytes needed, in {format_seconds(change.load_s)}"),
             ("loss", f"on the same batch: {losses}, {change.loss_after:.4f} after more training"),
         ]
         print_rows(screen, rows)

@@ -108,7 +108,7 @@ class Change:
         if self.planned_bytes != self.bytes_needed:
             found.append(f"the plan said {self.planned_bytes} bytes, the load needed {self.bytes_needed}")
         if self.read_per_needed > MAX_OVER_READ:
-            found.append(f"{self.read_per_needed:.2f} bytes were read per byte needed")
+            found.append(f"{self.read_per_needed:.2f} × the bytes needed were read")
         if not abs(self.loss_loaded - loss_before) < 1e-3:  # sums in another order differ in the last digits
             found.append(f"the loss was {loss_before} before and is {self.loss_loaded} as loaded")
         if not self.loss_after < self.loss_loaded:

@@ -35,6 +35,7 @@ from reshard.cli.show import (
     print_written,
     report_as_json,
     size,
+    some,
 )
 from reshard.errors import CorruptCheckpointError, NormalizationError
 from reshard.live.garbage_collection import gc_paused
@@ -51,7 +52,16 @@ _Rtol = Annotated[
     typer.Option(
         metavar="X",
         min=0,
-        help="Accept this difference relative to OTHER, such as 1e-3, and other dtypes. Default: bit by bit.",
+        help="Tolerance for tensors, relative to OTHER, such as 1e-3. Also allows dtypes to differ. Plain numbers "
+        "must be equal. Default: bit by bit.",
+    ),
+]
+_Atol = Annotated[
+    float,
+    typer.Option(
+        metavar="X",
+        min=0,
+        help="Absolute tolerance for tensors, added to that of --rtol. Also allows dtypes to differ.",
     ),
 ]
 _ByFingerprint = Annotated[
@@ -65,7 +75,7 @@ def diff(
     a: Source,
     b: Annotated[str, typer.Argument(metavar="OTHER", help="The checkpoint to compare with.")],
     rtol: _Rtol = 0.0,
-    atol: Annotated[float, typer.Option(metavar="X", min=0, help="Accept this absolute difference as well.")] = 0.0,
+    atol: _Atol = 0.0,
     select: Select = None,
     normalized: Normalized = False,
     model: Model = False,
@@ -86,7 +96,7 @@ def diff(
     Reads both and compares names, shapes, dtypes, objects, and values. For each tensor that differs, prints the index
     of the first differing element, in global coordinates. --by-fingerprint is quick, but misses damage since the save.
 
-    Exits with 0 if both are the same, with 1 if they differ or one is damaged, with 3 if there is nothing to compare.
+    Exits with 0 if both are the same, 1 if they differ or one is damaged, and 3 if there is nothing to compare.
     """
     import reshard
 
@@ -184,16 +194,22 @@ def _print(
 
 
 def _damage(report: CompareReport) -> Iterator[str]:
-    """Yield a line for each damaged side: where, and how many tensors it kept from being compared."""
+    """Yield a line for each damaged side: where, and which tensors it kept from being compared."""
     from planners.geometry.arrays import grouped
 
-    texts = [as_given(as_given(text, report.labels[0]), report.labels[1]) for text in report.damaged.values()]
+    left, right = report.labels
+    told = {name: as_given(as_given(text, left), right) for name, text in report.damaged.items()}
     sides = grouped(
-        (max((s for s in report.labels if text.startswith(s)), key=len, default=""), text) for text in texts
+        (max((s for s in report.labels if text.startswith(s)), key=len, default=""), name)
+        for name, text in told.items()
     )
-    for found in sides.values():
-        more = f" (the first of {len(set(found))} places)" if len(set(found)) > 1 else ""
-        yield f"{found[0]}{more}; {counted(len(found), 'tensor')} could not be compared: see --json"
+    for names in sides.values():
+        places = {told[name] for name in names}
+        more = f" (the first of {len(places)} places)" * (len(places) > 1)
+        yield (
+            f"{told[names[0]]}{more}; {counted(len(names), 'tensor')} could not be compared: "
+            f"{some(list(map(repr, names)), 3)}"
+        )
 
 
 def _summary(different: Sequence[Finding]) -> str:

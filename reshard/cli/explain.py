@@ -27,7 +27,7 @@ _DRAWN_SPLITS = 1 << 20
 def explain(
     layout: Annotated[
         str,
-        typer.Argument(metavar="LAYOUT", help="A short form, as inspect and plan print it. --legend needs none."),
+        typer.Argument(metavar="LAYOUT", help="A short form, as inspect and plan print it. Not needed with --legend."),
     ] = "",
     shape: Annotated[
         str | None, typer.Option(metavar="SIZES", help="Shape of the tensor to draw, such as 4096,1024.")
@@ -40,7 +40,7 @@ def explain(
     Prints the layout in words and draws which rank holds which rows of a tensor. Without --shape, draws the
     smallest tensor that gives every rank a part. Meshes above 64 ranks need --shape.
 
-    Explains, but does not draw, placements without a mesh, as torch prints them, and topologies such as fsdp=4,tp=2.
+    Placements without a mesh, as torch prints them, and topologies, such as fsdp=4,tp=2, are explained but not drawn.
     """
     from planners.errors import PlanError
     from planners.geometry.topologies import looks_like_a_topology

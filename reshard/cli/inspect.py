@@ -39,7 +39,7 @@ _AsJson = Annotated[
     typer.Option(
         "--json",
         help="Print JSON, one entry per tensor or object. A list of plain values is one object. "
-        "ok is for the checkpoint that covers names.",
+        "`ok` refers to the checkpoint that `covers` names.",
     ),
 ]
 _Histograms = Annotated[
@@ -65,9 +65,9 @@ def inspect(
 
     Reads metadata only and executes nothing that the checkpoint contains. For a run, also lists its checkpoints.
 
-    Exits with 1 if regions of a tensor are missing or overlap, if a file is missing or too short, if
-    metadata is damaged, or if no checkpoint of a run is complete or a newer one lost files. To check values, use
-    verify.
+    Exits with 1 if a file is missing or too short, metadata is damaged, or regions of a tensor are missing or overlap.
+    For a run, also exits with 1 if no checkpoint is complete, or if one newer than the one shown lost files. To check
+    values, use verify.
     """
     if histograms and html is None:
         raise UsageError("--histograms draws on the page: add --html")

@@ -49,13 +49,13 @@ _AllowUnsharded = Annotated[
     bool, typer.Option("--allow-unsharded-axes", help="Accept an axis whose rules match no tensor.")
 ]
 _Json = Annotated[
-    bool, typer.Option("--json", help="Print the bytes per rank and the proof as JSON, and --items of all ranks.")
+    bool, typer.Option("--json", help="Print the bytes per rank and the proof as JSON. With --items, also the items.")
 ]
 
 
 def plan(
     source: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, layout file, plan (its target), or topology.")
+        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, layout file, topology, or plan (its target).")
     ],
     onto: _Onto,
     rule: Rules = None,

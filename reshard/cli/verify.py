@@ -52,8 +52,8 @@ def verify(
     tensor exactly once. Prints how many bytes of values were verified.
 
     Exits with 1 if it is damaged, and lists the damaged files and tensors, with byte ranges where known. Also exits
-    with 1 if an undamaged checkpoint differs from --against. The first line of the output says which. In the folder of
-    a run, a newer step that lost something is damage; one that a killed save left is named.
+    with 1 if an undamaged checkpoint differs from --against. The first line of the output says which. In a run, a newer
+    step with missing files counts as damage. An incomplete step that a killed save left is only listed.
     """
     import reshard
     from reshard.formats.opening import steps_at
@@ -95,14 +95,16 @@ def verify(
 def _failure(report: Report, right: str, against: str | None) -> str:
     """Return what is wrong, and whether it is the checkpoint itself or how it compares with another."""
     from reshard.api.task_shares import is_about
+    from reshard.api.verify import UNREAD
 
     number = len(report.findings)
     if report.covered is None or against is None:
-        named = [finding.fqn for finding in report.findings if finding.fqn is not None]
-        what = counted(number, "problem")
-        if 0 < len(named) < number:
-            others = f"{counted(number - len(named), 'problem')} with files or metadata"
-            what = f"{counted(len({*named}), 'name')}, and {others}"
+        found = [it.fqn for it in report.findings if not it.message.startswith(UNREAD)]
+        what, others = counted(len(found), "problem"), found.count(None)
+        if 0 < others < len(found):
+            what = f"{counted(len({*found}) - 1, 'name')}, and {counted(others, 'problem')} with files or metadata"
+        if len(found) < number:
+            what += f"; {counted(number - len(found), 'more name')} in damaged files not read"
         return f"damaged: {what}" + (against is not None) * f"; not compared with {against}"
     whole = "undamaged" if right.startswith("complete and undamaged") else "complete"
     harmed = sum(is_about(finding.message, against) for finding in report.findings)

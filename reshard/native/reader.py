@@ -292,14 +292,15 @@ class NativeFacts(Facts):
     def naming_tensors(self, error: CorruptCheckpointError) -> CorruptCheckpointError:
         """Add to an error the tensors whose bytes are missing or were changed, as far as the
         headers of files say."""
-        found = {key: place for at in error.places[:_MOST_PLACES] for key, place in self._arrays_at(*at).items()}
+        found = {key: place for at in error.places[:_MOST_PLACES] for key, place in self.arrays_at(*at).items()}
         words = [f"{key!r} (bytes [{start}, {stop}))" for key, (start, stop) in islice(found.items(), _MOST_NAMES)]
         if words:
             more = f", and {len(found) - len(words)} more" if len(found) > len(words) else ""
             error.args = (f"{error}. Tensors there: {', '.join(words)}{more}",)
         return error
 
-    def _arrays_at(self, file: str, first: int, last: int) -> dict[str, Range]:
+    def arrays_at(self, file: str, first: int, last: int) -> dict[str, Range]:
+        """Return which tensors have bytes in [first, last) of a file, and where, as far as its header says."""
         record, found = self.files.get(file), {}
         if record is not None:
             with suppress(CheckpointError):  # a header that is missing or damaged says nothing

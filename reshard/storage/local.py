@@ -282,6 +282,8 @@ class LocalStorage(Storage):
         except ReshardError:
             raise
         except OSError as error:
+            if verb == "list" and error.filename:  # it may be a folder below
+                name = os.path.relpath(error.filename, self.url)
             raise _explained(error, verb, name, self.url) from error
 
 

@@ -96,7 +96,7 @@ def test_what_has_no_mesh() -> None:
     assert told(Box((0, 0), (6, 4))) == "unsharded"
     assert told(Box((0, 0), (3, 4)), Box((3, 0), (3, 4))) == "dim 0 in 2 chunks"
     assert told(Box((0, 0), (1, 4)), Box((1, 0), (5, 4))) == "dim 0 in 2 chunks of different sizes"
-    assert told(Box((0, 0), (3, 4)), Box((3, 0), (3, 2))) == "2 chunks of any shape"
+    assert told(Box((0, 0), (3, 4)), Box((3, 0), (3, 2))) == "2 irregular chunks"
     assert in_words(TensorLayout.from_boxes(TensorSpec("w", (0, 4), "float32"), {0: []})) == "empty"
     flat = TensorLayout.from_flat_ranges(spec, {0: (0, 7), 1: (7, 24)})
     assert (in_words(flat), short_form(flat)) == ("ranges of the flattened tensor", "")

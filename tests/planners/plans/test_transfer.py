@@ -174,7 +174,7 @@ def test_other_shapes_and_dtypes_are_all_named():
     before = StateLayout({**state("R", "dp=1", (4,), ["a"]), **state("R", "dp=1", (4,), ["b"])})
     after = StateLayout({**state("R", "dp=2", (5,), ["a"]), **state("R", "dp=2", (4,), ["b"], "bfloat16")})
 
-    with pytest.raises(LayoutMismatchError, match=r"'a' has shape \(4,\).*'b' is float32 before, but bfloat16"):
+    with pytest.raises(LayoutMismatchError, match=r"'a' has shape \[4\].*'b' is float32 before, but bfloat16"):
         plan_transfers(before, after)
 
 

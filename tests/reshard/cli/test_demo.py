@@ -108,7 +108,7 @@ GOOD = Change(
         ({"proved": False}, "could not be proved"),
         ({"tensors_equal": 1}, "1 of 2 tensors"),
         ({"planned_bytes": [9]}, "the plan said [9] bytes"),
-        ({"bytes_read": [9]}, "1.12 bytes were read"),
+        ({"bytes_read": [9]}, "1.12 × the bytes needed were read"),
         ({"loss_loaded": 3.5}, "the loss was 3.0 before"),
         ({"loss_loaded": float("nan")}, "the loss was 3.0 before"),
         ({"loss_after": 3.1}, "more training raised the loss"),

@@ -488,6 +488,16 @@ def test_a_checkpoint_with_other_names_is_refused_in_groups_with_a_fix(say, tmp_
     ]
 
 
+def test_only_other_names_are_fixed_by_other_names(say, tmp_path) -> None:
+    for name, rows in (("a", 4), ("b", 5)):
+        reshard.save({"w": torch.ones(rows, 2)}, tmp_path / name)
+    assert say("plan", tmp_path / "a", tmp_path / "b").err.splitlines() == [
+        "error: 1 of 1 tensors of the target do not match the saved state:",
+        "    'w': is saved with shape [4, 2], but wanted with [5, 2]",
+        "  the shape of each tensor must be the same on both sides",
+    ]
+
+
 def test_axes_of_which_one_had_a_single_rank_shard_as_in_fsdp2(say, tmp_path) -> None:
     """FSDP2 records that it comes last only where the other axis has several ranks."""
     spec, file = TensorSpec("w", (8, 2), "float32"), tmp_path / "layout.json"

@@ -10,6 +10,7 @@ import torch
 
 import reshard
 from reshard.errors import OptionError
+from reshard.formats import opening
 
 
 @pytest.fixture
@@ -46,6 +47,14 @@ def test_it_lists_what_it_removes(say, run) -> None:
     told = json.loads(say("prune", run, "--keep-last", 1, "--on", "processes:2", "--json").out)
     assert told == {"path": str(run), "dry_run": False, "removed": [f"{run}/step-2"]}
     assert say("prune", run, "--keep-last", 1).out == f"removed 0 checkpoints of {run}\n"
+
+
+def test_it_says_that_it_ignores_what_a_manager_keeps(say, run, caplog) -> None:
+    (run / opening.LEDGER).write_text("{}")
+    note = "prune ignores the keep rules of this run's CheckpointManager: it"
+    for words, done in ((["--dry-run"], "would remove"), ([], "removed")):
+        say("prune", run, "--keep-last", 2, *words)
+        assert caplog.messages[-1] == f"{note} {done} step-0, step-1"
 
 
 def test_it_refuses_what_the_function_refuses(say, tmp_path) -> None:

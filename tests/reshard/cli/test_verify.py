@@ -261,6 +261,21 @@ def test_tensors_and_other_problems_are_counted_apart(say, tmp_path) -> None:
     assert "damaged: 16 names, and 1 problem with files or metadata" in say("verify", tmp_path / "one").out
 
 
+def test_names_beside_what_is_missing_are_not_called_damaged(say, tmp_path) -> None:
+    reshard.save({f"w{number}": torch.ones(30) for number in range(16)}, tmp_path / "one")
+    (file,) = (tmp_path / "one").glob("data-*/*.safetensors")
+    os.truncate(file, file.stat().st_size - 130)
+    said = say("verify", tmp_path / "one")
+    assert said.out.startswith(
+        "damaged: 2 names, and 1 problem with files or metadata; 14 more names in damaged files not read\n"
+    )
+    told = json.loads(say("verify", tmp_path / "one", "--json").out)["findings"]
+    unread = {it["fqn"] for it in told if it["message"].startswith("was not read: ")}
+    assert said.code == 1
+    assert len(unread) == 14
+    assert len({it["fqn"] for it in told} - unread) == 3, "two names, and the file"
+
+
 def test_a_damaged_value_is_named_once(say, tmp_path) -> None:
     reshard.save({"a": torch.ones(3), "n": 5}, tmp_path / "native")
     reshard.convert(tmp_path / "native", tmp_path / "dcp", format="dcp")
@@ -426,8 +441,9 @@ def test_diff_says_once_that_a_side_is_damaged(say, checkpoint, other, tmp_path,
         assert said.code == 1
         assert line.startswith(f"damaged  {file}: some of bytes [")
         assert "restore the file, or load another checkpoint; " in line
-        assert f"; {len(told['findings'])} tensors could not be compared: see --json" in line
-        assert "model.layers.1.w" in {finding["fqn"] for finding in told["findings"]}
+        names = [finding["fqn"] for finding in told["findings"]]
+        assert f"; {len(names)} tensors could not be compared: {', '.join(map(repr, names[:3]))}" in line
+        assert "model.layers.1.w" in names
     monkeypatch.chdir(tmp_path)
     assert say("diff", "bad/", "checkpoint").out.startswith(f"damaged  {file.relative_to(tmp_path)}: some of bytes [")
     _flip(checkpoint)
@@ -465,7 +481,7 @@ def test_a_verdict_of_the_same_says_what_was_not_compared(say, tmp_path) -> None
     for name in "de":
         reshard.save({"model": {"w": torch.ones(2)}}, tmp_path / name)
     assert "note" not in say("diff", tmp_path / "d", tmp_path / "e").out
-    assert "such as 1e-3, and other dtypes." in " ".join(say("diff", "--help").out.split())
+    assert "such as 1e-3. Also allows dtypes to differ." in " ".join(say("diff", "--help").out.split())
 
 
 def test_diff_tells_the_first_element(say, checkpoint, other) -> None:

@@ -329,6 +329,19 @@ def test_refusals_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         assert caught.value.errno == number
 
 
+def test_the_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(folder: str) -> object:
+        if folder.endswith("private"):
+            raise PermissionError(errno.EACCES, "Permission denied", folder)
+        return scandir(folder)
+
+    storage, scandir = LocalStorage(tmp_path), os.scandir
+    storage.publish("a/private/x", b"x")
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(StorageError, match=f"cannot list a/private in {tmp_path}: permission denied"):
+        storage.list()
+
+
 def test_a_sync_that_fails_is_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(file: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
