@@ -138,7 +138,7 @@ def convert(
             and dcp). A topology can be in words, such as "fsdp=8", or the axes that the source records: see `plan`.
         select: globs of the new names to write. Globs that begin with `!` exclude names.
         dtype: convert floating-point tensors of at least one dim to this dtype, such as "bfloat16" or
-            "bf16". Values too large for it become inf, or its largest number: `overflowed` counts them.
+            "bf16". Values out of its range become inf or its largest number: `overflowed` counts them.
         normalized: convert to canonical names first: see `Checkpoint.normalized`. Plain objects
             beside model and optimizer keep their keys, unless the key is that of a file; the others
             are listed in `omitted`.

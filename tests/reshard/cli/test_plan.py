@@ -493,7 +493,7 @@ def test_only_other_names_are_fixed_by_other_names(say, tmp_path) -> None:
         reshard.save({"w": torch.ones(rows, 2)}, tmp_path / name)
     assert say("plan", tmp_path / "a", tmp_path / "b").err.splitlines() == [
         "error: 1 of 1 tensors of the target do not match the saved state:",
-        "    'w': is saved with shape [4, 2], but wanted with [5, 2]",
+        "    'w': is saved with shape [4, 2], but the target has [5, 2]",
         "  the shape of each tensor must be the same on both sides",
     ]
 
