@@ -102,4 +102,5 @@ def test_what_is_without_holes_is_what_lies_outside_of_them(given_, holes):
     left = subtract_ranges(given_, holes)
     assert left == sorted(left)
     bytes_of = lambda spans: [i for start, stop in spans for i in range(start, stop)]  # noqa: E731
-    assert bytes_of(left) == [i for i in bytes_of(given_) if i not in bytes_of(holes)]
+    gone = {*bytes_of(holes)}
+    assert bytes_of(left) == [i for i in bytes_of(given_) if i not in gone]
