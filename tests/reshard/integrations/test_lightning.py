@@ -295,7 +295,8 @@ def test_a_scheduler_of_another_class_is_refused(tmp_path: Path) -> None:
     train(tmp_path, at=4)
 
     with pytest.raises(
-        KeyMismatchError, match=r"'trainer' could not be restored: .*lr_schedulers\.0: the checkpoint has other settings"
+        KeyMismatchError,
+        match=r"'trainer' could not be restored: .*lr_schedulers\.0: the checkpoint has other settings",
     ):
         train(tmp_path, schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9))
 
