@@ -279,10 +279,10 @@ def plan_reads(
         lines = in_groups(problems)
         lines[20:] = [f"and {len(lines) - 20} more"] * (len(lines) > 20)
         head = f"{len(problems)} of {len(wanted)} tensors of the target do not match the saved state:"
-        listed, told = "\n    ".join([head, *lines]), str(problems)
-        if " with shape " in told:
+        listed, reasons = "\n    ".join([head, *lines]), "; ".join(it.message for it in problems)
+        if " with shape " in reasons:
             listed += "\n  the shape of each tensor must be the same on both sides"
-        if " not saved" in told:
+        if " not saved" in reasons:
             listed += "\n  fix: use the same names on both sides, or leave these out"
         raise LayoutMismatchError(listed)
     return LoadPlan(saved, wanted, views=used)

@@ -79,19 +79,21 @@ def print_text(screen: Console, text: str, head: str = "", style: str = "") -> N
     screen.print(shown, soft_wrap=not screen.is_terminal)
 
 
-_SAID: list[tuple[str, Any]] = [
-    (r"overwrite=True", "--overwrite"),
-    (r"model_only=True", "--model"),
-    (r" \(check=False reads it as it is\)", ""),
+_SAID_OF_VALUES: list[tuple[str, Any]] = [
     (r"normalized\(hints=\{'(\w+)': (.+?)\}\)(?= \(|$)", lambda m: f"--hint {shlex.quote(f'{m[1]}={_as_json(m[2])}')}"),
     (r"the hint '(\w+)'", r"--hint \1"),
-    (r"leave out onto\b", "leave out --onto"),
-    (r"leave out step=\d+", "leave out --step"),
     (
         r"select=(\[['\"].*['\"]\])",
         lambda m: " ".join(f"--select {shlex.quote(g)}" for g in ast.literal_eval(m[1])),
     ),
     (r"such as \{'([^']+)': '([^']+)'\}", r"such as --rule '\1=\2'"),
+]
+_SAID: list[tuple[str, Any]] = [
+    (r"overwrite=True", "--overwrite"),
+    (r"model_only=True", "--model"),
+    (r" \(check=False reads it as it is\)", ""),
+    (r"leave out onto\b", "leave out --onto"),
+    (r"leave out step=\d+", "leave out --step"),
     (r"max_shard_bytes", "--max-shard"),
     (r"pass rtol=", "run reshard diff A B --rtol 1e-3"),
     (r"ass step=(\d*)", lambda m: f"ass --step {m[1] or 'N'}"),
@@ -101,14 +103,19 @@ _SAID: list[tuple[str, Any]] = [
     (r"Input should be greater than or equal to", "write a number of at least"),
     (r"got unexpected extra argument\(s\) \((.*)\)", r"unexpected argument: \1"),
 ]
-"""Words of the Python API and of typer in output, and those of the command line."""
+"""Words of the Python API and of typer in output, and those of the command line. Names and values are quoted, and stay
+as they are."""
+_QUOTED = re.compile(r"""((?<!\w)'[^']*'|(?<!\w)"[^"]*")""")
 
 
 def in_words_of_the_command_line(message: str) -> str:
     """A text with the options of this program for the arguments of functions."""
-    for pattern, said in _SAID:
+    for pattern, said in _SAID_OF_VALUES:
         message = re.sub(pattern, said, message)
-    return message
+    parts = _QUOTED.split(message)
+    for pattern, said in _SAID:
+        parts[::2] = [re.sub(pattern, said, part) for part in parts[::2]]
+    return "".join(parts)
 
 
 def _as_json(example: str) -> str:

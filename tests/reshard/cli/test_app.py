@@ -261,6 +261,8 @@ def test_words_of_functions_are_those_of_options() -> None:
         ("the arguments were select=[x]", "select=[x]"),
         ("Pass step= to open one of these", "Pass --step N to open one of these"),
         ("Choose one: pass step=, the path of a step, or x", "pass --step N, the path of a step, or x"),
+        ("the run's 'max_shard_bytes': 'pass rtol=' in a", "the run's 'max_shard_bytes': 'pass rtol=' in a"),
+        ("x's names: pass overwrite=True for 'y'", "x's names: pass --overwrite for 'y'"),
     ]:
         assert in_words_of_the_command_line(said).endswith(told)
 

@@ -594,3 +594,15 @@ def test_damaged_metadata_of_either_side_is_the_answer_no_with_a_fix(say, tmp_pa
         assert re.match(rf"damaged  {tmp_path}/bad/.*{what}", said.out)
     assert json.loads(say("diff", tmp_path / "saved", tmp_path / "bad", "--json").out)["ok"] is False
     assert say("verify", tmp_path / "bad").code == 1
+
+
+def test_names_and_values_are_printed_as_they_are(say, tmp_path) -> None:
+    """Words of the Python API in errors become options; the same words in a state are the user's."""
+    for side, value in (("a", 1.0), ("b", 2.0)):
+        state = {"max_shard_bytes": torch.full((2,), value), "x": {"overwrite=True": value}, "note": f"rtol= {value}"}
+        reshard.save(state, tmp_path / side)
+    out = say("diff", tmp_path / "a", tmp_path / "b").out
+    assert "'max_shard_bytes', element (0,)" in out
+    assert "'x.overwrite=True': 1.0 in" in out
+    assert "--max-shard" not in out
+    assert "--overwrite" not in out
