@@ -445,6 +445,8 @@ def main() -> int:
                 )
             if one.wrong:
                 print(f"{seed}.{n}: {verb}, {fault} {one.wrong}", flush=True)
+        pool.close()  # else workers end by SIGTERM, for which they have a handler, and one may be waited for in vain
+        pool.join()
     for (fault, verb), ones in sorted(seen.items()):
         ends = sorted({one.end for one in ones if not one.wrong})
         worst = max(one.took_s for one in ones)
