@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, takewhile
+from typing import Literal
 
 from planners.errors import ProofError
 from planners.notebooks import Tabled
@@ -23,6 +24,8 @@ class Finding:
     rank: int | None = None
     element: tuple[int, ...] | None = None
     """Index of one affected element, in global coordinates of the tensor if known."""
+    kind: Literal["wrong", "one-sided", "unchecked"] = "wrong"
+    """`one-sided`: only one of two sides has the name. `unchecked`: it was not read, or not compared."""
 
     def __str__(self) -> str:
         where = [f"{self.fqn!r}"] if self.fqn is not None else []

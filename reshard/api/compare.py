@@ -372,7 +372,7 @@ class _RankFindings(msgspec.Struct):
     sizes: dict[str, tuple[int, int]] = {}
     """Of each tensor that was compared: its elements, and the bytes of one."""
     boxes: list[tuple[str, Shape, Shape, _Difference]] = []
-    others: list[tuple[str, str]] = []
+    others: list[Finding] = []
     """Keys of other values, and how these differ."""
     compared: list[str] = []
     """Keys of other values that this rank has on both sides."""
@@ -397,7 +397,7 @@ class _JointFindings:
         """Put together what each rank found."""
         known = {name: text for one in found.values() for name, text in one.known.items()}
         sizes = {name: size for one in found.values() for name, size in one.sizes.items()}
-        others = dict.fromkeys(pair for one in found.values() for pair in one.others)
+        others = dict.fromkeys(it for one in found.values() for it in one.others)
         boxes: dict[str, dict[Box, tuple[int, _Difference]]] = {name: {} for name in sizes}
         for rank, one in found.items():
             for name, offsets, extents, difference in one.boxes:
@@ -406,12 +406,12 @@ class _JointFindings:
                     at[box] = rank, difference
         totals = {name: reduce(add, [one for _, one in its.values()] or [_SAME]) for name, its in boxes.items()}
         compared = {key for one in found.values() for key in one.compared}
-        return cls(known, sizes, boxes, totals, [Finding(message, key) for key, message in others], compared)
+        return cls(known, sizes, boxes, totals, [*others], compared)
 
     def of_tensor(self, name: str, *, is_shared: bool) -> Finding | None:
         """How a tensor that both sides have differs; `is_shared`: the finding names the rank."""
         if name not in self.sizes:
-            return Finding(_NOWHERE, name)
+            return Finding(_NOWHERE, name, kind="unchecked")
         if name in self.known:
             return Finding(self.known[name], name) if self.known[name] else None
         its, total, (elements, _) = self.by_box[name], self.totals[name], self.sizes[name]
@@ -422,7 +422,7 @@ class _JointFindings:
             seen = (rank for rank, one in its.values() if one.error or one.first == total.first)
             return Finding(text, name, next(seen) if is_shared else None, element)
         text = f"{elements - distinct} of {elements} elements were not compared: no rank has them"
-        return Finding(text, name) if distinct < elements else None
+        return Finding(text, name, kind="unchecked") if distinct < elements else None
 
     @cached_property
     def read_bytes(self) -> int:
@@ -729,9 +729,9 @@ def _name_findings(left: _Side, right: _Side, compared: Collection[str], group: 
     for kind in ("nbytes", "objects", "own"):
         x, y = (dict.fromkeys(getattr(side.names, kind)) for side in (left, right))
         for side, its, others in ((left, x, y), (right, y, x)):
-            yield from (Finding(f"only in {side.label}", key) for key in its if key not in others)
+            yield from (Finding(f"only in {side.label}", key, kind="one-sided") for key in its if key not in others)
         if kind == "objects":
-            yield from (Finding(_NOWHERE, key) for key in x if key in y and key not in compared)
+            yield from (Finding(_NOWHERE, key, kind="unchecked") for key in x if key in y and key not in compared)
     left_open = _ranks_left_open(left, right, group)
     for key, ranks in left.names.own.items():
         of_right = right.names.own.get(key, ranks)
@@ -747,17 +747,17 @@ def _ranks_left_open(left: _Side, right: _Side, group: Group | None) -> list[str
     return [] if is_whole else [key for key in x if key in y and x[key] != y[key]]
 
 
-def _object_findings(left: _Side, right: _Side) -> Iterator[tuple[str, str]]:
+def _object_findings(left: _Side, right: _Side) -> Iterator[Finding]:
     for key, value in left.objects.items():
         if key in right.objects and not are_equal(value, other := right.objects[key]):
             kinds = {unknown_class(value), unknown_class(other)}
             if unread := UNSUPPORTED_TENSORS.get(kinds.pop() or "") if len(kinds) == 1 else None:
-                yield key, f"was not compared: {unread}"
+                yield Finding(f"was not compared: {unread}", key, kind="unchecked")
             else:
-                yield key, f"{value!r:.80} in {left.label}, {other!r:.80} in {right.label}"
+                yield Finding(f"{value!r:.80} in {left.label}, {other!r:.80} in {right.label}", key)
 
 
-def _own_findings(left: _Side, right: _Side) -> Iterator[tuple[str, str]]:
+def _own_findings(left: _Side, right: _Side) -> Iterator[Finding]:
     """Compare per-rank values. A state dict has those of one rank only."""
     for key in left.own:
         if key not in right.own:
@@ -765,7 +765,7 @@ def _own_findings(left: _Side, right: _Side) -> Iterator[tuple[str, str]]:
         x, y = left.own[key], right.own[key]
         for rank in x.keys() & y.keys():
             if not are_equal(read_value(x[rank]), read_value(y[rank])):
-                yield key, f"differs between {left.label} and {right.label} on rank {rank}"
+                yield Finding(f"differs between {left.label} and {right.label} on rank {rank}", key)
 
 
 def _difference(x: Any, y: Any, within: Box, how: _How) -> _Difference:

@@ -36,12 +36,10 @@ from reshard.stored.source import FileSource
 from reshard.stored.streaming import windows
 from reshard.stored.tensor import LazyTensor, StoredTensor
 
-__all__ = ["UNREAD", "verify"]
+__all__ = ["verify"]
 
 _SMALL_BYTES = 16 << 10
 """Pieces up to this size are summed up together: a call costs more than their bytes."""
-UNREAD = "was not read: "
-"""Begins the finding of a tensor of which only the file is known to be damaged."""
 
 
 @renamed()
@@ -410,8 +408,9 @@ def _read_findings(
     findings = []
     for name, tensor in checkpoint.items():
         if name in wrong:
+            text = wrong[name].removeprefix(f"tensor {name!r}, ")
             findings.append(
-                Finding(f"{UNREAD * (name in unread)}{wrong[name].removeprefix(f'tensor {name!r}, ')}", name)
+                Finding(f"was not read: {text}", name, kind="unchecked") if name in unread else Finding(text, name)
             )
         elif (wanted := prints.get(name)) is not None:
             digest = totals[name].digest(tensor.dtype, tensor.shape)

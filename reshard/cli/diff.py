@@ -215,9 +215,9 @@ def _damage(report: CompareReport) -> Iterator[str]:
 def _summary(different: Sequence[Finding]) -> str:
     """Return how many differences of each kind there are."""
     kinds = Counter(
-        "only on one side" if finding.message.startswith("only in ") else
+        "only on one side" if finding.kind == "one-sided" else
+        "not compared" if finding.kind == "unchecked" else
         "with other values" if finding.element is not None else
-        "not compared" if finding.message.startswith("was not compared: ") else
         "other differences"
         for finding in different
     )  # fmt: skip

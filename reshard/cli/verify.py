@@ -95,11 +95,10 @@ def verify(
 def _failure(report: Report, right: str, against: str | None) -> str:
     """Return what is wrong, and whether it is the checkpoint itself or how it compares with another."""
     from reshard.api.task_shares import is_about
-    from reshard.api.verify import UNREAD
 
     number = len(report.findings)
     if report.covered is None or against is None:
-        found = [it.fqn for it in report.findings if not it.message.startswith(UNREAD)]
+        found = [it.fqn for it in report.findings if it.kind != "unchecked"]
         what, others = counted(len(found), "problem"), found.count(None)
         if 0 < others < len(found):
             what = f"{counted(len({*found}) - 1, 'name')}, and {counted(others, 'problem')} with files or metadata"
