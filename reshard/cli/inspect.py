@@ -234,7 +234,7 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, depth: int | None, legend:
     screen = show.console()
     layout, objects = checkpoint.layout, objects_of(checkpoint)
     specs = layout.specs
-    words, forms, both = (_described(checkpoint, whole, say) for say in (in_words, short_form, in_both_forms))
+    said = _described(checkpoint, whole, lambda of: (in_words(of), short_form(of), in_both_forms(of)))
     nbytes = {name: specs[name].nbytes for name in specs}
     ranks = ranks_that_saved(checkpoint)
     saved_by = "" if ranks is None else f", saved by {show.counted(ranks, 'rank')}"
@@ -245,12 +245,12 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, depth: int | None, legend:
         f"{show.counted(len(objects), 'object')}{saved_by}",
     )
     show.print_totals(screen, "dtypes", nbytes, {name: (specs[name].dtype,) for name in specs})
-    show.print_totals(screen, "layouts", nbytes, {name: (text,) for name, text in both.items()})
+    show.print_totals(screen, "layouts", nbytes, {name: (both,) for name, (_, _, both) in said.items()})
     leaves: dict[Any, show.PrintedLeaf] = {}
     path_of = checkpoint.contents.path_of
-    for name, text in words.items():
+    for name, (words, _, _) in said.items():
         spec = specs[name]
-        text = f"{spec.dtype} {list(spec.shape)}  {show.size(spec.nbytes)}  {text}"
+        text = f"{spec.dtype} {list(spec.shape)}  {show.size(spec.nbytes)}  {words}"
         leaves[_parts(path_of(name))] = show.PrintedLeaf(text, spec.nbytes)
     for name, value in objects.items():
         items = f"  {show.counted(len(value), 'item')}" if isinstance(value, list | tuple) else ""
@@ -259,7 +259,7 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, depth: int | None, legend:
     for name, holder in checkpoint.aliases.items():
         leaves[_parts(path_of(name))] = show.PrintedLeaf(f"tied to {holder}")
     show.print_tree(screen, leaves, depth, filter(None, (*checkpoint.warnings, checkpoint.unchecked)))
-    show.print_legend(screen, forms.values(), legend)
+    show.print_legend(screen, (form for _, form, _ in said.values()), legend)
 
 
 def _layout_as_json(layout: TensorLayout) -> dict[str, Any]:
