@@ -114,7 +114,9 @@ def _verified(
     except CheckpointError as error:  # of a tensor, which the findings name
         return findings or [Finding(str(error))], None
     if not deep:
-        return findings, None if findings else Coverage(total, 0, 0, leaves_open="; ".join(checkpoint.warnings))
+        native = checkpoint.contents.details(NativeFacts)
+        metadata_checked = native is not None and has_digest(native.storage)
+        return findings, None if findings else Coverage(total, 0, 0, metadata_checked, "; ".join(checkpoint.warnings))
     findings += _deep_findings(checkpoint, total, findings, executor, progress)
     return findings, None if findings else _covered(checkpoint, total)
 

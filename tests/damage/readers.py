@@ -418,7 +418,7 @@ def _live() -> dict[str, Any]:
 
 MEANINGS = {
     "would not be detected": VALUES,
-    "The format has no checksum of names, shapes, and objects": METADATA,
+    "Names, shapes, and objects were compared with no checksum": METADATA,
 }
 """Of what `reshard verify` says."""
 

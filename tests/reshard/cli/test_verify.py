@@ -105,6 +105,15 @@ def test_another_step_differs_but_was_not_changed(say, checkpoint, other) -> Non
     assert "changed" not in said.out
 
 
+@pytest.mark.parametrize("how", [(), ("--shallow",)])
+def test_what_equals_a_native_checkpoint_has_names_with_a_checksum(say, checkpoint, tmp_path, how) -> None:
+    """Its manifest is compared with its digest when it is opened."""
+    reshard.convert(checkpoint, tmp_path / "x.pt", format="torch_save")
+    first, *_ = say("verify", checkpoint, "--against", tmp_path / "x.pt", *how).out.splitlines()
+    assert first.startswith("complete and undamaged: ")
+    assert first.endswith(f"verified, and the same as {tmp_path / 'x.pt'}")
+
+
 def test_a_failure_says_which_side_is_damaged(say, checkpoint, other) -> None:
     """And never more than was checked: not that a damaged side differs, or that one that was not read is undamaged."""
     shallow = say("verify", other, "--against", checkpoint, "--shallow").out.splitlines()
