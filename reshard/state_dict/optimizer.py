@@ -27,7 +27,7 @@ from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedPar
 from reshard.state_dict.options import OptimizerReport, StateDictOptions
 from reshard.state_dict.saved_optimizer import GroupWrite, Misfit, SavedOptimizer, StateKind, plan_groups, read_saved
 
-__all__ = ["apply_optimizers", "initial_state", "plan_optimizers", "read_optimizers"]
+__all__ = ["apply_optimizers", "check_groups", "initial_state", "plan_optimizers", "read_optimizers"]
 
 
 def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
@@ -152,9 +152,7 @@ def plan_optimizers(
     faults = [*match.faults, *shapes, *_apart(match.state, live)]
     if faults or (options.strict and (match.missing or match.lost or match.strangers or match.unused)):
         raise KeyMismatchError(_message(live, match, faults, options.strict))
-    groups = [] if outlines else plan_groups(live, saved)
-    if options.strict:
-        _check_kinds(live, groups)
+    groups = [] if outlines else check_groups(live, saved, options)
     report = OptimizerReport(
         missing=(*match.missing, *match.lost),
         without_state=tuple(match.without_state),
@@ -192,9 +190,16 @@ _OF_ONE_KIND = frozenset(
 """Fields that some of torch's optimizers have and others do not, in every release of torch."""
 
 
-def _check_kinds(live: LiveOptimizers, groups: Iterable[GroupWrite]) -> None:
-    """Raise NormalizationError if a group has fields of another kind of optimizer, and not those of its own."""
-    for write in groups:
+def check_groups(live: LiveOptimizers, saved: SavedOptimizer, options: StateDictOptions) -> list[GroupWrite]:
+    """The fields of every live group. Touches nothing.
+
+    Raises NormalizationError for groups that contradict each other.
+
+    If strict, also for groups with fields of another kind of optimizer,
+    and not those of its own.
+    """
+    groups = plan_groups(live, saved)
+    for write in groups if options.strict else ():
         theirs, own = (sorted(_OF_ONE_KIND.intersection(names)) for names in (write.added, write.kept))
         if theirs and own:
             name = type(live.optimizers[write.optimizer]).__name__
@@ -203,6 +208,7 @@ def _check_kinds(live: LiveOptimizers, groups: Iterable[GroupWrite]) -> None:
                 f"kind: it has {', '.join(theirs)}, and {name} needs {', '.join(own)}. Set it on the kind of optimizer "
                 "that saved it, or pass StateDictOptions(strict=False)"
             )
+    return groups
 
 
 class _OptimizerMatch:
