@@ -255,7 +255,7 @@ class _OptimizerMatch:
         ]
         strange = [name for names in (saved.state, saved.fields) for name in names if name not in live.by_name]
         self.unexpected = [name for name in dict.fromkeys(strange) if name not in known]
-        self.strangers = [name for name in self.unexpected if name not in live.live.by_name]
+        self.strangers = [name for name in self.unexpected if not live.optimizers or name not in live.live.by_name]
         self.unexpected += unread[:1]
 
     def _under_another_name(self, one: OptimizedParameter, kind: StateKind) -> State | None:
@@ -375,13 +375,14 @@ def _message(live: LiveOptimizers, match: _OptimizerMatch, faults: list[str], st
         lines += listed("Missing key", [f"{name} (optimizer {live.by_name[name].optimizer})" for name in match.missing])
         told = "an empty dict under 'state.<fqn>' means that it has none"
         lines += listed("Missing optimizer state", [f"{name}; {told}" for name in match.lost])
-        odd = [f"{name}, the model has no parameter of this name" for name in match.strangers]
+        why = "the model has no parameter of this name" if live.optimizers else "no optimizer was passed"
+        odd = [f"{name}, {why}" for name in match.strangers]
         kinds = [type(optimizer).__name__ for optimizer in live.optimizers]
         unused = grouped(((key, kinds[one.optimizer]), one.name) for one, key in match.unused)
         odd += [f"state {key!r} of {format_names(of)}, which {kind} does not use" for (key, kind), of in unused.items()]
         lines += listed("Unexpected key", odd)
     lines += listed("Mismatched", faults)
-    if match.strangers and not match.saved.fields.keys() & live.by_name.keys():
+    if match.strangers and live.optimizers and not match.saved.fields.keys() & live.by_name.keys():
         lines.append(
             "no group of the dict lists a parameter of these optimizers: groups of pipeline stages have one key, under "
             "which one stage's were saved. Save with StateDictOptions(flatten_optimizer_state_dict=True)"
