@@ -177,7 +177,8 @@ def set_optimizer_state_dict(
 
     Raises:
         KeyMismatchError: the dict lacks a parameter, or has state for one that the model does not
-            have, or any state if there is no optimizer (if strict), or a state tensor has a wrong shape. Nothing was changed.
+            have, or any state if there is no optimizer (if strict), or a state tensor has a wrong
+            shape. Nothing was changed.
         NormalizationError: the saved groups contradict those of the optimizer, or the dict has an
             unknown form.
     """

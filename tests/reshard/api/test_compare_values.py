@@ -175,7 +175,7 @@ def test_both_parts_of_complex_numbers_count(x: complex, y: complex, are_equal: 
     report = reshard.compare(a, b, atol=0.5, measure=True)
     assert report.ok == are_equal
     assert report.measures is not None
-    assert report.measures["w"].odd == (not math.isfinite(abs(x)) and x.imag != y.imag or x.real == -y.real)
+    assert report.measures["w"].odd == ((not math.isfinite(abs(x)) and x.imag != y.imag) or x.real == -y.real)
 
 
 def test_unsigned_integers() -> None:
