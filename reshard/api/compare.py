@@ -48,7 +48,7 @@ from reshard.errors import (
     format_ranks,
     option_error,
 )
-from reshard.live.differences import differing, number, same_bytes, wide
+from reshard.live.differences import close, differing, number, same_bytes, wide
 from reshard.live.dtypes import dtype_name
 from reshard.live.fingerprints import comparable
 from reshard.live.garbage_collection import gc_paused
@@ -336,7 +336,7 @@ class _Difference:
         except FormatError:
             return self + _Difference(odd=int(differing(x, y, 0.0, 0.0).sum()))
         finite = x.isfinite() & y.isfinite()
-        odd = int((~finite & (x != y) & ~(x.isnan() & y.isnan())).sum())
+        odd = int((~finite & ~close(x, y)).sum())
         distance, size = apart[finite], y[finite].abs()
         largest = float(distance.max()) if len(distance) else 0.0
         squares, norm = float(distance.square().sum()), float(size.square().sum())

@@ -34,6 +34,7 @@ from reshard.errors import (
 from reshard.formats.format import Writing
 from reshard.formats.normalize import canonical_contents, keep_beside, normalize
 from reshard.formats.opening import JOB_FOLDER
+from reshard.formats.sections import with_empty
 from reshard.formats.table import NOT_SHARDED, writing_of
 from reshard.live.plain_data import check_text
 from reshard.mapping import Cast, Mapping as StateMapping, apply_dict
@@ -161,7 +162,7 @@ class ConvertJob:
         if self.writing.form is not None:
             found = normalize(contents, None, state.url)
             contents = self.writing.form(
-                found, contents, self.hints, lambda tensor, name: cast(tensor, "float32", name), state.url
+                found, with_empty(contents), self.hints, lambda tensor, name: cast(tensor, "float32", name), state.url
             )
         path = self.target.url if isinstance(self.target, Storage) else os.fspath(self.target)
         name = path.rstrip("/").rpartition("/")[2]

@@ -37,7 +37,7 @@ from reshard.live.copy_streams import Uploads
 from reshard.live.dtypes import DROPS, as_array, dtype_from_name
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.optimizer_state import Saved, materialize
-from reshard.live.state import PerRank, Targets
+from reshard.live.state import CheckedState, PerRank, Targets
 from reshard.live.tensors import UNSHARDED, world_size
 from reshard.live.tree import needs_class, restore_types, unresolved_class
 from reshard.native.reader import NativeFacts, is_replaced
@@ -162,6 +162,9 @@ def load_with(
                 match = match_keys(
                     targets, checkpoint, dtype_policy=options.dtype_policy, mapping=names, allowed=allowed
                 )
+                checks = state_dict.checks if isinstance(state_dict, CheckedState) else {}
+                for key in checks.keys() & match.objects.keys():
+                    checks[key](match.objects[key])
             report = _Load(group, process_group, options, match, before, prefetch).run()
         if not options.dry_run and (report.dropped or report.retyped or report.overflowed):
             odd = [*report._first_of_each("dropped", "retyped"), *report._overflows]

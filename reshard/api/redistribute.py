@@ -119,7 +119,7 @@ class Prepared:
                     _cache.popitem(last=False)
             _cache.move_to_end(key)
             self._steps = found
-            self._values = Values(source.state, target.state, found.pairing.objects)
+            self._values = Values(source.state, target.state, found.pairing.objects, options["mapping"])
         with phase("bind"):
             self._bind()
 

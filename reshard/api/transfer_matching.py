@@ -17,12 +17,12 @@ from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.views import TargetSlot, View, pull_back
 from reshard.api.key_suggestions import section
 from reshard.api.options import TransferOptions, shared
-from reshard.errors import FormatError, KeyMismatchError, LayoutError, format_ranks
+from reshard.errors import FormatError, KeyMismatchError, LayoutError, format_names, format_ranks
 from reshard.live.dtypes import refused_cast
 from reshard.live.plain_data import decode_plain, encode_plain
 from reshard.live.state import Targets
 from reshard.live.tensors import OVERWRITTEN_BY, LiveTensor
-from reshard.live.tree import needs_class, restore_types, unresolved_class
+from reshard.live.tree import leaves_of, needs_class, restore_types, unresolved_class
 from reshard.mapping import Mapping as StateMapping
 from reshard.ranks.global_layout import Described, describe, join_aliases, join_layouts
 from reshard.ranks.global_state import agree_on_values, lies_on_device
@@ -457,9 +457,12 @@ def _common_device(found: list[tuple[_TransferDescription, Sequence[int]]]) -> s
 class Values:
     """The plain data of a transfer. False if no target of the job wants any."""
 
-    def __init__(self, source: Targets, target: Targets, pairs: dict[str, str]) -> None:
-        """`pairs`: target -> source, of the whole job."""
-        self._source, self._target, self._pairs = source, target, pairs
+    def __init__(self, source: Targets, target: Targets, pairs: dict[str, str], mapping: Any) -> None:
+        """`pairs`: target -> source, of the whole job.
+
+        `mapping`: see `redistribute`.
+        """
+        self._source, self._target, self._pairs, self._mapping = source, target, pairs, mapping
 
     def __bool__(self) -> bool:
         return bool(self._pairs)
@@ -509,11 +512,34 @@ class Values:
         wanted = set(self._pairs.values())
         out = {}
         for key in wanted & (self._source.objects.keys() | self._source.units.keys()):
+            value = self._source.live(key)
+            _refuse_renamed(key, value, self._mapping)
             try:
-                out[key] = encode_plain(self._source.live(key))
+                out[key] = encode_plain(value)
             except FormatError as error:
                 raise FormatError(f"the value under {key!r} cannot be sent to other ranks: {error}") from None
         return dict(sorted(out.items()))
+
+
+def _refuse_renamed(key: str, value: Any, mapping: Any) -> None:
+    """Raise KeyMismatchError for param groups that the mapping would leave with old names.
+
+    These are values, and it renames only keys.
+    """
+    leaves, parts = leaves_of(value), key.split(".")
+    listed = [leaf for path, leaf in leaves.items() if isinstance(leaf, str) and "params" in (*parts, *path)]
+    if isinstance(mapping, StateMapping):
+        renamed = [old for old, new in mapping.names(listed).items() if new != (old,)]
+    else:
+        olds = [f".{old}" for new, old in mapping.items() if new != old]
+        renamed = [name for name in listed if any(old.endswith(f".{name}") for old in olds)]
+    if renamed:
+        raise KeyMismatchError(
+            f"the param groups in {key!r} list parameters by names that the mapping changes: "
+            f"{format_names(renamed)}. "
+            "Leave the groups out of source and target, "
+            "and set them on the optimizer of the target"
+        )
 
 
 def check_replicas(source: TransferSide, before: StateLayout, group: Group, *, on_device: bool) -> None:

@@ -181,7 +181,8 @@ class WeightSource:
             state: this rank's part of the model's state dict.
             mapping: from the model's names and shapes to those that the engine loads, such as
                 `ready(config, "torchtitan", "vllm")`.
-            dtype: convert floating-point tensors to this dtype.
+            dtype: convert floating-point tensors to this dtype. Elements beyond its range become
+                infinite or NaN. Nothing counts or reports them.
             bucket_bytes: maximum size of a bucket. A larger tensor gets its own bucket.
             everyone: give all buckets to every rank, not only to the first of the group.
             layouts: a function of a tensor's spec that returns its layout over the ranks, if each

@@ -16,7 +16,7 @@ from reshard.errors import CorruptCheckpointError, FormatError, NormalizationErr
 from reshard.formats.canonical import Canonical, Hints
 from reshard.formats.format import Format
 from reshard.formats.generic import normalize_generic
-from reshard.formats.sections import find_sections, walk
+from reshard.formats.sections import find_sections, walk, with_empty
 from reshard.formats.table import find_format, formats
 from reshard.live.plain_data import encode_plain
 from reshard.state import KeyPath
@@ -152,19 +152,20 @@ def keep_beside(canonical: Contents, source: Contents, *, for_framework: bool) -
     Values that are not plain data, such as the averages of another model, are added to `left_out`. So are values that
     only the name of a rank's file identifies, since no program requests them by name; not if it is `for_framework`.
     """
-    format = find_format(source.format)
+    format, whole = find_format(source.format), with_empty(source)
     named = for_framework or format is None or not format.names_ranks
     objects, paths = dict(canonical.objects), dict(canonical.paths)
     kept: list[KeyPath] = []
     lost, notes = list(canonical.left_out), []
     for key in beside(source):
-        path = source.path_of(key)
+        path = whole.path_of(key)
         taken = key in source.tensors or path[:1] in (("model",), ("optim",))
-        found = _plain(source.objects[key]) if named and not taken else None
+        found = _plain(whole.objects[key]) if named and not taken else None
         if found is None:
             lost.append(key)
             continue
-        objects[key], paths[key] = found[0], path
+        if key in source.objects:
+            objects[key], paths[key] = found[0], path
         kept.append(path)
         if found[1]:
             notes.append(f"{key!r} is kept without {', '.join(found[1])}, of classes that are not known here")
@@ -180,7 +181,7 @@ def keep_beside(canonical: Contents, source: Contents, *, for_framework: bool) -
 
 def beside(contents: Contents) -> Iterable[str]:
     """Return the keys of what is neither a part of a model nor of an optimizer."""
-    format = find_format(contents.format)
+    format, contents = find_format(contents.format), with_empty(contents)
     return _by_names(contents) if format is None or format.beside is None else format.beside(contents)
 
 

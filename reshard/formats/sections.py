@@ -10,16 +10,29 @@
 from __future__ import annotations
 
 import re
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard.errors import NormalizationError
 from reshard.live.optimizer_state import is_flat, is_nested
-from reshard.state import IntKey, plain_key
+from reshard.live.tree import empty_sequences, unflatten
+from reshard.state import IntKey, key_of, plain_key
 from reshard.stored.contents import Contents
 
-__all__ = ["Sections", "StoredLeaf", "Tree", "find_sections", "is_beside", "nest", "resolve", "walk"]
+__all__ = [
+    "Sections",
+    "StoredLeaf",
+    "Tree",
+    "find_sections",
+    "is_beside",
+    "is_section",
+    "nest",
+    "resolve",
+    "walk",
+    "with_empty",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +160,8 @@ def _inside(section: Tree) -> Tree:
     """A section without another name of its own inside, as `model_1` of accelerate holds `model`, or NeMo's optimizers
     hold `optim` and a schedule, twice."""
     named = [key for key in section if not is_beside(str(key))]
-    same = len(named) == 1 and (named[0] in _MODEL or _OPTIMIZER.fullmatch(str(named[0])) is not None)
-    return _inside(section[named[0]]) if same and isinstance(section[named[0]], dict) else section
+    same = len(named) == 1 and is_section(str(named[0])) and isinstance(section[named[0]], dict)
+    return _inside(section[named[0]]) if same else section
 
 
 def _only_state(tree: Tree) -> Tree:
@@ -255,6 +268,26 @@ def _is_other(key: Any, value: Any) -> bool:
     if isinstance(value, StoredLeaf):
         return not value.is_tensor
     return is_beside(str(key))
+
+
+def is_section(key: str) -> bool:
+    """Return True if a section of this name is a model or an optimizer."""
+    return key in _MODEL or _OPTIMIZER.fullmatch(key) is not None
+
+
+def with_empty(contents: Contents) -> Contents:
+    """The same with each empty list and dict as an object.
+
+    An empty section of a model or an optimizer is none.
+    """
+    kinds = contents.containers
+    known = {*contents.tensors, *contents.aliases, *contents.objects, *contents.per_rank}
+    found = empty_sequences(kinds, map(contents.path_of, known), but=("tensor",))
+    empty = {key: path for key, path in found.items() if key not in known and not is_section(str(path[-1]))}
+    made = {key: unflatten({}, {(): kinds[path]}) for key, path in empty.items()}
+    objects = ChainMap(made, contents.objects)  # type: ignore[arg-type]  # read when asked for
+    rest = {path: kind for path, kind in kinds.items() if key_of(path) not in empty}
+    return replace(contents, objects=objects, paths={**contents.paths, **empty}, containers=rest)
 
 
 def _is_bare_optimizer(tree: Tree) -> bool:

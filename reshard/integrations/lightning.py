@@ -27,6 +27,8 @@ from reshard.dcp import DefaultLoadPlanner, load as fill
 from reshard.errors import CheckpointError, framework
 from reshard.live.state import OwnState, PerRank
 from reshard.state_dict import fqn_map, get_model_state_dict, get_optimizer_state_dict, normalize, set_state_dict
+from reshard.state_dict.api import refuse_groups
+from reshard.state_dict.options import StateDictOptions
 from reshard.stored.tensor import whole
 
 with framework("lightning>=2.5"):
@@ -122,6 +124,8 @@ class ReshardModelParallel(ModelParallelStrategy):
         )
         if not numbered:
             state["optimizer_states"] = [get_optimizer_state_dict(model, optimizer) for optimizer in self.optimizers]
+            for optimizer, one in zip(self.optimizers, optimizers):  # before anything is overwritten
+                refuse_groups(model, optimizer, whole(one.get("param_groups", [])), StateDictOptions())
         fill(state, checkpoint_id=checkpoint.url, planner=DefaultLoadPlanner(allow_partial_load=not strict))
         if numbered:  # a ReshardIO has saved it, of whole parameters
             order = fqn_map(model, *self.optimizers).parameter_order

@@ -12,7 +12,7 @@ from reshard.live.dtypes import dtype_name, raw_elements
 from reshard.live.fingerprints import float64_is_exact
 from reshard.live.tensors import raw_bytes
 
-__all__ = ["differing", "number", "same_bytes", "wide"]
+__all__ = ["close", "differing", "number", "same_bytes", "wide"]
 
 
 def number(element: torch.Tensor) -> Any:
@@ -47,6 +47,18 @@ def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return high & 0xFFFF_FFFF if is_unsigned else high, whole & 0xFFFF_FFFF
 
 
+def close(x: torch.Tensor, y: torch.Tensor, rtol: float = 0.0, atol: float = 0.0) -> torch.Tensor:
+    """Return where two tensors are equal within the tolerances.
+
+    NaN equals NaN, in each part of a complex number.
+    """
+    found = torch.isclose(x, y, rtol=rtol, atol=atol, equal_nan=True)
+    if not x.is_complex():
+        return found
+    parts = close(torch.view_as_real(x), torch.view_as_real(y), rtol, atol).all(dim=-1)
+    return torch.where(x.isfinite() & y.isfinite(), found, parts)
+
+
 def same_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
     return x.device == y.device and torch.equal(raw_bytes(x.contiguous()), raw_bytes(y.contiguous()))
 
@@ -57,7 +69,7 @@ def differing(x: torch.Tensor, y: torch.Tensor, rtol: float, atol: float) -> tor
         x, y = to_host([x, y])
     if rtol or atol:
         x, y, apart = wide(x, y)
-        return ~torch.isclose(x, y, rtol=rtol, atol=atol, equal_nan=True) | (apart > atol + rtol * y.abs())
+        return ~close(x, y, rtol, atol) | (apart > atol + rtol * y.abs())
     size = x.dtype.itemsize
     raw = raw_bytes(x.contiguous()) != raw_bytes(y.contiguous())
     return raw.reshape(*x.shape, size).any(dim=-1)

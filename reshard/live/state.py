@@ -255,6 +255,16 @@ class OwnState(dict[str, Any]):
         return here - there, there - here
 
 
+class CheckedState(dict[str, Any]):
+    """A state to load into that can refuse plain values.
+
+    It does so before anything is written.
+    """
+
+    checks: dict[str, Callable[[Any], object]]
+    """By key: called with what will be there; may raise."""
+
+
 def _settings(state: Mapping[str, Any], above: KeyPath = ()) -> Iterator[KeyPath]:
     """Yield what the constructor was given. Releases of torch differ in the rest."""
     for name in state:

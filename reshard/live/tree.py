@@ -7,7 +7,7 @@ import copy
 import io
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import PurePath
@@ -77,10 +77,12 @@ def flatten(
     return flat
 
 
-def empty_sequences(containers: Mapping[KeyPath, str], leaves: Iterable[KeyPath]) -> dict[str, KeyPath]:
+def empty_sequences(
+    containers: Mapping[KeyPath, str], leaves: Iterable[KeyPath], *, but: Container[str] = ("dict", "tensor")
+) -> dict[str, KeyPath]:
     """The lists and the like without items, by key. Not the dicts: some formats keep no empty ones."""
     kinds = {path: kind.partition(":")[0] for path, kind in containers.items() if path}
-    found = [path for path, kind in kinds.items() if kind not in ("dict", "tensor")]
+    found = [path for path, kind in kinds.items() if kind not in but]
     full = {path[:i] for path in (*leaves, *kinds) for i in range(len(path))} if found else ()
     return {key_of(path): path for path in found if path not in full}
 

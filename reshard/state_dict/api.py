@@ -20,10 +20,10 @@ from reshard.state_dict.broadcast import receive_model, receive_optimizer, setti
 from reshard.state_dict.collect import collect_model, collect_optimizer
 from reshard.state_dict.live_model import LiveModel, Models
 from reshard.state_dict.model import apply_model, part_of, plan_model, read_model
-from reshard.state_dict.optimizer import apply_optimizers, initial_state, plan_optimizers, read_optimizers
+from reshard.state_dict.optimizer import apply_optimizers, check_groups, initial_state, plan_optimizers, read_optimizers
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter, as_optimizers
 from reshard.state_dict.options import OptimizerReport, SetReport, StateDictOptions, as_options
-from reshard.state_dict.saved_optimizer import StateKind
+from reshard.state_dict.saved_optimizer import StateKind, read_saved
 
 __all__ = [
     "get_model_state_dict", "get_optimizer_state_dict", "get_state_dict", "set_model_state_dict",
@@ -177,7 +177,8 @@ def set_optimizer_state_dict(
 
     Raises:
         KeyMismatchError: the dict lacks a parameter, or has state for one that the model does not
-            have (if strict), or a state tensor has a wrong shape. Nothing was changed.
+            have, or any state if there is no optimizer (if strict), or a state tensor has a wrong
+            shape. Nothing was changed.
         NormalizationError: the saved groups contradict those of the optimizer, or the dict has an
             unknown form.
     """
@@ -196,6 +197,9 @@ def set_state_dict(
 ) -> SetReport:
     """Set model and optimizers. Both are checked before either is written.
 
+    A `reshard.load` into the result of `get_model_state_dict` has already filled the model, even if
+    this call refuses.
+
     Args:
         model: as in `get_model_state_dict`.
         optimizers: one, or a list.
@@ -210,6 +214,17 @@ def set_state_dict(
     """
     report, optimizer = _set("both", model, optimizers, model_state_dict, optim_state_dict, options)
     return replace(report, optimizer=optimizer)
+
+
+def refuse_groups(
+    model: Models, optimizers: Optimizers, groups: Iterable[Mapping[str, Any]], options: StateDictOptions
+) -> None:
+    """Raise NormalizationError for saved param groups that an optimizer would refuse.
+
+    Touches nothing.
+    """
+    live = LiveOptimizers(LiveModel(model), as_optimizers(optimizers))
+    check_groups(live, read_saved({"param_groups": groups}, live), options)
 
 
 def _set(

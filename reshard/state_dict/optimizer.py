@@ -27,7 +27,7 @@ from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedPar
 from reshard.state_dict.options import OptimizerReport, StateDictOptions
 from reshard.state_dict.saved_optimizer import GroupWrite, Misfit, SavedOptimizer, StateKind, plan_groups, read_saved
 
-__all__ = ["apply_optimizers", "initial_state", "plan_optimizers", "read_optimizers"]
+__all__ = ["apply_optimizers", "check_groups", "initial_state", "plan_optimizers", "read_optimizers"]
 
 
 def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
@@ -152,9 +152,7 @@ def plan_optimizers(
     faults = [*match.faults, *shapes, *_apart(match.state, live)]
     if faults or (options.strict and (match.missing or match.lost or match.strangers or match.unused)):
         raise KeyMismatchError(_message(live, match, faults, options.strict))
-    groups = [] if outlines else plan_groups(live, saved)
-    if options.strict:
-        _check_kinds(live, groups)
+    groups = [] if outlines else check_groups(live, saved, options)
     report = OptimizerReport(
         missing=(*match.missing, *match.lost),
         without_state=tuple(match.without_state),
@@ -192,9 +190,16 @@ _OF_ONE_KIND = frozenset(
 """Fields that some of torch's optimizers have and others do not, in every release of torch."""
 
 
-def _check_kinds(live: LiveOptimizers, groups: Iterable[GroupWrite]) -> None:
-    """Raise NormalizationError if a group has fields of another kind of optimizer, and not those of its own."""
-    for write in groups:
+def check_groups(live: LiveOptimizers, saved: SavedOptimizer, options: StateDictOptions) -> list[GroupWrite]:
+    """The fields of every live group. Touches nothing.
+
+    Raises NormalizationError for groups that contradict each other.
+
+    If strict, also for groups with fields of another kind of optimizer,
+    and not those of its own.
+    """
+    groups = plan_groups(live, saved)
+    for write in groups if options.strict else ():
         theirs, own = (sorted(_OF_ONE_KIND.intersection(names)) for names in (write.added, write.kept))
         if theirs and own:
             name = type(live.optimizers[write.optimizer]).__name__
@@ -203,6 +208,7 @@ def _check_kinds(live: LiveOptimizers, groups: Iterable[GroupWrite]) -> None:
                 f"kind: it has {', '.join(theirs)}, and {name} needs {', '.join(own)}. Set it on the kind of optimizer "
                 "that saved it, or pass StateDictOptions(strict=False)"
             )
+    return groups
 
 
 class _OptimizerMatch:
@@ -249,7 +255,7 @@ class _OptimizerMatch:
         ]
         strange = [name for names in (saved.state, saved.fields) for name in names if name not in live.by_name]
         self.unexpected = [name for name in dict.fromkeys(strange) if name not in known]
-        self.strangers = [name for name in self.unexpected if name not in live.live.by_name]
+        self.strangers = [name for name in self.unexpected if not live.optimizers or name not in live.live.by_name]
         self.unexpected += unread[:1]
 
     def _under_another_name(self, one: OptimizedParameter, kind: StateKind) -> State | None:
@@ -369,13 +375,14 @@ def _message(live: LiveOptimizers, match: _OptimizerMatch, faults: list[str], st
         lines += listed("Missing key", [f"{name} (optimizer {live.by_name[name].optimizer})" for name in match.missing])
         told = "an empty dict under 'state.<fqn>' means that it has none"
         lines += listed("Missing optimizer state", [f"{name}; {told}" for name in match.lost])
-        odd = [f"{name}, the model has no parameter of this name" for name in match.strangers]
+        why = "the model has no parameter of this name" if live.optimizers else "no optimizer was passed"
+        odd = [f"{name}, {why}" for name in match.strangers]
         kinds = [type(optimizer).__name__ for optimizer in live.optimizers]
         unused = grouped(((key, kinds[one.optimizer]), one.name) for one, key in match.unused)
         odd += [f"state {key!r} of {format_names(of)}, which {kind} does not use" for (key, kind), of in unused.items()]
         lines += listed("Unexpected key", odd)
     lines += listed("Mismatched", faults)
-    if match.strangers and not match.saved.fields.keys() & live.by_name.keys():
+    if match.strangers and live.optimizers and not match.saved.fields.keys() & live.by_name.keys():
         lines.append(
             "no group of the dict lists a parameter of these optimizers: groups of pipeline stages have one key, under "
             "which one stage's were saved. Save with StateDictOptions(flatten_optimizer_state_dict=True)"

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import reshard
+import reshard.dcp
 from reshard.errors import FormatError, LayoutError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch says that half of these kinds are prototypes
@@ -20,9 +21,13 @@ KINDS: dict[str, Callable[[], Any]] = {
     "sparse_coo": lambda: torch.eye(3).to_sparse(),
     "sparse_csr": lambda: torch.eye(3).to_sparse_csr(),
     "qint8": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "quint4x2": lambda: torch.quantize_per_channel(torch.ones(3, 2), torch.ones(3), torch.zeros(3), 0, torch.quint4x2),
+    "bits8": lambda: torch.empty(3, dtype=torch.bits8),
+    "uint4": lambda: torch.empty(3, dtype=torch.uint4),
 }
 VERBS: dict[str, Callable[[dict[str, Any], Path], Any]] = {
     "save": lambda state, path: reshard.save(state, path / "new"),
+    "dcp.save": lambda state, path: reshard.dcp.save(state, checkpoint_id=path / "new"),
     "async_save": lambda state, path: reshard.async_save(state, path / "new").result(),
     "load": lambda state, path: reshard.load(state, path / "c"),
     "fingerprint": lambda state, path: reshard.fingerprint(state),

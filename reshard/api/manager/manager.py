@@ -433,8 +433,9 @@ class CheckpointManager:
             strict, dtype_policy, mapping: as of `reshard.load`.
 
         Raises the errors of `reshard.load`, CorruptCheckpointError if no step is undamaged, and CheckpointNotFoundError
-        if the step does not exist, or all checkpoints of the run are from other tools. If an object refuses its state
-        (NormalizationError: other groups), those before it are overwritten; the error names them.
+        if the step does not exist, or all are from other tools. NormalizationError for param groups that contradict
+        those of an optimizer; then nothing was overwritten, unless the groups have tensors. If another object refuses
+        its state, those before it are overwritten; the error names them.
         """
         self.wait()
         group = self._group()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import getitem
 from typing import Any
 
@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 
 from reshard.api.options import LoadOptions
 from reshard.errors import CheckpointError, FormatError, NormalizationError, RankFailedError, ReshardError
-from reshard.live.state import OwnState, PerRank, put_at, same_value
+from reshard.live.state import CheckedState, OwnState, PerRank, put_at, same_value
 from reshard.live.tensors import identity_of, is_tensor
 from reshard.live.tree import leaves_of, rebuilt
 from reshard.state import KeyPath, key_of
 from reshard.state_dict.api import (
     get_model_state_dict,
     get_optimizer_state_dict,
+    refuse_groups,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -73,7 +74,9 @@ class LiveObjects:
         self._done: list[str] = []
         self._stateful: dict[KeyPath, Any] = {}
         self._untied: dict[KeyPath, torch.Tensor] = {}
-        self.state: Any = self._take(user, ())
+        self._checks = dict[str, _Set]()
+        self.state: Any = CheckedState(self._take(user, ()))
+        self.state.checks = self._checks
         if to_fill and self._stateful:
             self._untie()
 
@@ -151,6 +154,8 @@ class LiveObjects:
         if optimizers := _all(Optimizer, value):
             owners = self._models_of(optimizers, key)
             options = StateDictOptions(strict=self._options.mode_of(f"{key}.state") != "partial")
+
+            self._checks[f"{key}.param_groups"] = partial(refuse_groups, owners, optimizers, options=options)
 
             def put(got: Any) -> None:
                 report = set_optimizer_state_dict(owners, optimizers, got, options=options)

@@ -333,6 +333,8 @@ _STORAGES = {
     "QInt8Storage": "int8",
     "QUInt8Storage": "uint8",
     "QInt32Storage": "int32",
+    "QUInt4x2Storage": "uint8",
+    "QUInt2x4Storage": "uint8",
 }
 
 

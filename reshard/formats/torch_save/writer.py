@@ -24,7 +24,7 @@ from reshard.live.plain_data import UNSUPPORTED_TENSORS
 from reshard.live.tree import builtin_kinds, nested, unflatten, unresolved_class
 from reshard.state import KeyPath
 from reshard.storage.base import Storage
-from reshard.stored.contents import Contents, Record
+from reshard.stored.contents import Contents, unknown_class
 from reshard.stored.record_checksums import combined, crc32
 from reshard.stored.streaming import (
     Feed,
@@ -407,8 +407,8 @@ def refused_objects(objects: Mapping[str, Any]) -> dict[str, str]:
     """Keys of objects that cannot be pickled here, since their class is not known, and why."""
     out: dict[str, str] = {}
     for key, value in objects.items():
-        if isinstance(value, Record):
-            out[key] = UNSUPPORTED_TENSORS.get(value.path, "its class is not known here")
+        if (path := unknown_class(value)) is not None:
+            out[key] = UNSUPPORTED_TENSORS.get(path, "its class is not known here")
         elif (name := unresolved_class(value)) is not None:
             out[key] = f"it is a {name}, or holds one, and only native checkpoints hold that without its class"
     return out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from dataclasses import replace
 from enum import IntEnum, StrEnum
@@ -154,6 +155,27 @@ def test_no_integer_is_near_what_is_not_finite(odd: float) -> None:
     a, b = {"w": torch.tensor([2**53 + 1])}, {"w": torch.tensor([odd], dtype=torch.float64)}
     assert not reshard.compare(a, b, atol=1e300).ok
     assert not reshard.compare(b, a, atol=1e300).ok
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "are_equal"),
+    [
+        (complex(math.nan, 1), complex(math.nan, 2), False),
+        (complex(math.nan, 1), complex(math.nan, 1.25), True),
+        (complex(1, math.nan), complex(math.nan, 1), False),
+        (complex(math.inf, 1), complex(math.inf, 1.25), True),
+        (complex(math.inf, 1), complex(math.inf, 2), False),
+        (complex(math.inf, 1), complex(-math.inf, 1), False),
+        (complex(3, 4), complex(3.25, 4.25), True),
+        (complex(3, 4), complex(3.4, 4.4), False),
+    ],
+)
+def test_both_parts_of_complex_numbers_count(x: complex, y: complex, are_equal: bool) -> None:
+    a, b = ({"w": torch.tensor([value], dtype=torch.complex64)} for value in (x, y))
+    report = reshard.compare(a, b, atol=0.5, measure=True)
+    assert report.ok == are_equal
+    assert report.measures is not None
+    assert report.measures["w"].odd == ((not math.isfinite(abs(x)) and x.imag != y.imag) or x.real == -y.real)
 
 
 def test_unsigned_integers() -> None:

@@ -130,6 +130,33 @@ def test_an_empty_list_is_a_value_and_the_report_names_it_where_it_is_lost(tmp_p
         assert reshard.compare(tmp_path / "saved", place(tmp_path, format)).ok
 
 
+@pytest.mark.parametrize("format", ["native", "torch_save"])
+def test_empty_lists_and_dicts_beside_the_model_are_kept(format: str, tmp_path: Path) -> None:
+    beside = {"callbacks": {}, "history": [], "loop": {"done": (), "seen": [[]], "step": 3}}
+    w = torch.ones(2)
+    groups = [{"lr": 0.1, "odd": [], "params": ["w"]}, {"lr": 0.2, "params": []}]
+    state = {"model": {"w": w}, "optim": {"state": {"w": {"exp_avg": w, "extra": {}}}, "param_groups": groups}}
+    reshard.save(state | beside, tmp_path / "saved")
+    report = reshard.convert(tmp_path / "saved", place(tmp_path, format), format=format, normalized=True)
+    assert not report.omitted
+    found = reshard.open(place(tmp_path, format)).nested()
+    assert {name: found[name] for name in beside} == beside
+    assert reshard.open(tmp_path / "saved").normalized().left_out == (
+        "loop.step",
+        "callbacks",
+        "history",
+        "loop.done",
+        "loop.seen.0",
+    )
+
+
+def test_an_empty_section_of_an_optimizer_is_not_named(tmp_path: Path) -> None:
+    reshard.save({"state_dict": {"w": torch.ones(2)}, "optimizer_states": [], "seen": []}, tmp_path / "saved")
+    report = reshard.convert(tmp_path / "saved", tmp_path / "c", normalized=True)
+    assert not report.omitted
+    assert reshard.open(tmp_path / "c").nested()["seen"] == []
+
+
 @pytest.fixture(params=["a new process", "accelerate's"])
 def _allowed_globals(request: pytest.FixtureRequest) -> Iterator[None]:
     """accelerate lets torch.load(weights_only=True) take arrays; whoever gets the file may not have done so."""

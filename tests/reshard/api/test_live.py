@@ -11,7 +11,7 @@ import torch
 import reshard
 from planners import TensorSpec, View, concat
 from reshard.errors import KeyMismatchError
-from reshard.mapping import Concat, Drop, Mapping, Resize, Split
+from reshard.mapping import Concat, Drop, Mapping, Rename, Resize, Split
 from tests import gloo
 from tests.reshard.api import live_jobs
 from tests.reshard.api.live_layouts import LAYOUTS
@@ -247,6 +247,26 @@ def test_one_of_several_values_is_not_taken_for_all(kind, strict):
     del target["optim"]["state"]["qk"]["step"]
     reshard.redistribute(source, target, mapping=rules, strict=False)
     assert target["optim"]["state"]["qk"]["exp_avg"].all()
+
+
+@pytest.mark.parametrize("by_rules", [True, False])
+def test_param_groups_that_list_renamed_parameters_are_refused(by_rules):
+    def state(name, start):
+        groups = [{"lr": float(start), "params": [name, "kept"]}]
+        model = {name: torch.full((2,), start), "kept": torch.full((2,), start)}
+        return {"model": model, "optim": {"param_groups": groups, "state": {"kept": {"step": start}}}}
+
+    names = {"model.new.w": "model.old.w"}
+    mapping = Mapping([Rename("old.w", "new.w")]) if by_rules else names
+    source, target = state("old.w", 1), state("new.w", 2)
+    with pytest.raises(KeyMismatchError, match=r"the param groups in 'optim' list .* changes: 1 \('old\.w'\)\. Leave"):
+        reshard.redistribute(source, target, mapping=mapping)
+    assert target["model"]["new.w"].tolist() == [2, 2]
+    assert target["optim"]["state"]["kept"]["step"] == 2
+    for side in (source, target):
+        del side["optim"]["param_groups"]
+    reshard.redistribute(source, target, mapping=mapping)
+    assert target["model"]["new.w"].tolist() == [1, 1]
 
 
 def test_each_ranks_own_values_are_missed_like_all_others():

@@ -101,7 +101,7 @@ def test_what_megatron_wrote_comes_back(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_program_of_torch_s_own(dtype: torch.dtype, tmp_path: Path) -> None:
     """Keys, chunks and common state of a model that never saw Megatron; masters are made where there are none."""
-    state = trained(model(dtype=dtype))
+    state = trained(model(dtype=dtype), history=[])
     reshard.save(state, tmp_path / "saved")
     report = reshard.convert(tmp_path / "saved", tmp_path / "theirs", format="megatron", max_shard_bytes=2000)
 
@@ -109,7 +109,7 @@ def test_a_program_of_torch_s_own(dtype: torch.dtype, tmp_path: Path) -> None:
     assert (tmp_path / "theirs" / "latest_checkpointed_iteration.txt").read_text() == "7"
     assert json.loads((folder / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
     assert len(report.files) > 1
-    assert report.omitted == ("epoch",)
+    assert report.omitted == ("epoch", "history")
     found = metadata(folder)
     fc1 = found.state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"]
     assert [tuple(chunk.sizes) for chunk in fc1.chunks] == [(1, 6, H)] * 2

@@ -165,6 +165,10 @@ def quantized_by_channel() -> torch.Tensor:
     return torch.quantize_per_channel(torch.ones(3, 2), ones, torch.zeros(3, dtype=torch.int64), 0, torch.quint8)
 
 
+def quantized_to_4_bits() -> torch.Tensor:
+    return torch.quantize_per_channel(torch.ones(3, 2), torch.ones(3), torch.zeros(3), 0, torch.quint4x2)
+
+
 @pytest.mark.filterwarnings("ignore:.*quant")
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize(
@@ -174,6 +178,7 @@ def quantized_by_channel() -> torch.Tensor:
         (sparse, "a sparse tensor", "save x.to_dense() instead"),
         (quantized, "a quantized tensor", "save q.int_repr(), its scale, and its zero point instead"),
         (quantized_by_channel, "a quantized tensor", "save q.int_repr(), its scale, and its zero point instead"),
+        (quantized_to_4_bits, "a quantized tensor", "save q.int_repr(), its scale, and its zero point instead"),
     ],
 )
 def test_tensors_that_are_not_supported_are_no_damage(
@@ -196,6 +201,16 @@ def test_tensors_that_are_not_supported_are_no_damage(
     for format in ("native", "torch_save"):
         with pytest.raises(FormatError, match=f"such as 'm.t': {said}"):
             reshard.convert(file, tmp_path / "out", format=format)
+
+
+@pytest.mark.filterwarnings("ignore:.*quant")
+@pytest.mark.parametrize("format", ["dcp", "torch_save", "native"])
+def test_what_is_not_supported_is_refused_by_key_inside_a_value_too(format: str, tmp_path: Path) -> None:
+    """DCP's writer failed at it with an error of pickle."""
+    torch.save({"a": torch.ones(2), "m": [{frozenset([1]): quantized()}]}, tmp_path / "x.pt")
+    with pytest.raises(FormatError, match=r"1 object of .* cannot be written, such as 'm(\.0)?': a quantized tensor"):
+        reshard.convert(tmp_path / "x.pt", tmp_path / "out", format=format)
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_follows_a_pickle_is_not_passed_over(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 import reshard
-from reshard.errors import KeyMismatchError
+from reshard.errors import KeyMismatchError, NormalizationError
 from tests import gloo
 from tests.same import same
 from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
@@ -299,6 +300,27 @@ def test_a_scheduler_of_another_class_is_refused(tmp_path: Path) -> None:
         match=r"'trainer' could not be restored: .*lr_schedulers\.0: the checkpoint has other settings",
     ):
         train(tmp_path, schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9))
+
+
+def test_other_param_groups_are_refused_before_the_model_is_overwritten(tmp_path: Path) -> None:
+    from reshard.integrations.lightning import ReshardModelParallel
+
+    def groups(model: nn.Linear, *split: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizer = torch.optim.AdamW([{"params": its, "lr": 0.1 / (1 + i)} for i, its in enumerate(split)])
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    before, model = nn.Linear(3, 4), nn.Linear(3, 4)
+    state, optim = reshard.get_state_dict(before, groups(before, [before.weight], [before.bias]))
+    reshard.save({"state_dict": state, "optimizer_states": [optim]}, tmp_path / "c")
+    strategy: Any = SimpleNamespace(
+        model=model, lr_scheduler_configs=[], optimizers=[groups(model, [model.weight, model.bias], [])]
+    )
+    unchanged = model.weight.clone()
+    with pytest.raises(NormalizationError, match="in one group of optimizer 0, but were saved with different"):
+        ReshardModelParallel._fill(strategy, reshard.open(tmp_path / "c"), strict=True)
+    assert same(model.weight, unchanged)
 
 
 def test_checkpoints_at_links_and_urls_are_removed(tmp_path: Path) -> None:

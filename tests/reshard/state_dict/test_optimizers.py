@@ -356,6 +356,17 @@ def test_optimizers_that_have_none_of_the_models_parameters_are_refused_and_some
     assert [name for name in fqn_map(model, fresh, stale) if name.startswith("outside_model")] == outside
 
 
+@pytest.mark.parametrize("flat", [False, True])
+def test_state_without_an_optimizer_is_refused_if_strict(flat: bool) -> None:
+    model = nn.Linear(2, 3)
+    state = get_optimizer_state_dict(model, torch.optim.SGD(model.parameters()), options=FLAT if flat else None)
+    with pytest.raises(KeyMismatchError, match=r"Unexpected key: weight, no optimizer was passed\n") as caught:
+        set_state_dict(model, (), model_state_dict={}, optim_state_dict=state)
+    assert "pipeline" not in str(caught.value)
+    assert set_optimizer_state_dict(model, (), state, options=LENIENT).unexpected == ("weight", "bias")
+    assert not set_optimizer_state_dict(model, (), {}).unexpected
+
+
 def test_a_parameter_in_two_optimizers_is_refused() -> None:
     model = nn.Linear(2, 2)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD([model.bias], lr=0.1)]
