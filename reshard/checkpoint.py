@@ -32,7 +32,7 @@ from reshard.formats.table import find_format
 from reshard.live.tree import unflatten
 from reshard.native.manifest import LinkedRecord
 from reshard.native.reader import NativeFacts, Share
-from reshard.state import count_objects, is_selected
+from reshard.state import IntKey, KeyPath, count_objects, empty_sequences, is_selected, key_of, value_path
 from reshard.storage.base import AnyPath, Storage
 from reshard.storage.opening import StoragePath
 from reshard.stored.contents import Contents
@@ -511,19 +511,38 @@ def readable(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def objects_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Objects by name. The plain items of a list are one object: a list, or a dict by number if the list also has
-    tensors."""
-    found: dict[str, Any] = {}
-    lists: dict[str, dict[int, Any]] = {}
-    for name, value in checkpoint.objects.items():
-        *_, last = checkpoint.contents.path_of(name) or (name,)
-        if type(last) is int:
-            lists.setdefault(name.rpartition(".")[0], {})[last] = value
-        else:
-            found[name] = value
-    for name, its in lists.items():
-        found[name] = [*its.values()] if [*its] == [*range(len(its))] else its
+    """Objects by name, and empty lists. The plain items of a list are one object: a list, or a dict by number if the
+    list has more than those."""
+    contents = checkpoint.contents
+    paths = {name: contents.path_of(name) or (name,) for name in checkpoint.objects}
+    above = {name: value_path(path) for name, path in paths.items()}
+    found = {name: checkpoint.objects[name] for name in above if above[name] == paths[name]}
+    lists = grouped((path, name) for name, path in above.items() if path != paths[name])
+    others = (contents.path_of(name) for name in (*contents.tensors, *contents.per_rank, *found)) if lists else ()
+    mixed = {path[:i] for path in others for i in range(len(path)) if type(path[i]) is int}
+    inside = grouped((value_path(path), path) for path in contents.containers)
+    empty = empty_sequences(contents.containers, contents.paths.values())
+    for path in dict.fromkeys((*lists, *map(value_path, empty.values()))):
+        its = {paths[name]: checkpoint.objects[name] for name in lists.get(path, ())}
+        kinds = {at: contents.containers[at] for at in inside.get(path, ())}
+        found[key_of(path)] = _list_of(path, its, kinds, mixed)
     return found
+
+
+def _list_of(
+    path: KeyPath, its: Mapping[KeyPath, Any], kinds: Mapping[KeyPath, str], mixed: Collection[KeyPath]
+) -> Any:
+    """The list at `path` from its plain items. Those in `mixed`, and a list of which only a part is selected, become
+    dicts by number."""
+    numbers = {at[len(path)] for at in (*its, *kinds) if at != path}
+    by_number = mixed if numbers == {*range(len(numbers))} else {*mixed, path}
+
+    def inside(at: KeyPath) -> KeyPath:
+        places = ((part, at[:i]) for i, part in enumerate(at) if i >= len(path))
+        return tuple(IntKey(part) if isinstance(part, int) and list_ in by_number else part for part, list_ in places)
+
+    items = {inside(at): value for at, value in its.items()}
+    return unflatten(items, {inside(at): kind for at, kind in kinds.items() if at not in by_number})
 
 
 def open_among(path: StoragePath, place: int, ranks: int, *, step: int | None = None, check: bool = True) -> Checkpoint:

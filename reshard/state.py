@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from reshard.errors import FormatError
 
 __all__ = [
-    "NUMBERED", "IntKey", "KeyPath", "State", "cached_property", "count_objects", "is_selected", "key_of",
-    "path_from_json", "path_to_json", "plain_key",
+    "NUMBERED", "IntKey", "KeyPath", "State", "cached_property", "count_objects", "empty_sequences", "is_selected",
+    "key_of", "path_from_json", "path_to_json", "plain_key", "value_path",
 ]  # fmt: skip
 
 
@@ -142,8 +142,25 @@ def count_objects(state: State[Any]) -> int:
             path, value = todo.pop()
             if isinstance(value, dict):
                 todo += [((*path, str(key)), item) for key, item in value.items()]
-            elif isinstance(value, list | tuple):
+            elif isinstance(value, list | tuple) and value:
                 todo += [((*path, i), item) for i, item in enumerate(value)]
             else:
-                found.add(path[:-1] if path and type(path[-1]) is int else path)
-    return len(found)
+                found.add(value_path(path))
+    return len(found.union(map(value_path, empty_sequences(state.containers, state.paths.values()).values())))
+
+
+def empty_sequences(
+    containers: Mapping[KeyPath, str], leaves: Iterable[KeyPath], *, but: Container[str] = ("dict", "tensor")
+) -> dict[str, KeyPath]:
+    """The lists and the like without items, by key. Not the dicts: some formats keep no empty ones."""
+    kinds = {path: kind.partition(":")[0] for path, kind in containers.items() if path}
+    found = [path for path, kind in kinds.items() if kind not in but]
+    full = {path[:i] for path in (*leaves, *kinds) for i in range(len(path))} if found else ()
+    return {key_of(path): path for path in found if path not in full}
+
+
+def value_path(path: KeyPath) -> KeyPath:
+    """Where the value is of which this is an item: the items of a list are one, and so are those of lists in it."""
+    while path and type(path[-1]) is int:
+        path = path[:-1]
+    return path

@@ -63,10 +63,10 @@ from reshard.live.tensors import (
     state_instead_of,
     this_rank,
 )
-from reshard.live.tree import empty_sequences, flatten
+from reshard.live.tree import flatten
 from reshard.ranks.group import DEADLINE_S, Group
 from reshard.ranks.progress import Phase, Progress
-from reshard.state import key_of
+from reshard.state import empty_sequences, key_of
 from reshard.storage import Storage
 from reshard.stored.contents import are_equal, unknown_class
 from reshard.stored.streaming import windows

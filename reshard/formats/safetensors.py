@@ -14,8 +14,8 @@ from planners.geometry.box import Box, Shape
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.format import Format, Writing, at_top, check_index, not_opened, read_index
-from reshard.live.tree import empty_sequences
 from reshard.native.manifest import HF_INDEX, is_generation
+from reshard.state import empty_sequences
 from reshard.storage.base import Storage
 from reshard.stored.checksums import NO_CHECKSUMS
 from reshard.stored.contents import Contents, Facts

@@ -17,8 +17,8 @@ from typing import Any
 
 from reshard.errors import NormalizationError
 from reshard.live.optimizer_state import is_flat, is_nested
-from reshard.live.tree import empty_sequences, unflatten
-from reshard.state import IntKey, key_of, plain_key
+from reshard.live.tree import unflatten
+from reshard.state import IntKey, empty_sequences, key_of, plain_key
 from reshard.stored.contents import Contents
 
 __all__ = [

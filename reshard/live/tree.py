@@ -7,7 +7,7 @@ import copy
 import io
 import types
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import PurePath
@@ -19,7 +19,7 @@ from reshard.errors import FormatError, KeyMismatchError
 from reshard.state import IntKey, KeyPath, key_of, plain_key
 
 __all__ = [
-    "MAX_DEPTH", "CustomValue", "Flat", "builtin_kinds", "class_name", "copy_containers", "empty_sequences", "flatten",
+    "MAX_DEPTH", "CustomValue", "Flat", "builtin_kinds", "class_name", "copy_containers", "flatten",
     "leaves_of",
     "map_leaves", "mapping_kind", "needs_class", "nested", "other_key_of", "rebuilt", "restore_types", "typed",
     "unflatten", "unresolved_class",
@@ -75,16 +75,6 @@ def flatten(
         tree, (), flat, _Walk(is_leaf or (lambda value: False), whole_at or (lambda path, value: False), {}, set())
     )
     return flat
-
-
-def empty_sequences(
-    containers: Mapping[KeyPath, str], leaves: Iterable[KeyPath], *, but: Container[str] = ("dict", "tensor")
-) -> dict[str, KeyPath]:
-    """The lists and the like without items, by key. Not the dicts: some formats keep no empty ones."""
-    kinds = {path: kind.partition(":")[0] for path, kind in containers.items() if path}
-    found = [path for path, kind in kinds.items() if kind not in but]
-    full = {path[:i] for path in (*leaves, *kinds) for i in range(len(path))} if found else ()
-    return {key_of(path): path for path in found if path not in full}
 
 
 def map_leaves(

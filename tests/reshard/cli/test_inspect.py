@@ -8,6 +8,7 @@ import pickle
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -157,6 +158,24 @@ def test_json_has_as_many_objects_as_the_text(say, tmp_path) -> None:
     for path in (tmp_path / "native", tmp_path / "dcp"):
         assert json.loads(say("inspect", path, "--json").out)["objects"] == wanted
         assert f", {len(wanted)} objects, " in say("inspect", path).out
+
+    nested: dict[str, Any] = {
+        "x": [1, 2, (3,)], "none": [], "deep": [[], [[4]]], "parts": [{"lr": 1}, 2],
+        "some": [[5], torch.ones(1), (), [{"a": 6}, 7]],
+    }  # fmt: skip
+    saved = reshard.save({"w": torch.ones(2), **nested}, tmp_path / "nested")
+    reshard.convert(tmp_path / "nested", tmp_path / "nested.pt", format="torch_save")
+    wanted = {
+        "x": [1, 2, [3]], "none": [], "deep": [[], [[4]]], "parts.0.lr": 1, "parts": {"1": 2},
+        "some": {"0": [5], "2": [], "3": {"1": 7}}, "some.3.0.a": 6,
+    }  # fmt: skip
+    for path in (tmp_path / "nested", tmp_path / "nested.pt"):
+        assert json.loads(say("inspect", path, "--json").out)["objects"] == wanted
+        said = say("inspect", path).out
+        assert f", {saved.objects} objects, " in said or f", {saved.objects} objects\n" in said
+    assert saved.objects == len(wanted)
+    assert "x  = [1, 2, (3,)]  3 items\n" in said
+    assert "none  = []" in said
     torch.save([torch.ones(1), 1, 2], tmp_path / "list.pt")  # a list without a name of its own
     assert json.loads(say("inspect", tmp_path / "list.pt", "--json").out)["objects"] == {"": {"1": 1, "2": 2}}
     assert "{1: 1, 2: 2}" in say("inspect", tmp_path / "list.pt").out
