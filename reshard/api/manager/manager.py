@@ -433,9 +433,8 @@ class CheckpointManager:
             strict, dtype_policy, mapping: as of `reshard.load`.
 
         Raises the errors of `reshard.load`, CorruptCheckpointError if no step is undamaged, and CheckpointNotFoundError
-        if the step does not exist, or all are from other tools. NormalizationError for param groups that contradict
-        those of an optimizer; then nothing was overwritten, unless the groups have tensors. If another object refuses
-        its state, those before it are overwritten; the error names them.
+        if the step does not exist, or all are from other tools. NormalizationError for other param groups: nothing was
+        overwritten, unless they have tensors. If another object refuses its state, the error names what was changed.
         """
         self.wait()
         group = self._group()
