@@ -419,7 +419,7 @@ def collectives_job(how: str) -> tuple[str, list[int]]:
     the job sums numbers of its own over the same process group, at last when the group's time for one message is over.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    group, every = dist.new_group(timeout=timedelta(seconds=3)), tuple(range(world))
+    group, every = dist.new_group(timeout=timedelta(seconds=6)), tuple(range(world))
     source = live_layouts.placed(numbers(), every, (world,), [Shard(1)])
     target = live_layouts.placed(numbers(), every, (world,), [Shard(0)])
     prepared = reshard.prepare(source, target, group, delta=how == "delta")
@@ -433,7 +433,7 @@ def collectives_job(how: str) -> tuple[str, list[int]]:
     said, sums = _end_of(prepared), []
     for step in range(3):
         if step == 2:
-            time.sleep(4.0)
+            time.sleep(7.0)
         one = torch.tensor([10 * step + rank], dtype=torch.uint8)
         dist.all_reduce(one, group=group)
         sums.append(int(one))
