@@ -182,7 +182,7 @@ def format_ranks(ranks: Iterable[int], limit: int = 20) -> str:
 def format_value(value: object) -> str:
     """Return a short repr for a message; of a dict, and of what has tensors or many lines, only the class."""
     text, name = f"{value!r:.80}", type(value).__name__
-    is_long = isinstance(value, Mapping) or "tensor(" in text or "\n" in text
+    is_long = isinstance(value, Mapping) or "tensor(" in text or "array(" in text or "\n" in text
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}" if is_long else text
 
 

@@ -30,9 +30,9 @@ from planners.units import format_bytes, format_seconds, format_some
 __all__ = ["to_html"]
 
 
-_READS = """<h2 id="traffic">Bytes read, by the ranks that saved and read them</h2>
+_READS = """<h2 id="traffic">Bytes read, by saver and reader</h2>
 <p>All ranks read from storage. If several ranks saved a copy, reads count for the lowest rank."""
-_SENDS = """<h2 id="traffic">Bytes sent, by the ranks that send and receive them</h2>
+_SENDS = """<h2 id="traffic">Bytes sent, by sender and receiver</h2>
 <p>Copies within one rank are not counted."""
 _MAX_MATRIX = 64
 _MAX_TENSORS = 8
@@ -127,9 +127,9 @@ def listed(title: str, texts: Sequence[str]) -> str:
 
 def _held(sides: Sequence[tuple[str, StateLayout]]) -> Iterator[tuple[str, str]]:
     """Yield what the tensors of one rank take, at most, on each side."""
-    for caption, (_, layout) in zip(("before", "after") if len(sides) == 2 else ("",), sides):
+    for caption, (_, layout) in zip((", before", ", after") if len(sides) == 2 else ("",), sides):
         held = layout.rank_bytes()
-        yield f"on the fullest rank {caption}".rstrip(), format_bytes(int(held.max(initial=0)))
+        yield f"fullest rank holds{caption}", format_bytes(int(held.max(initial=0)))
 
 
 def figures_of(figures: Iterable[tuple[str, str]]) -> str:
@@ -161,15 +161,15 @@ def _story(plan: LoadPlan | SavePlan | TransferPlan) -> _Story:
         traffic, between = _reads(plan), ("saved by", "read by")
     worlds = " → ".join(f"{layout.world_size:,}" for _, layout in sides)
     title = f"{plan.kind.capitalize()}: {worlds} ranks"
-    return _Story(title, [*figures, *_busiest(loads)], sides, told, traffic, between)
+    return _Story(title, [*figures, *_busiest(plan.verb, loads)], sides, told, traffic, between)
 
 
-def _busiest(loads: Ints) -> list[tuple[str, str]]:
+def _busiest(verb: str, loads: Ints) -> list[tuple[str, str]]:
     mean = float(loads.mean()) if len(loads) else 0.0
     even = f"{int(loads.max()) / mean:.2f} × mean" if mean else "idle"
     return [
-        ("mean of all ranks", format_bytes(mean)),
-        ("busiest rank", f"{format_bytes(int(loads.max(initial=0)))} (rank {int(loads.argmax()):,}, {even})"),
+        (f"a rank {verb}, mean", format_bytes(mean)),
+        (f"busiest rank {verb}", f"{format_bytes(int(loads.max(initial=0)))} (rank {int(loads.argmax()):,}, {even})"),
     ]
 
 
@@ -327,6 +327,7 @@ def cuts(layout: TensorLayout, caption: str) -> str:
     rest = f", at index 0 of the {len(shape) - 2} other dims" if len(shape) > 2 else ""
     rest += f"; not drawn: how {' and '.join(inner)} shards each region again" if inner else ""
     rest += "; a region is drawn for many shards, from the first to the last rank" if drawn != exact else ""
+    rest += "; 0+ means rank 0 and others" if any(part.endswith("+</text>") for part in body) else ""
     fine = ' class="fine"' if max(map(len, (rows, columns))) > 33 else ""
     return (
         f"<figure><figcaption>{escape(caption)}<small>{escape(words + rest)}</small></figcaption>"

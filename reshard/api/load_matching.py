@@ -622,7 +622,8 @@ def _by_integer_ids(match: KeyMatch, missing: dict[str, str], unexpected: list[s
     others = dict.fromkeys(n.partition(".")[0] for n in checkpoint.objects if not OF_NUMBERED.fullmatch(n))
     what = (
         "  it has the optimizer's state under integer ids, as torch's optimizer.state_dict() returns it "
-        f"({numbered!r}), and the state to load into has names of parameters"
+        f"({numbered!r}), and the state to load into has "
+        f"{'names of parameters' if any('.state.' in f'.{key}' for key in own) else 'no optimizer state yet'}"
     )
     return what, load_by_name(repr(checkpoint.url), others)
 

@@ -149,7 +149,7 @@ def _fix(value: object) -> str:
         return "save its state_dict() instead, and pass what you load to its load_state_dict()"
     if is_dataclass(value) and not isinstance(value, type):
         return "save dataclasses.asdict(value) instead"
-    return "turn it into numbers, text, lists, and dicts first"
+    return "turn it into tensors, numbers, text, lists, and dicts first"
 
 
 UNSUPPORTED_TENSORS = {

@@ -238,8 +238,8 @@ class OwnState(dict[str, Any]):
         if not isinstance(value, LRScheduler | GradScaler):
             return state
         made = cls(state)
-        made.advice = f"the checkpoint has other settings than this {type(value).__name__}. Create it as the saved run "
-        made.advice += "did: of the same class, and a GradScaler with the same enabled="
+        made.advice = f"the saved settings have other names than those of this {type(value).__name__}. Create it as "
+        made.advice += "the saved run did: of the same class, and a GradScaler with the same enabled="
         return made
 
     @classmethod

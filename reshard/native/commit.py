@@ -493,7 +493,7 @@ def index_problem(native: NativeFacts) -> str | None:
     try:
         index = msgspec.json.decode(native.storage.read(HF_INDEX), type=_Index)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return f"{where}: it is not an index: {error}"
+        return f"{where}: it is not an index ({error}): remove it, or save again. Only Hugging Face tools read it"
     found, metadata = index.weight_map, {"total_size": native.plan.total_bytes}
     wrong = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
     if not wrong and index.metadata != metadata:

@@ -141,8 +141,8 @@ def test_a_page_says_from_where_to_where_in_what_memory_and_time():
     text = to_html(LOAD, source="a<b", target="fsdp=3", cluster=cluster)
 
     assert "from <b>a&lt;b</b> to <b>fsdp=3</b>" in text
-    assert "<dt>on the fullest rank before</dt><dd>192 B" in text  # two of 8 x 12 float32 in four parts
-    assert "<dt>on the fullest rank after</dt><dd>288 B" in text  # three of the eight rows
+    assert "<dt>fullest rank holds, before</dt><dd>192 B" in text  # two of 8 x 12 float32 in four parts
+    assert "<dt>fullest rank holds, after</dt><dd>288 B" in text  # three of the eight rows
     assert "<dd>4.5 s<small>64 B/s read by a host of 1 rank</small>" in text
     assert "estimated time" not in to_html(LOAD)
 

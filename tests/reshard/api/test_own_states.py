@@ -69,7 +69,7 @@ def test_only_a_scheduler_of_the_same_class_takes_what_was_saved(kind: str, othe
             assert report.load.ok
             assert same(now(before)[1], now(after)[1])
             return
-        with pytest.raises(KeyMismatchError, match=r"fix: run\.schedules\.0: the checkpoint has other settings"):
+        with pytest.raises(KeyMismatchError, match=r"fix: run\.schedules\.0: the saved settings have other names"):
             manager.restore(after)
         assert torch.equal(now(after)[-1], untouched)
         assert after["step"] == 0

@@ -128,7 +128,7 @@ def test_a_scheduler_of_another_class_is_refused(tmp_path: Path) -> None:
     other._schedulers[0].scheduler = torch.optim.lr_scheduler.ExponentialLR(other._optimizers[0].optimizer, 0.5)
     torch.nn.init.zeros_(other._models[0][0].weight)
 
-    with pytest.raises(KeyMismatchError, match=r"schedules\.0: the checkpoint has other settings"):
+    with pytest.raises(KeyMismatchError, match=r"schedules\.0: the saved settings have other names"):
         load_state(other, tmp_path)
     assert not other._models[0][0].weight.any()
 

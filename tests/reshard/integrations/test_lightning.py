@@ -297,7 +297,7 @@ def test_a_scheduler_of_another_class_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(
         KeyMismatchError,
-        match=r"'trainer' could not be restored: .*lr_schedulers\.0: the checkpoint has other settings",
+        match=r"'trainer' could not be restored: .*lr_schedulers\.0: the saved settings have other names",
     ):
         train(tmp_path, schedule=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9))
 
