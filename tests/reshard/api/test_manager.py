@@ -42,6 +42,7 @@ from reshard.native.commit import Generation
 from reshard.ranks import liveness
 from tests import gloo
 from tests.reshard.api import manager_jobs as jobs
+from tests.same import assert_same
 from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
 
 
@@ -845,6 +846,24 @@ def test_a_run_goes_on_on_other_numbers_of_ranks(tmp_path: Path) -> None:
     losses = [*parts[0][1][:3], *parts[1][1][:3], *parts[2][1]]
     assert losses[:3] == straight[0][1][:3]
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(straight[0][1]), rtol=1e-5, atol=0)
+
+
+@pytest.mark.gloo
+def test_a_pipeline_goes_on_on_other_numbers_of_stages(tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    straight = gloo.run(jobs.staged, 1, str(tmp_path / "straight"), 4)[0]
+
+    for world, steps in ((4, 1), (3, 2), (1, 3), (2, 4)):
+        found = gloo.run(jobs.staged, world, root, steps)
+    assert len(straight) == 12
+    assert_same(straight, found[0] | found[1])
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("world", [2, 4])  # equal stages, and others
+def test_stages_that_are_not_in_a_list_are_told_where_to_put_them(tmp_path: Path, world: int) -> None:
+    with pytest.raises(KeyMismatchError, match=r"param_groups.*make the model a list of this rank's stages"):
+        gloo.run(jobs.staged, world, str(tmp_path / "run"), 1, False)
 
 
 @pytest.mark.gloo
