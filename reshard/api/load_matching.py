@@ -30,7 +30,7 @@ from reshard.api.key_suggestions import (
 )
 from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint, save_of
-from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, format_ranks
+from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, format_ranks, visible
 from reshard.live.dtypes import DROPS, dtype_from_name, refused_cast
 from reshard.live.plain_data import UNSUPPORTED_TENSORS
 from reshard.live.state import OwnState, Targets, like_fresh
@@ -593,7 +593,7 @@ class Mismatches:
             fixes.append(wording.ignore)
         every = ["\n  or:  ".join(fixes)] * bool(fixes) + self._fixes_of_mismatches(wording)
         head = f"{match.checkpoint.url} does not match the state to load into:"
-        return "\n".join([head, *what, *lines, *(f"  fix: {fix}" for fix in every)])
+        return "\n".join([head, *what, *map(visible, lines), *(f"  fix: {fix}" for fix in every)])
 
     def _fixes_of_mismatches(self, wording: Wording) -> list[str]:
         fixes = []
