@@ -21,6 +21,7 @@ from planners.geometry.layout import Form, ProductForm, TensorSpec
 from reshard.api.key_suggestions import (
     OF_NUMBERED,
     by_number,
+    differ_in_form,
     has_no_state_yet,
     is_of_optimizer,
     load_by_name,
@@ -447,6 +448,10 @@ _ITS_KIND = (
 )
 
 
+_ONE_FORM = (
+    "only one side has the optimizer's state flattened: load into reshard.optimizer_destinations(model, optimizer, "
+    "path). In the state of a CheckpointManager, pass the model in a list if it was saved in one, and only then"
+)
 _NAMED = "  it has the optimizer's state under names of parameters, and the state to load into has it under integer ids"
 _BY_NAME = (
     "load into state = reshard.optimizer_destinations(model, optimizer, path), then call "
@@ -572,6 +577,8 @@ class Mismatches:
             where = {key: where[key] for key in without_optimizers(where)}
             unexpected = without_optimizers(unexpected)
             fixes.append(_BY_NAME)
+        elif is_load and differ_in_form(missing, unexpected):
+            fixes.append(_ONE_FORM)
         elif is_load and not missing and has_no_state_yet(match.targets.paths, unexpected):
             fixes.append(
                 "the optimizer has no state yet: load into reshard.optimizer_destinations(model, optimizer, path)"
