@@ -33,6 +33,7 @@ from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint, save_of
 from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, format_ranks, visible
 from reshard.live.dtypes import DROPS, dtype_from_name, refused_cast
+from reshard.live.optimizer_state import LazyOptimizerState
 from reshard.live.plain_data import UNSUPPORTED_TENSORS
 from reshard.live.state import OwnState, Targets, like_fresh
 from reshard.live.tensors import LiveTensor, tensor_class
@@ -247,8 +248,11 @@ class KeyMatch:
         names, kinds = self.below.names.get(place, []), self.below.kinds.get(place, {})
         if any(n not in contents.objects for n in names) or not (names or kinds):
             return False
+        depth, live = len(place), self.targets.live(key)
+        if isinstance(live, LazyOptimizerState):
+            names = [n for n in names if not live.is_of_others(contents.path_of(n)[depth:])]
+            kinds = {path: kind for path, kind in kinds.items() if not live.is_of_others(path[depth:])}
         self.used.update(names, map(key_of, kinds))
-        depth = len(place)
         leaves = {contents.path_of(n)[depth:]: contents.objects[n] for n in names}
         if contents.subset is not None:  # some items of a list, perhaps
             found = grouped((path[:i], n) for path in leaves for i, n in enumerate(path) if type(n) is int)

@@ -23,7 +23,10 @@ from reshard.api.manager import manager as deciding
 from reshard.errors import CheckpointError, KeyMismatchError, RankFailedError, StorageError
 from reshard.native.commit import Generation
 
-__all__ = ["Loader", "disagreed", "failing", "failing_in_memory", "loaders", "one_is_asked", "staged", "trained"]
+__all__ = [
+    "Loader", "disagreed", "failing", "failing_in_memory", "loaders", "one_is_asked", "staged", "stateless_stages",
+    "trained",
+]  # fmt: skip
 
 
 class Loader:
@@ -64,6 +67,20 @@ def train_step(state: dict[str, Any]) -> float:
     state["schedule"].step()
     state["step"] += 1
     return float(loss.item())
+
+
+def stateless_stages(root: str) -> list[list[float]]:
+    """Optimizers of two stages, which keep no state: the rates that each saved, and those that it restored."""
+    stage, rank = nn.ModuleDict({str(dist.get_rank()): nn.Linear(2, 2)}), dist.get_rank()
+    optimizer = torch.optim.SGD([{"params": [p]} for p in stage.parameters()][rank:], lr=0.25 + rank)
+    state = {"model": [stage], "optim": optimizer}
+    rates = [[group["lr"] for group in optimizer.param_groups]]
+    with reshard.CheckpointManager(root, every=reshard.Every(steps=1)) as manager:
+        manager.save(1, state)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        manager.restore(state)
+    return [*rates, [group["lr"] for group in optimizer.param_groups]]
 
 
 def staged(root: str, steps: int, in_list: bool = True) -> dict[str, torch.Tensor]:
