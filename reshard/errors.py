@@ -193,6 +193,11 @@ def format_names(names: Collection[object], limit: int = 3) -> str:
     return f"{len(names)} ({', '.join([*first, *more])})" if first else "0"
 
 
+def visible(text: str) -> str:
+    """Text on one line, with escapes for what does not print: names in files must not control a terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 # Old names of the public API: each still works, and warns. CHANGELOG.md lists them.
 
 

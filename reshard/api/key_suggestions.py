@@ -13,8 +13,8 @@ from reshard.live.wrappers import WRAPPER_SEGMENTS
 from reshard.state import NUMBERED
 
 __all__ = [
-    "OF_NUMBERED", "PrefixDifference", "by_number", "has_no_state_yet", "is_of_optimizer", "load_by_name",
-    "named_from_numbers", "section", "shifted", "without_optimizers", "without_prefix",
+    "OF_NUMBERED", "PrefixDifference", "by_number", "differ_in_form", "has_no_state_yet", "is_of_optimizer",
+    "load_by_name", "named_from_numbers", "section", "shifted", "without_optimizers", "without_prefix",
 ]  # fmt: skip
 
 
@@ -163,6 +163,15 @@ def has_no_state_yet(targets: Iterable[str], unexpected: Iterable[str]) -> bool:
     fronts = tuple({key.partition("state.")[0] for key in unexpected if _is_state(key)})
     below = [key for key in targets if f"{key}.".startswith(fronts)]
     return bool(below) and not any(map(_is_state, below))
+
+
+def differ_in_form(missing: Collection[str], unexpected: Collection[str]) -> bool:
+    """Return True if one side has an optimizer's param groups in a list, and the other has them flattened."""
+    one_each = all(any("param_groups" in key for key in keys) for keys in (missing, unexpected))
+    return one_each and any(map(_LISTED_GROUPS.search, (*missing, *unexpected)))
+
+
+_LISTED_GROUPS = re.compile(r"\bparam_groups(\.\d+\.params(\.\d+)?)?$")
 
 
 def named_from_numbers(path: str) -> str:

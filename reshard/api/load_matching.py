@@ -21,6 +21,7 @@ from planners.geometry.layout import Form, ProductForm, TensorSpec
 from reshard.api.key_suggestions import (
     OF_NUMBERED,
     by_number,
+    differ_in_form,
     has_no_state_yet,
     is_of_optimizer,
     load_by_name,
@@ -30,8 +31,9 @@ from reshard.api.key_suggestions import (
 )
 from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint, save_of
-from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, format_ranks
+from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, format_ranks, visible
 from reshard.live.dtypes import DROPS, dtype_from_name, refused_cast
+from reshard.live.optimizer_state import LazyOptimizerState
 from reshard.live.plain_data import UNSUPPORTED_TENSORS
 from reshard.live.state import OwnState, Targets, like_fresh
 from reshard.live.tensors import LiveTensor, tensor_class
@@ -246,8 +248,11 @@ class KeyMatch:
         names, kinds = self.below.names.get(place, []), self.below.kinds.get(place, {})
         if any(n not in contents.objects for n in names) or not (names or kinds):
             return False
+        depth, live = len(place), self.targets.live(key)
+        if isinstance(live, LazyOptimizerState):
+            names = [n for n in names if not live.is_of_others(contents.path_of(n)[depth:])]
+            kinds = {path: kind for path, kind in kinds.items() if not live.is_of_others(path[depth:])}
         self.used.update(names, map(key_of, kinds))
-        depth = len(place)
         leaves = {contents.path_of(n)[depth:]: contents.objects[n] for n in names}
         if contents.subset is not None:  # some items of a list, perhaps
             found = grouped((path[:i], n) for path in leaves for i, n in enumerate(path) if type(n) is int)
@@ -447,6 +452,10 @@ _ITS_KIND = (
 )
 
 
+_ONE_FORM = (
+    "only one side has the optimizer's state flattened: load into reshard.optimizer_destinations(model, optimizer, "
+    "path). In the state of a CheckpointManager, pass the model in a list if it was saved in one, and only then"
+)
 _NAMED = "  it has the optimizer's state under names of parameters, and the state to load into has it under integer ids"
 _BY_NAME = (
     "load into state = reshard.optimizer_destinations(model, optimizer, path), then call "
@@ -572,6 +581,8 @@ class Mismatches:
             where = {key: where[key] for key in without_optimizers(where)}
             unexpected = without_optimizers(unexpected)
             fixes.append(_BY_NAME)
+        elif is_load and differ_in_form(missing, unexpected):
+            fixes.append(_ONE_FORM)
         elif is_load and not missing and has_no_state_yet(match.targets.paths, unexpected):
             fixes.append(
                 "the optimizer has no state yet: load into reshard.optimizer_destinations(model, optimizer, path)"
@@ -593,7 +604,7 @@ class Mismatches:
             fixes.append(wording.ignore)
         every = ["\n  or:  ".join(fixes)] * bool(fixes) + self._fixes_of_mismatches(wording)
         head = f"{match.checkpoint.url} does not match the state to load into:"
-        return "\n".join([head, *what, *lines, *(f"  fix: {fix}" for fix in every)])
+        return "\n".join([head, *what, *map(visible, lines), *(f"  fix: {fix}" for fix in every)])
 
     def _fixes_of_mismatches(self, wording: Wording) -> list[str]:
         fixes = []

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from planners.units import format_bytes as size, format_count as counted, format_some as some
+from reshard.errors import visible
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,7 +69,7 @@ def print_text(screen: Console, text: str, head: str = "", style: str = "") -> N
     from rich.table import Column, Table
     from rich.text import Text
 
-    text = in_words_of_the_command_line(text)
+    text = "\n".join(map(visible, in_words_of_the_command_line(text).split("\n")))
     indent = len(head) + 2 if head else len(text) - len(text.lstrip())
     if screen.is_terminal and 0 < indent < screen.width // 3:
         grid = Table.grid(Column(width=indent), Column(overflow="fold"))
@@ -298,10 +299,11 @@ class Branch:
                 name, times = f"{name}.{inner}", times * inner_times
             many = f" [dim]× {times}[/]" if times > 1 else ""
             if isinstance(child, PrintedLeaf):
-                onto.add(f"{escape(name)}{many}  [dim]{escape(child.text)}[/]")
+                onto.add(f"{escape(visible(name))}{many}  [dim]{escape(visible(child.text))}[/]")
                 continue
             head = (
-                f"[bold]{escape(name)}[/]{many}  {counted(child.count * times, 'entry')}, {size(child.nbytes * times)}"
+                f"[bold]{escape(visible(name))}[/]{many}  {counted(child.count * times, 'entry')}, "
+                f"{size(child.nbytes * times)}"
             )
             below = onto.add(head)
             if depth is None or depth > 1:

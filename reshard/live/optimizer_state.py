@@ -71,6 +71,10 @@ class LazyOptimizerState(dict[Any, Any]):
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
         return copy.deepcopy(dict(self), memo)
 
+    def is_of_others(self, path: KeyPath) -> bool:
+        """Whether a path is a field, in the flat form, of a parameter that another rank has."""
+        return bool(path) and is_field(path) and _owner(path, self.parameters) is None
+
 
 class Saved(NamedTuple):
     """What a checkpoint has under one key."""

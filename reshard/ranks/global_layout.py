@@ -30,7 +30,7 @@ from reshard.errors import KeyMismatchError, LayoutError, format_ranks
 from reshard.live.tensors import LiveTensor, agreed_form
 from reshard.state import KeyPath, State, key_of
 
-__all__ = ["Described", "check_nests", "describe", "join_aliases", "join_layouts", "resolve_layouts"]
+__all__ = ["STAGES_DIFFER", "Described", "check_nests", "describe", "join_aliases", "join_layouts", "resolve_layouts"]
 
 
 class _DescribedTensor(msgspec.Struct, frozen=True, array_like=True):
@@ -229,6 +229,12 @@ class _NestPlace(NamedTuple):
         return f"a {self.kind}" if self.items is None else f"a {self.kind} of {self.items}"
 
 
+STAGES_DIFFER = (
+    "Pipeline stages differ: get their states with flatten_optimizer_state_dict=True. In the state of a "
+    "CheckpointManager, make the model a list of this rank's stages"
+)
+
+
 def check_nests(states: Iterable[State[Any]]) -> None:
     """Raise KeyMismatchError for a place that has different kinds in different states."""
     known: dict[KeyPath, _NestPlace] = {}
@@ -240,7 +246,7 @@ def check_nests(states: Iterable[State[Any]]) -> None:
                 continue  # tensors on one side: ranks may have some of a list of them
             fix = "Wrap values that differ between ranks in reshard.PerRank(value), or use one key per rank"
             if "param_groups" in path:  # an optimizer of another stage, as a rule
-                fix = "Pipeline stages differ: get their states with flatten_optimizer_state_dict=True"
+                fix = STAGES_DIFFER
             if any(one.containers.get(path, "").startswith("tensor:") for one in states):
                 fix = "It is quantized on some ranks only: save plain values, with reshard.dequantized(state)"
             raise KeyMismatchError(f"{key_of(path)!r} is {first} on some ranks and {place} on others. {fix}")

@@ -20,7 +20,15 @@ from reshard.live.fingerprints import partials
 from reshard.live.plain_data import check_text, encode_plain
 from reshard.live.state import LiveState
 from reshard.live.tensors import LiveTensor, is_sharded, is_tensor
-from reshard.ranks.global_layout import Described, check_nests, describe, join_aliases, join_layouts, resolve_layouts
+from reshard.ranks.global_layout import (
+    STAGES_DIFFER,
+    Described,
+    check_nests,
+    describe,
+    join_aliases,
+    join_layouts,
+    resolve_layouts,
+)
 from reshard.ranks.group import Group
 from reshard.state import KeyPath, State, key_of, path_from_json, path_to_json
 
@@ -394,9 +402,12 @@ class DigestTable:
             f"{key!r} ({' / '.join(format_ranks(r) for r in by)})" for key, by in list(differing.items())[:20]
         )
         buffers = "" if self.objects.keys() >= differing.keys() else _BUFFERS
+        fix = "Wrap values that differ on purpose in reshard.PerRank(value), or use another key on each rank"
+        if any("param_groups." in key and ".params." in key for key in differing):
+            fix = STAGES_DIFFER
         raise KeyMismatchError(
-            f"values differ between ranks under the same key: {shown}{', and more' * (len(differing) > 20)}. Wrap "
-            f"values that differ on purpose in reshard.PerRank(value), or use another key on each rank{buffers}"
+            f"values differ between ranks under the same key: {shown}{', and more' * (len(differing) > 20)}. "
+            f"{fix}{buffers}"
         )
 
 

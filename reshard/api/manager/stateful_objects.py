@@ -152,8 +152,12 @@ class LiveObjects:
         if models := _all(nn.Module | Stage, value):
             return _Taken(get_model_state_dict(models), lambda got: set_model_state_dict(models, got))
         if optimizers := _all(Optimizer, value):
-            owners = self._models_of(optimizers, key)
-            options = StateDictOptions(strict=self._options.mode_of(f"{key}.state") != "partial")
+            found = self._models_of(optimizers, key)
+            owners = [model for model, _ in found]
+            options = StateDictOptions(
+                strict=self._options.mode_of(f"{key}.state") != "partial",
+                flatten_optimizer_state_dict=any(is_stage for _, is_stage in found),  # ranks have other groups each
+            )
 
             self._checks[f"{key}.param_groups"] = partial(refuse_groups, owners, optimizers, options=options)
 
@@ -162,7 +166,7 @@ class LiveObjects:
                 self.missing += tuple(f"{key}.state.{name}" for name in report.missing)
                 self.unexpected += tuple(f"{key}.state.{name}" for name in (*report.unexpected, *report.unused))
 
-            return _Taken(get_optimizer_state_dict(owners, optimizers), put)
+            return _Taken(get_optimizer_state_dict(owners, optimizers, options=options), put)
         if _is_stateful(value):
             state = self._stateful[path] = OwnState.of(value)
             return _Taken(state, value.load_state_dict)
@@ -181,11 +185,11 @@ class LiveObjects:
         held = replace(wrapper, value=None if self._to_fill else get())
         return _Taken(held, lambda got: got.value is None or put(got.value))
 
-    def _models_of(self, optimizers: list[Any], key: str) -> list[nn.Module | Stage]:
+    def _models_of(self, optimizers: list[Any], key: str) -> list[tuple[nn.Module | Stage, bool]]:
         its = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
         found = [
-            model
-            for model in self._models
+            (model, is_stage)
+            for model, is_stage in self._models
             if any(id(p) in its for p in (model.module if isinstance(model, Stage) else model).parameters())
         ]
         if not found:
@@ -249,12 +253,13 @@ def _holds_objects(value: Any) -> bool:
     return isinstance(value, list | tuple) and any(_is_object(each) or _holds_objects(each) for each in value)
 
 
-def _models_in(value: Any) -> Iterator[nn.Module | Stage]:
+def _models_in(value: Any, in_list: bool = False) -> Iterator[tuple[nn.Module | Stage, bool]]:
+    """Each model, and whether it is a stage of a pipeline."""
     if isinstance(value, nn.Module | Stage):
-        yield value
+        yield value, in_list or isinstance(value, Stage)
     elif isinstance(value, Mapping):
         for each in value.values():
             yield from _models_in(each)
     elif isinstance(value, list | tuple):
         for each in value:
-            yield from _models_in(each)
+            yield from _models_in(each, True)

@@ -23,7 +23,10 @@ from reshard.api.manager import manager as deciding
 from reshard.errors import CheckpointError, KeyMismatchError, RankFailedError, StorageError
 from reshard.native.commit import Generation
 
-__all__ = ["Loader", "disagreed", "failing", "failing_in_memory", "loaders", "one_is_asked", "trained"]
+__all__ = [
+    "Loader", "disagreed", "failing", "failing_in_memory", "loaders", "one_is_asked", "staged", "stateless_stages",
+    "trained",
+]  # fmt: skip
 
 
 class Loader:
@@ -64,6 +67,41 @@ def train_step(state: dict[str, Any]) -> float:
     state["schedule"].step()
     state["step"] += 1
     return float(loss.item())
+
+
+def stateless_stages(root: str) -> list[list[float]]:
+    """Optimizers of two stages, which keep no state: the rates that each saved, and those that it restored."""
+    stage, rank = nn.ModuleDict({str(dist.get_rank()): nn.Linear(2, 2)}), dist.get_rank()
+    optimizer = torch.optim.SGD([{"params": [p]} for p in stage.parameters()][rank:], lr=0.25 + rank)
+    state = {"model": [stage], "optim": optimizer}
+    rates = [[group["lr"] for group in optimizer.param_groups]]
+    with reshard.CheckpointManager(root, every=reshard.Every(steps=1)) as manager:
+        manager.save(1, state)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        manager.restore(state)
+    return [*rates, [group["lr"] for group in optimizer.param_groups]]
+
+
+def staged(root: str, steps: int, in_list: bool = True) -> dict[str, torch.Tensor]:
+    """A pipeline: each rank has some of six layers, and an optimizer of its own. Go on up to so many steps: the
+    momentum of this rank's parameters."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mine = range(6 * rank // world, 6 * (rank + 1) // world)
+    stage = nn.ModuleDict({str(i): nn.Linear(2, 2) for i in mine})
+    optimizer = torch.optim.SGD(
+        [{"params": [*stage[str(i)].parameters()], "lr": 0.1 * (i + 1)} for i in mine], momentum=0.5
+    )
+    state = {"model": [stage] if in_list else stage, "optim": optimizer, "step": 0}
+    with reshard.CheckpointManager(root, every=reshard.Every(steps=1)) as manager:
+        manager.restore(state)
+        while state["step"] < steps:
+            for name, parameter in stage.named_parameters():
+                parameter.grad = torch.full_like(parameter, int(name[0]) + 1)
+            optimizer.step()
+            state["step"] += 1
+            manager.save(state["step"], state)
+    return {n: optimizer.state[p]["momentum_buffer"] for n, p in stage.named_parameters()}
 
 
 def trained(root: str, steps: int) -> tuple[int, list[float], list[int]]:

@@ -872,6 +872,29 @@ def test_a_run_goes_on_on_other_numbers_of_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.gloo
+def test_a_pipeline_goes_on_on_other_numbers_of_stages(tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    straight = gloo.run(jobs.staged, 1, str(tmp_path / "straight"), 4)[0]
+
+    for world, steps in ((4, 1), (3, 2), (1, 3), (2, 4)):
+        found = gloo.run(jobs.staged, world, root, steps)
+    assert len(straight) == 12
+    assert_same(straight, found[0] | found[1])
+
+
+@pytest.mark.gloo
+def test_stages_whose_optimizers_have_no_state_get_only_their_own_settings(tmp_path: Path) -> None:
+    assert gloo.run(jobs.stateless_stages, 2, str(tmp_path / "run")) == [[[0.25] * 2] * 2, [[1.25]] * 2]
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("world", [2, 4])  # equal stages, and others
+def test_stages_that_are_not_in_a_list_are_told_where_to_put_them(tmp_path: Path, world: int) -> None:
+    with pytest.raises(KeyMismatchError, match=r"param_groups.*make the model a list of this rank's stages"):
+        gloo.run(jobs.staged, world, str(tmp_path / "run"), 1, False)
+
+
+@pytest.mark.gloo
 def test_what_one_rank_knows_counts_for_all(tmp_path: Path) -> None:
     done = gloo.run(jobs.one_is_asked, 3, str(tmp_path / "run"))
 

@@ -154,6 +154,18 @@ def test_the_flat_form_gets_places_of_the_flat_form(kind, tmp_path) -> None:
     assert reshard.compare({"o": reshard.get_optimizer_state_dict(fresh, other, options=FLAT)}, {"o": saved}).ok
 
 
+@pytest.mark.parametrize("saved", [FLAT, None])
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_the_error_of_the_other_form_leads_to_the_places(saved, is_trained, tmp_path) -> None:
+    reshard.save({"optim": reshard.get_optimizer_state_dict(*_trained(), options=saved)}, tmp_path)
+    fresh = _model(1)
+    pair = _trained() if is_trained else (fresh, torch.optim.AdamW(fresh.parameters()))
+
+    with pytest.raises(KeyMismatchError, match=r"fix: only one side .* load into reshard.optimizer_destinations\("):
+        reshard.load({"optim": reshard.get_optimizer_state_dict(*pair, options=None if saved else FLAT)}, tmp_path)
+    assert reshard.load({"optim": reshard.optimizer_destinations(*pair, tmp_path)}, tmp_path).ok
+
+
 def test_fields_that_are_several_tensors_get_places_of_the_flat_form(tmp_path) -> None:
     def adam(model):
         betas = torch.tensor(0.9), torch.tensor(0.99)

@@ -17,7 +17,7 @@ import reshard
 import reshard.elastic
 from reshard import fingerprints
 from reshard.api.options import DEFAULTS, LoadOptions, SaveOptions
-from reshard.errors import ReshardError
+from reshard.errors import KeyMismatchError, ReshardError
 from tests import gloo
 
 W = torch.arange(24.0).reshape(6, 4)
@@ -355,3 +355,10 @@ def test_a_report_lists_only_casts_that_took_place(policy: Any, wanted: torch.dt
     assert not (report.replaced if policy == "cast" else report.cast)
     assert torch.equal(target["w"].float(), W)
     assert target["w"].dtype == (wanted if policy == "cast" else W.dtype)
+
+
+def test_names_with_control_characters_are_shown_as_they_are_written(tmp_path):
+    reshard.save({"a\x1b[2J\nb": torch.ones(2)}, tmp_path / "odd")
+
+    with pytest.raises(KeyMismatchError, match=r"unexpected(.|\n)*\n    a\\x1b\[2J\\nb\n"):
+        reshard.load({"b": torch.ones(2)}, tmp_path / "odd")

@@ -115,6 +115,19 @@ def test_the_old_name_of_the_option(say, checkpoint) -> None:
     assert "<bool>" not in say("inspect", "--help").out
 
 
+@pytest.mark.parametrize("words", [("inspect",), ("normalize",), ("diff", "other"), ("verify",)])
+def test_names_from_a_file_neither_move_the_cursor_nor_begin_a_line(say, tmp_path, words) -> None:
+    odd = "a\nok  complete and undamaged\x1b[2J\u202e\0"
+    state = {odd: torch.ones(2), "tied\x1b[2J": torch.ones(2), f"{odd} value": 1}
+    state["model"] = dict.fromkeys(("one\x1b[2J", "other\x1b[2J"), torch.ones(3))
+    reshard.save(state, tmp_path / "odd")
+    reshard.save({odd: torch.zeros(2)}, tmp_path / "other")
+
+    said = say(words[0], tmp_path / "odd", *(tmp_path / word for word in words[1:]))
+
+    assert not [line for line in said.out.splitlines() if not line.isprintable() or line.startswith("ok")]
+
+
 def test_several_globs(say, checkpoint) -> None:
     words = ["--select", "model.*", "--select", "!*.0.*", "--select", "!*.n*"]
     told = json.loads(say("inspect", checkpoint, *words, "--json").out)
