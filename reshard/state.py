@@ -145,8 +145,9 @@ def count_objects(state: State[Any]) -> int:
             elif isinstance(value, list | tuple) and value:
                 todo += [((*path, i), item) for i, item in enumerate(value)]
             else:
-                found.add(value_path(path))
-    return len(found.union(map(value_path, empty_sequences(state.containers, state.paths.values()).values())))
+                found.add(value_path(path) if path and type(path[-1]) is int else path)
+    empty = empty_sequences(state.containers, state.paths.values()) if state.containers else {}
+    return len(found.union(map(value_path, empty.values())))
 
 
 def empty_sequences(

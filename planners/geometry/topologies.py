@@ -496,7 +496,8 @@ def pipelined(
     return Topology(Mesh({"pp": ranks, **dict(stage.mesh.axes)}), stage.rules, (*homes, *stage.homes), stage.even)
 
 
-# A topology in a few words, as people say it: `fsdp=4,tp=2`; and one with the axes of a checkpoint, as it records them.
+# A topology in a few words, as people say it: `fsdp=4,tp=2`; and one with the axes of a checkpoint,
+# as it records them.
 
 
 WORDS = "'fsdp=3', 'tp=2', 'fsdp=4,tp=2', 'hsdp=2x4', 'ddp=8', or 'pp=2,fsdp=4'"

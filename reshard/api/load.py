@@ -356,7 +356,8 @@ def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, sh
     numbers = [key for key in match.objects if key in targets.tensors]
     refuse_overlaps(targets.tensors[key] for key in (*match.tensors, *numbers) if key not in left_out)
     once = filled_once(match, rank)
-    # ranks without elements of a tensor do not see that it is tied: to share the reading, all must plan the same
+    # ranks without elements of a tensor do not see that it is tied: to share the reading, all must
+    # plan the same
     names = once if shared is None else match.tensors
     saved: dict[str, TensorLayout] = {}
     wanted: dict[str, TensorLayout] = {}

@@ -264,7 +264,8 @@ class Prepared:
             for work, (*ends, cast) in zip(self._steps.works, sides)
         ]
         if has_copy_streams(self._device):
-            # the buffers may be memory that the stream of this moment still works on, and runs may be on other streams
+            # the buffers may be memory that the stream of this moment still works on, and runs may
+            # be on other streams
             device_module(self._device).current_stream(self._device).synchronize()
         self._repeats = [
             (

@@ -324,7 +324,8 @@ def _rank(rank: int, world_size: int, port: int, told: Any, ended: Any, job: Cal
 
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process, and one reports it
     torch.set_num_threads(1)
-    # two remarks on speed and on in-place edits that this model does not do; they would tear the progress bars
+    # two remarks on speed and on in-place edits that this model does not do; they would tear
+    # the progress bars
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     if sys.platform == "linux":

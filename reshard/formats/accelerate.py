@@ -96,7 +96,8 @@ def open(files: Files) -> Contents:
             "pytorch_model.bin, adapter_model.safetensors and their indexes. To read the optimizer alone, open its file"
         )
     for folder in folders:
-        # the keys of a first folder of accelerate, and of weights/, begin with "model." or "optimizer." already
+        # the keys of a first folder of accelerate, and of weights/, begin with "model." or
+        # "optimizer." already
         is_named = folder.endswith(("_0", "_and_optim", "weights"))
         section = "" if is_named else folder.removeprefix("pytorch_").replace("_fsdp", "")
         parts.append((section, dcp.open_folder(files, f"{folder}/")))

@@ -344,8 +344,9 @@ def _open_at(
                 native.look_for_files(facts, names, files.checking.refuse, share)
             break
         except (CheckpointNotFoundError, CorruptCheckpointError):
-            # a save may have taken the place of what was listed, which is gone then: the new one is whole. Its names
-            # may be the same as before, where it was there already and the old one is being removed
+            # a save may have taken the place of what was listed, which is gone then: the new one is
+            # whole. Its names may be the same as before, where it was there already and the old one
+            # is being removed
             listed, (storage, names) = names, _find(path)
             is_same = names == listed and not (facts is not None and native.is_replaced(facts))
             if is_same or attempt + 1 == _ATTEMPTS:

@@ -268,7 +268,8 @@ class Uploads(AbstractContextManager["Uploads"]):
 
 def _send(elements: torch.Tensor, target: torch.Tensor, lane: CopyStream) -> StreamEvent:
     as_is = target.dtype == elements.dtype and target.is_contiguous() and not target.is_conj() and not target.is_neg()
-    # torch writes to an inference tensor only within this mode; outside it, a write counts as a change for autograd
+    # torch writes to an inference tensor only within this mode; outside it, a write counts as a
+    # change for autograd
     with torch.inference_mode() if target.is_inference() else torch.no_grad(), lane.use():
         if as_is:
             target.copy_(elements, non_blocking=True)

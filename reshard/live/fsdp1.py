@@ -267,7 +267,8 @@ def _chunk_dtensor(shape: Shape, flat: torch.Tensor, mesh: Any, axis: int) -> DT
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     local = flat.view(flat.numel() // stride[0], *shape[1:])
     placements = _along(axis, mesh.ndim)
-    # newer torch takes the offset in memory over, and then fails to deepcopy the DTensor: it is made without one
+    # newer torch takes the offset in memory over, and then fails to deepcopy the DTensor: it is
+    # made without one
     outline = local if not local.storage_offset() else local.new_empty([1] * local.dim()).expand(local.shape)
     made = DTensor.from_local(outline, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
     made._local_tensor = local

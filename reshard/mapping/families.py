@@ -156,7 +156,8 @@ def feed_forward_to_megatron(source: str, target: str, *, gated: bool = True) ->
     ]
 
 
-# Qwen3-Next and Qwen3.5: layers with linear attention, and gates of the output in those with full attention.
+# Qwen3-Next and Qwen3.5: layers with linear attention, and gates of the output in those with
+# full attention.
 #
 # Qwen3-Next     in_proj_qkvz, by key head: its query, its key, its values, their gates; in_proj_ba likewise
 # Qwen3.5        in_proj_qkv: all queries, all keys, all values; in_proj_z, in_proj_b, in_proj_a
@@ -414,7 +415,8 @@ def gpt_oss_to_titan(generation: str) -> list[Rule]:
     return rules
 
 
-# Llama 4: experts stacked on disk, as those of gpt-oss, but all of the gate comes before all of the up half.
+# Llama 4: experts stacked on disk, as those of gpt-oss, but all of the gate comes before all of
+# the up half.
 
 
 def llama4_to_plain(fill: float | None) -> Mapping:

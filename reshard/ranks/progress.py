@@ -228,7 +228,8 @@ class Phase:
         if work.bars is not None:
             work.bars.show(self, event)
         elif work.show and (kind == "failed" or (kind == "finished" and (event.done_bytes or not self.total_bytes))):
-            # one line when a phase is over, unless others had done all of it: silent unless logging shows it
+            # one line when a phase is over, unless others had done all of it: silent unless
+            # logging shows it
             _log.info("%s", event)
         with _listeners_lock:
             everybody = work.listeners + _listeners

@@ -178,11 +178,13 @@ class Rounds:
         if self.failure is not None or now < self._next_look:
             return
         self._next_look = now + self._look_gap_s
-        # a thread that is in a round will learn of it there, and must not have its keys read while they are deleted
+        # a thread that is in a round will learn of it there, and must not have its keys read while
+        # they are deleted
         if self._lock.acquire(blocking=False):
             try:
                 with self._noting_loss():
-                    # no rank can have closed with success what this rank has not posted: an outcome is a failure
+                    # no rank can have closed with success what this rank has not posted: an outcome
+                    # is a failure
                     outcome = self._read() or self._watch("its next step")
                     if isinstance(outcome, Failure):
                         self._end(outcome)

@@ -129,7 +129,8 @@ def _client_of(store: Any) -> Callable[[], Any]:
     server = _server_of(store)
     if server is None:
         return lambda: store
-    # nor do they expose prefixes, which separate groups and restarts: a key known only behind them replaces it
+    # nor do they expose prefixes, which separate groups and restarts: a key known only behind
+    # them replaces it
     name = bytes(store.compare_set("reshard", "", uuid.uuid4().hex)).decode()
     host, port, patience = server.host, server.port, server.timeout
     return lambda: PrefixStore(name, type(server)(host, port, timeout=patience, wait_for_workers=False))

@@ -526,7 +526,8 @@ class StateKind:
             return False
         if key in self._held:
             return False
-        # a class of the user's own may keep what it likes beside torch's state, but hardly what another of torch's does
+        # a class of the user's own may keep what it likes beside torch's state, but hardly what
+        # another of torch's does
         is_own = schema is None or not _is_torchs(type(self._optimizer)) or _has_step_hooks(self._optimizer)
         return bool(self._held) or not is_own or (schema is not None and key in _keys_of_torch())
 

@@ -164,7 +164,8 @@ class LocalStorage(Storage):
         path = self._path(name)
         with self._errors("create", name):
             for _ in range(_CREATE_TRIES):
-                # another process may remove the folders, empty as they still are, before our file is in them
+                # another process may remove the folders, empty as they still are, before our
+                # file is in them
                 with suppress(FileNotFoundError):
                     if self._makes_folders:
                         make_folder(path.parent)
@@ -396,7 +397,8 @@ def _list(
             try:
                 nbytes = None if entry.is_dir() else entry.stat().st_size if sized else 0
             except OSError as error:
-                # a file that another process removes while we look is not in the folder, nor is a link to itself
+                # a file that another process removes while we look is not in the folder, nor is a
+                # link to itself
                 if error.errno not in (errno.ENOENT, errno.ELOOP):
                     raise
                 continue

@@ -249,7 +249,8 @@ class Record(metaclass=_FrozenType):
     def __new__(cls, *args: Any, **kwargs: Any) -> Record:
         self = object.__new__(cls)
         self.args = args
-        # metadata of a checkpoint has several records for each tensor, and hardly any has more than its state
+        # metadata of a checkpoint has several records for each tensor, and hardly any has more
+        # than its state
         self.kwargs = kwargs or _NO_KEYWORDS
         self.state = None
         self.entries = ()

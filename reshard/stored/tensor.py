@@ -611,7 +611,8 @@ class _Transfer:
             data = read(window.offset, span)
             _copy(memoryview(data), Window(0, window.sizes, window.strides, window.itemsize), out)
             return
-        # a dim of size 1 does not separate anything, so there is one larger: a span of one element is one run
+        # a dim of size 1 does not separate anything, so there is one larger: a span of one
+        # element is one run
         dim = max((d for d, n in enumerate(window.sizes) if n > 1), key=lambda d: window.strides[d])
         stride, size = window.strides[dim], window.sizes[dim]
         rest = (*window.sizes[:dim], 1, *window.sizes[dim + 1 :])

@@ -215,7 +215,8 @@ def lost_boxes(native: NativeFacts, held: Mapping[str, Sequence[Held]]) -> dict[
         holes = subtract_ranges([(0, record.nbytes)], there)
         if not holes:
             continue
-        # a load may check the header's blocks whatever it reads: without them, nothing of the file is of use
+        # a load may check the header's blocks whatever it reads: without them, nothing of the
+        # file is of use
         all_of_it = holes[0][0] < -(-record.header_bytes // block) * block
         for fqn, box, start, stop in arrays_of(native.plan, int(rank), record.header_bytes):
             if all_of_it or any(begin < stop and start < end for begin, end in holes):

@@ -196,7 +196,8 @@ def _is_same(a: Contents, key: str, b: Contents, twin: str) -> bool:
     return bool(p == q)
 
 
-# Megatron's older checkpoints (`--ckpt-format torch`): one file per model parallel rank, silent about the others.
+# Megatron's older checkpoints (`--ckpt-format torch`): one file per model parallel rank, silent
+# about the others.
 #
 # iter_0000002/mp_rank_00/model_optim_rng.pt            tensor parallel rank 0
 # iter_0000002/mp_rank_00_001/model_optim_rng.pt        ... of pipeline stage 1 (without stages: of expert rank 1)

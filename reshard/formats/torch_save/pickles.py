@@ -533,8 +533,9 @@ _INERT = frozenset(
 # the regular expressions that do the walking.
 
 
-# Opcodes of fixed length that may run as they are: no argument, one byte, two, four, eight. PUT with a four-byte index
-# only while small, because the unpickler allocates as many slots as the index says.
+# Opcodes of fixed length that may run as they are: no argument, one byte, two, four, eight. PUT
+# with a four-byte index only while small, because the unpickler allocates as many slots as the
+# index says.
 RUN = re.compile(
     rb"(?:[(012NQRabdel}\])stu\x81\x85-\x89\x8f-\x94]|[Khq\x80].|M..|[Jj]....|r..\x00\x00|[G\x95]........)*+", re.DOTALL
 )

@@ -87,7 +87,7 @@ def test_a_disabled_scaler_and_an_enabled_one(was_enabled: bool, tmp_path: Path)
     before, after = state_of("step", enabled=was_enabled, steps=2), state_of("step", enabled=not was_enabled, fill=3.0)
     untouched = now(after)
     with saved(tmp_path, before) as manager:
-        with pytest.raises(KeyMismatchError, match=r"(?s)run\.scaler\.scale.*run\.scaler: the checkpoint .* enabled="):
+        with pytest.raises(KeyMismatchError, match=r"(?s)run\.scaler\.scale.*run\.scaler: the saved .* enabled="):
             manager.restore(after)
         assert same(now(after), untouched)
 
