@@ -38,7 +38,7 @@ _MOST_LISTED = 3
 """Names with one beginning that `in_groups` lists one by one."""
 
 
-_LOST = re.compile(r"(?:chunk Box\[.*?\]: )?(there is no .*)")
+_LOST = re.compile(r"(?:chunk Box\[.*?\]: )?(there is no .*|.* has \d+ of its \d+ bytes: .*)")
 
 
 def in_groups(findings: Iterable[Finding]) -> list[str]:

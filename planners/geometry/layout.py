@@ -461,6 +461,8 @@ def _sizes(shape: Shape, dtype: str) -> tuple[Shape, str, int, int, int]:
     shape = tuple(map(int, shape))
     if shape and min(shape) < 0:
         raise PlanError(f"sizes must be >= 0, got shape {shape}")
+    if len(shape) > 63:  # numpy has 64 dims, and plans need one of them
+        raise PlanError(f"a tensor can have at most 63 dims, got {len(shape)}")
     each, numel = itemsize(dtype), math.prod(shape)
     if max((numel * each, *shape)) >= 1 << 63:
         raise PlanError(f"a tensor has less than 2**63 bytes, got shape {shape}")

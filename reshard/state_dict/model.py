@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from planners.geometry.box import Shape
-from reshard.errors import KeyMismatchError, format_value
+from reshard.errors import KeyMismatchError, format_value, visible
 from reshard.live.deepspeed import HOW_TO_GET, HOW_TO_SET
 from reshard.live.dtypes import overflowing
 from reshard.live.state import same_memory, same_value
@@ -411,7 +411,7 @@ def listed(title: str, names: list[str], live: LiveModel | None = None, limit: i
     lines = []
     for i, name in enumerate(names[:limit]):
         close = difflib.get_close_matches(name, live.by_name, 1, 0.8) if live is not None and i < 5 else []
-        lines.append(f"  {title}: {name}" + (f" (did you mean {close[0]}?)" if close else ""))
+        lines.append(f"  {title}: {visible(name)}" + (f" (did you mean {close[0]}?)" if close else ""))
     return lines + ([f"  {title}: and {len(names) - limit} more"] if len(names) > limit else [])
 
 
