@@ -57,6 +57,7 @@ def in_groups(findings: Iterable[Finding]) -> list[str]:
         if len(its) <= (_MOST_LISTED if front else 1):
             texts += map(str, its)
         else:
+            its = [it for it in its if it.fqn is not None] or its
             one = f"{front}: {len(its)} names, such as {its[0].fqn!r}"
             some = f"{len(its)} names ({format_some([repr(it.fqn) for it in its], _MOST_LISTED)})"
             texts.append(f"{one if front else some}: {message}")

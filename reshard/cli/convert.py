@@ -198,12 +198,12 @@ def _print(report: ConvertReport, kept: list[str], is_model: bool, is_normalized
         return
     screen = console()
     seconds = report.phases.seconds
-    time = f"{format_seconds(seconds)}, {size(report.total_bytes / max(seconds, 1e-9))}/s"
+    rate = f", {size(report.total_bytes / seconds)}/s" if seconds >= 1 else ""  # of less, it says little
     print_text(
         screen,
         f"format {report.format}: {counted(report.tensors, 'tensor')} and "
         f"{counted(report.objects, 'object')}, "
-        f"{size(report.total_bytes)} in {counted(len(report.files), 'file')}, {time}",
+        f"{size(report.total_bytes)} in {counted(len(report.files), 'file')}, {format_seconds(seconds)}{rate}",
         report.target,
         "bold",
     )

@@ -615,3 +615,14 @@ def test_names_and_values_are_printed_as_they_are(say, tmp_path) -> None:
     assert "'x.overwrite=True': 1.0 in" in out
     assert "--max-shard" not in out
     assert "--overwrite" not in out
+
+
+def test_a_file_that_is_too_short_takes_one_line(say, tmp_path) -> None:
+    state = {"model": {"w": torch.ones(9)}, "optim": {"state": {"w": {"exp_avg": torch.ones(9)}}}}
+    reshard.save(state, tmp_path / "c")
+    (file,) = tmp_path.rglob("*.safetensors")
+    os.truncate(file, 100)
+
+    said = say("verify", tmp_path / "c").out
+    assert said.count(f"{file.name} has 100 of its ") == 1
+    assert "·  2 names ('model.w', 'optim.state.w.exp_avg'): " in said
