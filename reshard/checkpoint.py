@@ -66,6 +66,7 @@ _OF_OTHERS = {
 """Names in other libraries for what is written otherwise here."""
 
 
+@renamed(left_out="omitted")
 class NormalizedState(dict[str, Any]):
     """The result of `Checkpoint.normalized`: a dict with "model" and "optim".
     `Checkpoint.canonical` returns the same state as a checkpoint, which calls take that need one."""
@@ -76,7 +77,7 @@ class NormalizedState(dict[str, Any]):
     """What errors say where a checkpoint is expected."""
     notes: tuple[str, ...] = ()
     """What could not be done, such as padding that could not be removed and incomplete lists."""
-    left_out: tuple[str, ...] = ()
+    omitted: tuple[str, ...] = ()
     """Keys of what belongs to neither model nor optimizer, such as an epoch."""
 
 
@@ -256,7 +257,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         groups = [{name: read_value(value) for name, value in group.items()} for group in found.groups]
         result = NormalizedState(model={fqn: LazyTensor(tensor) for fqn, tensor in found.model.items()})
         result["optim"] = {"state": state, "param_groups": groups}
-        result.notes, result.left_out = tuple(found.notes), without_name(self.contents)
+        result.notes, result.omitted = tuple(found.notes), without_name(self.contents)
         return result
 
     def canonical(self, hints: Mapping[str, Any] | None = None, *, model_only: bool = False) -> Checkpoint:

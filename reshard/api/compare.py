@@ -634,7 +634,7 @@ class _Side:
         sharded = [key for key, value in values.items() if is_sharded(value)]
         if sharded and group is None:
             raise LayoutError(f"{sharded[0]!r} is sharded: call reshard.compare(path, state), on all ranks")
-        self.label, self.left_out = _IN_MEMORY, source.left_out if isinstance(source, NormalizedState) else ()
+        self.label, self.left_out = _IN_MEMORY, source.omitted if isinstance(source, NormalizedState) else ()
         self.tensors = {
             k: _HeldBoxes.of(k, v, group) if group is not None and is_sharded(v) else v
             for k, v in values.items()

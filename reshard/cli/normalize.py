@@ -38,7 +38,7 @@ def normalize(
             for fqn in [fqn for fqn in each if fqn not in kept]:
                 del each[fqn]
     if as_json:
-        shown = {"notes": state.notes, "omitted": state.left_out, **map_leaves(_plain, state)}
+        shown = {"notes": state.notes, "omitted": state.omitted, **map_leaves(_plain, state)}
         print_json({"path": checkpoint.url, "format": checkpoint.format, **shown})
         return
     screen = console()
@@ -54,8 +54,8 @@ def normalize(
         leaves[("optim", "param_groups", str(i))] = PrintedLeaf(
             f"{counted(len(group.get('params', ())), 'parameter')}, {short(shown, 90)}"
         )
-    lost = [f"not shown: {format_names(state.left_out)}, which belong to neither model nor optimizer"]
-    print_tree(screen, leaves, depth, [*state.notes, *(lost if state.left_out else ())])
+    lost = [f"not shown: {format_names(state.omitted)}, which belong to neither model nor optimizer"]
+    print_tree(screen, leaves, depth, [*state.notes, *(lost if state.omitted else ())])
 
 
 def _leaf(value: Any) -> PrintedLeaf:

@@ -128,6 +128,9 @@ def test_a_report_calls_its_lists_by_their_names(tmp_path: Path) -> None:
     with pytest.warns(DeprecationWarning, match="omitted"):
         assert report.left_out == report.omitted  # type: ignore[attr-defined]
     assert "omitted 1 ('step')" in repr(report)
+    state = reshard.open(tmp_path / "c").normalized()
+    with pytest.warns(DeprecationWarning, match="omitted"):
+        assert state.left_out == state.omitted == ("step",)  # type: ignore[attr-defined]
 
 
 def test_a_value_of_another_class_is_reported(tmp_path: Path) -> None:

@@ -141,7 +141,7 @@ def test_empty_lists_and_dicts_beside_the_model_are_kept(format: str, tmp_path: 
     assert not report.omitted
     found = reshard.open(place(tmp_path, format)).nested()
     assert {name: found[name] for name in beside} == beside
-    assert reshard.open(tmp_path / "saved").normalized().left_out == (
+    assert reshard.open(tmp_path / "saved").normalized().omitted == (
         "loop.step",
         "callbacks",
         "history",
