@@ -113,7 +113,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """The folder of the run in which it was found; empty where it was opened by its own
         path."""
         # how it was made from what is at `url`: by which mappings and hints; empty if it is that itself
-        self.made = ""
+        self.derivation = ""
 
     def __getitem__(self, name: str) -> LazyTensor:
         """Raises KeyMismatchError, naming similar keys, if there is no such tensor."""
@@ -218,7 +218,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             containers=contents.containers if len(kept) == len(names) else contents.containers_above(paths.values()),
         )
         part = Checkpoint(made, self.url)
-        part.made = f"{self.made}{wanted}"
+        part.derivation = f"{self.derivation}{wanted}"
         return part
 
     def mapped(self, mapping: StateMapping) -> Checkpoint:
@@ -276,7 +276,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             words = f"{format_names(lost)} of {self.url} belong to neither model nor optimizer: load them from there"
             found = replace(found, warnings=(*found.warnings, words), left_out=lost)
         made = Checkpoint(replace(found, checking=self.contents.checking, files=self.contents.files), self.url)
-        made.made = f"{self.made}{hints, model_only}"
+        made.derivation = f"{self.derivation}{hints, model_only}"
         return made
 
     def to_html(self, *, histograms: str = "", steps: Sequence[SavedStep] = ()) -> str:

@@ -180,7 +180,7 @@ class ConvertJob:
         onto = self.onto.digest() if isinstance(self.onto, StateLayout) else self.onto
         facts = [self.format, self.mapping, self.select, self.dtype, self.normalized, self.model_only, self.hints]
         facts += [self.max_shard_bytes, self.check, str(absolute(self.target)), onto]
-        facts += [list(state.objects), files_of(state, absolute(state.url)), getattr(self.source, "made", "")]
+        facts += [list(state.objects), files_of(state, absolute(state.url)), getattr(self.source, "derivation", "")]
         seen = xxhash.xxh3_128(repr(facts).encode())
         for name in state:
             seen.update(repr(state[name].stored.spec).encode())

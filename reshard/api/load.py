@@ -259,7 +259,7 @@ class _Load:
             mismatched=tuple(match.mismatched),
             dropped=tuple(match.dropped),
             cast=match.cast,
-            overflowed=plan.overflowed(shared and self.group) if match.cast or checkpoint.made or shared else {},
+            overflowed=plan.overflowed(shared and self.group) if match.cast or checkpoint.derivation or shared else {},
             replaced=match.replaced,
             aliases={k: checkpoint.aliases[name] for k, name in match.tensors.items() if name in checkpoint.aliases},
             bytes_needed=plan.bytes_needed,
@@ -387,7 +387,7 @@ def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, sh
         native.prefetch(owner for owner in writers if isinstance(owner, int))
     casts: dict[str, list[int]] = {key: [] for key in match.cast}
     copies = find_copies(items, match.stored, _landings(targets, wanted, shared, uploads, casts))
-    computed = dict.fromkeys((copy.fqn, copy.place.source) for copy in copies if checkpoint.made)
+    computed = dict.fromkeys((copy.fqn, copy.place.source) for copy in copies if checkpoint.derivation)
     for key, source in computed:
         casts.setdefault(key, []).append(-source.overflowed)
     return ReadPlan(copies, items.nbytes, casts, computed)

@@ -100,7 +100,7 @@ def verify(
             else:
                 covered = _also_compared(covered, other)
     kind = kind if covered else DamageReport
-    title = f"{checkpoint.url}{' as selected or mapped' * bool(checkpoint.made)} ({checkpoint.format}){beside}"
+    title = f"{checkpoint.url}{' as selected or mapped' * bool(checkpoint.derivation)} ({checkpoint.format}){beside}"
     return kind(title, (*newer, *findings), len(checkpoint), covered, hint=hint)
 
 

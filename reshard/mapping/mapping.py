@@ -74,7 +74,7 @@ class Mapping:
             contents = MappingStage(Matcher(stage), contents, checkpoint.url).contents()
         known = checkpoint.contents
         mapped = Checkpoint(replace(contents, checking=known.checking, files=known.files), checkpoint.url)
-        mapped.made = f"{checkpoint.made}{self}"
+        mapped.derivation = f"{checkpoint.derivation}{self}"
         return mapped
 
     def views(self, specs: Dict[str, TensorSpec]) -> dict[str, View]:
@@ -173,7 +173,7 @@ def apply_dict(names: Dict[str, str], checkpoint: Checkpoint) -> Checkpoint:
             )
         aliases[new], paths[new] = aliases.get(kept, kept), (new,)
     renamed = Checkpoint(replace(made, aliases=aliases, paths=paths), checkpoint.url)
-    renamed.made = f"{checkpoint.made}{names}"
+    renamed.derivation = f"{checkpoint.derivation}{names}"
     return renamed
 
 
