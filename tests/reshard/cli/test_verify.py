@@ -109,9 +109,9 @@ def test_another_step_differs_but_was_not_changed(say, checkpoint, other) -> Non
 def test_what_equals_a_native_checkpoint_has_names_with_a_checksum(say, checkpoint, tmp_path, how) -> None:
     """Its manifest is compared with its digest when it is opened."""
     reshard.convert(checkpoint, tmp_path / "x.pt", format="torch_save")
-    first, *_ = say("verify", checkpoint, "--against", tmp_path / "x.pt", *how).out.splitlines()
-    assert first.startswith("complete and undamaged: ")
-    assert first.endswith(f"verified, and the same as {tmp_path / 'x.pt'}")
+    _, verdict, *_ = say("verify", checkpoint, "--against", tmp_path / "x.pt", *how).out.splitlines()
+    assert verdict.startswith("complete and undamaged: ")
+    assert verdict.endswith(f"verified, and the same as {tmp_path / 'x.pt'}")
 
 
 def test_a_failure_says_which_side_is_damaged(say, checkpoint, other) -> None:
