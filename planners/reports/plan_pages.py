@@ -31,7 +31,7 @@ __all__ = ["to_html"]
 
 
 _READS = """<h2 id="traffic">Bytes read, by saver and reader</h2>
-<p>All ranks read from storage. If several ranks saved a copy, reads count for the lowest rank."""
+<p>All ranks read from storage. Reads of replicas count for the lowest rank that saved one."""
 _SENDS = """<h2 id="traffic">Bytes sent, by sender and receiver</h2>
 <p>Copies within one rank are not counted."""
 _MAX_MATRIX = 64

@@ -162,9 +162,8 @@ def load_with(
                 match = match_keys(
                     targets, checkpoint, dtype_policy=options.dtype_policy, mapping=names, allowed=allowed
                 )
-                checks = state_dict.checks if isinstance(state_dict, CheckedState) else {}
-                for key in checks.keys() & match.objects.keys():
-                    checks[key](match.objects[key])
+                if isinstance(state_dict, CheckedState):
+                    state_dict.check(match.objects)
             report = _Load(group, process_group, options, match, before, prefetch).run()
         if not options.dry_run and (report.dropped or report.retyped or report.overflowed):
             odd = [*report._first_of_each("dropped", "retyped"), *report._overflows]

@@ -196,7 +196,9 @@ class KeyMatch:
         except (OverflowError, RuntimeError, TypeError):  # by far too large, or of another kind
             is_exact = False
         if not is_exact:
-            self.mismatched.append(f"{key}: saved as the number {_shown(value)}, which {tensor.spec.dtype} cannot hold")
+            self.mismatched.append(
+                f"{key}: saved as the number {_shown(value)}, which {tensor.spec.dtype} cannot hold: load into a number"
+            )
         else:
             device = "cpu" if tensor.is_meta else tensor.device
             self.objects[key] = like_fresh(tensor.value, (made.to(device),), key)
@@ -318,6 +320,7 @@ class KeyMatch:
         self.missing += sorted(key_of((*path, *rest)) for rest in lost)
         self.used.difference_update(*(self.below.names.get((*place, *rest), ()) for rest in found))
         self.advice += [f"{key}: {live.advice}"] * bool(lost or found)
+        self.mismatched += [f"{key}.{text}" for text in live.misfits(made)]
         return not lost
 
     @cached_property

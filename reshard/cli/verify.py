@@ -123,7 +123,7 @@ def _verdict(covered: Coverage, against: str | None) -> str:
     if covered.is_full and covered.metadata_checked:
         return f"complete and undamaged: {total} of values verified{same}"
     if covered.is_full:
-        return f"complete: {total} of values verified{same}. Names, shapes, and objects were compared with no checksum"
+        return f"complete: {total} of values verified{same}. Names, shapes, and objects have no checksum"
     if not covered.checked_bytes:
         return f"complete: {total} of values read, none verified{same}. A changed value would not be detected"
     return (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch.amp import GradScaler
 from torch.autograd.graph import increment_version
 from torch.optim.lr_scheduler import LRScheduler
 
+from planners.units import format_count
 from reshard.errors import FormatError, KeyMismatchError, LayoutError, option_error
 from reshard.live.dtypes import raw_elements
 from reshard.live.tensors import (
@@ -246,13 +247,56 @@ class OwnState(dict[str, Any]):
     def check(cls, key: str, value: Any, saved: Mapping[str, Any]) -> None:
         """Raise KeyMismatchError if `value` cannot take the state that was saved under `key`."""
         live = cls.of(value)
-        if isinstance(live, OwnState) and any(live.compare(saved)):
-            raise KeyMismatchError(f"{key}: {live.advice}")
+        if isinstance(live, OwnState):
+            if any(live.compare(saved)):
+                raise KeyMismatchError(f"{key}: {live.advice}")
+            if misfits := "; ".join(live.misfits(saved)):
+                raise KeyMismatchError(f"{key}.{misfits}")
 
     def compare(self, saved: Mapping[str, Any]) -> tuple[set[KeyPath], set[KeyPath]]:
         """Return the paths of settings that `saved` lacks, and of those that only it has."""
         here, there = set(_settings(self)), set(_settings(saved))
         return here - there, there - here
+
+    def misfits(self, saved: Mapping[str, Any]) -> Iterator[str]:
+        """Yield which lists have another number of param groups than this optimizer."""
+        theirs = dict(_by_group(saved))
+        for path, own in _by_group(self):
+            if len(theirs.get(path, own)) != len(own):
+                groups = format_count(len(theirs[path]), "param group")
+                yield f"{key_of(path)}: saved for {groups}, but the optimizer has {len(own)}: give it the saved groups"
+
+
+_BY_GROUP = ("base_lrs", "max_lrs", "min_lrs", "lr_lambdas", "_last_lr")
+"""Lists of schedulers that have an item per param group."""
+
+
+def _below(value: Any, part: Any) -> Any:
+    return value.get(part) if isinstance(value, Mapping) else None
+
+
+def in_order(state: Mapping[str, Any], order: Sequence[int]) -> dict[str, Any]:
+    """The state of a scheduler for an optimizer that has its param groups in another order.
+
+    `order` has the place of each of its groups among the saved ones.
+    """
+    made = dict(state)
+    for name in _BY_GROUP:
+        its = state.get(name)
+        if isinstance(its, list | tuple) and len(its) == len(order):
+            made[name] = [its[i] for i in order]
+    if "_schedulers" in made:
+        made["_schedulers"] = [in_order(it, order) for it in made["_schedulers"]]
+    return made
+
+
+def _by_group(state: Mapping[str, Any], above: KeyPath = ()) -> Iterator[tuple[KeyPath, Sequence[Any]]]:
+    """Yield the lists of learning rates with one per param group, by path."""
+    for name in ("base_lrs", "min_lrs"):
+        if isinstance(its := state.get(name), list | tuple):
+            yield (*above, name), its
+    for number, inner in enumerate(state.get("_schedulers", ())):
+        yield from _by_group(inner, (*above, "_schedulers", number))
 
 
 class CheckedState(dict[str, Any]):
@@ -261,8 +305,20 @@ class CheckedState(dict[str, Any]):
     It does so before anything is written.
     """
 
-    checks: dict[str, Callable[[Any], object]]
-    """By key: called with what will be there; may raise."""
+    checks: dict[KeyPath, Callable[[Any], object]]
+    """By path: called with what will be there; may raise."""
+
+    def check(self, objects: Mapping[str, Any]) -> None:
+        """Call them. `objects` has what will be written, by key: values, and containers without tensors."""
+        for path, call in self.checks.items():
+            keys = (key_of(path[:i]) for i in range(len(path), 0, -1))
+            for depth, key in enumerate(keys):
+                if key in objects:
+                    inner = path[len(path) - depth :]
+                    found = reduce(_below, inner, objects[key])
+                    if found is not None:
+                        call(found)
+                    break
 
 
 def _settings(state: Mapping[str, Any], above: KeyPath = ()) -> Iterator[KeyPath]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -225,6 +225,24 @@ def refuse_groups(
     """
     live = LiveOptimizers(LiveModel(model), as_optimizers(optimizers))
     check_groups(live, read_saved({"param_groups": groups}, live), options)
+
+
+def group_orders(
+    model: Models, optimizers: Optimizers, groups: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[Optimizer, list[int]]]:
+    """Yield each optimizer that has its param groups in another order than they were saved, and for each of its groups
+    the place among the saved ones."""
+    live = LiveOptimizers(LiveModel(model), as_optimizers(optimizers))
+    places: list[dict[int, int]] = [{} for _ in live.optimizers]
+    for place, group in enumerate(groups):
+        for name in group["params"]:
+            if (one := live.by_name.get(name)) is not None:
+                places[one.optimizer].setdefault(one.group, place)
+    for optimizer, found in zip(live.optimizers, places):
+        saved = sorted(found.values())
+        order = [saved.index(found[g]) for g in sorted(found)]
+        if len({*saved}) == len(optimizer.param_groups) and order != sorted(order):
+            yield optimizer, order
 
 
 def _set(

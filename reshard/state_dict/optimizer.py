@@ -205,8 +205,8 @@ def check_groups(live: LiveOptimizers, saved: SavedOptimizer, options: StateDict
             name = type(live.optimizers[write.optimizer]).__name__
             raise NormalizationError(
                 f"group {write.group} of optimizer {write.optimizer}{where()} was saved by an optimizer of another "
-                f"kind: it has {', '.join(theirs)}, and {name} needs {', '.join(own)}. Set it on the kind of optimizer "
-                "that saved it, or pass StateDictOptions(strict=False)"
+                f"kind: it has {', '.join(theirs)}, and {name} needs {', '.join(own)}. Use the kind of optimizer that "
+                "was saved, or pass strict=False in StateDictOptions, or to restore"
             )
     return groups
 

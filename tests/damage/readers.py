@@ -418,7 +418,7 @@ def _live() -> dict[str, Any]:
 
 MEANINGS = {
     "would not be detected": VALUES,
-    "Names, shapes, and objects were compared with no checksum": METADATA,
+    "Names, shapes, and objects have no checksum": METADATA,
 }
 """Of what `reshard verify` says."""
 

@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 
 from reshard.api.options import LoadOptions
 from reshard.errors import CheckpointError, FormatError, NormalizationError, RankFailedError, ReshardError
-from reshard.live.state import CheckedState, OwnState, PerRank, put_at, same_value
+from reshard.live.state import CheckedState, OwnState, PerRank, in_order, put_at, same_value
 from reshard.live.tensors import identity_of, is_tensor
 from reshard.live.tree import leaves_of, rebuilt
 from reshard.state import KeyPath, key_of
 from reshard.state_dict.api import (
     get_model_state_dict,
     get_optimizer_state_dict,
+    group_orders,
     refuse_groups,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -74,7 +75,9 @@ class LiveObjects:
         self._done: list[str] = []
         self._stateful: dict[KeyPath, Any] = {}
         self._untied: dict[KeyPath, torch.Tensor] = {}
-        self._checks = dict[str, _Set]()
+        self._checks = dict[KeyPath, _Set]()
+        self._orders = dict[int, list[int]]()
+        self._optimizers: list[tuple[KeyPath, Any, Any]] = []
         self.state: Any = CheckedState(self._take(user, ()))
         self.state.checks = self._checks
         if to_fill and self._stateful:
@@ -87,6 +90,9 @@ class LiveObjects:
         Args:
             tied: keys that were saved as the tensor of another key, and the name of that.
         """
+        for path, owners, optimizers in self._optimizers:
+            groups = reduce(getitem, path, self.state).get("param_groups", ())
+            self._orders.update((id(one), order) for one, order in group_orders(owners, optimizers, groups))
         shared, first = set(tied.values()), dict[str, Any]()
         for path, live in self._untied.items():
             key = key_of(path)
@@ -159,7 +165,8 @@ class LiveObjects:
                 flatten_optimizer_state_dict=any(is_stage for _, is_stage in found),  # ranks have other groups each
             )
 
-            self._checks[f"{key}.param_groups"] = partial(refuse_groups, owners, optimizers, options=options)
+            self._checks[*path, "param_groups"] = partial(refuse_groups, owners, optimizers, options=options)
+            self._optimizers.append((path, owners, optimizers))
 
             def put(got: Any) -> None:
                 report = set_optimizer_state_dict(owners, optimizers, got, options=options)
@@ -169,8 +176,13 @@ class LiveObjects:
             return _Taken(get_optimizer_state_dict(owners, optimizers, options=options), put)
         if _is_stateful(value):
             state = self._stateful[path] = OwnState.of(value)
-            return _Taken(state, value.load_state_dict)
+            return _Taken(state, partial(self._put_stateful, value))
         return None
+
+    def _put_stateful(self, value: Any, got: Any) -> None:
+        """Set it. A scheduler's lists by param group follow the groups, which are found by their parameters."""
+        order = self._orders.get(id(getattr(value, "optimizer", None)))
+        value.load_state_dict(got if order is None else in_order(got, order))
 
     def _own(self, wrapper: PerRank) -> _Taken | None:
         """Prepare an object with a value per rank. Asking a data loader for its state may start its workers, so this
@@ -216,11 +228,12 @@ class LiveObjects:
         except RankFailedError:
             raise
         except Exception as error:
+            kind = "" if isinstance(error, ReshardError) else f"{type(error).__name__}: "
             raise (type(error) if isinstance(error, ReshardError) else CheckpointError)(
-                f"{name!r} could not be restored: {type(error).__name__}: {error}\nAlready overwritten: "
+                f"{name!r} could not be restored: {kind}{error}\nAlready overwritten: "
                 f"{', '.join(['tensors that the state itself holds', *map(repr, self._done)])}. Not restored: "
-                f"{name!r} and what follows it. To restore the rest, leave it out of the state, or give it the "
-                "settings it was saved with"
+                f"{name!r} and what follows it. To restore the rest, leave it out of the state and pass "
+                'strict="subset", or give it the settings it was saved with'
             ) from error
         self._done.append(name)
 

@@ -191,8 +191,8 @@ def _check_files(index: DcpIndex, files: Files, folder: str) -> list[str]:
         if lost := {key: stop for key, stop in needed[file].items() if stop > nbytes}:
             key, stop = next(iter(lost.items()))
             files[folder + file].refuse(CorruptCheckpointError(
-                f"{where}{file}: truncated: it has {nbytes} bytes, which end before {format_count(len(lost), 'name')} "
-                f"do, such as {key!r} at byte {stop}: restore it, or load another checkpoint"
+                f"{where}{file}: truncated: it has {nbytes} bytes, too few for {format_count(len(lost), 'name')}, "
+                f"such as {key!r}, which ends at byte {stop}: restore it, or load another checkpoint"
             ))  # fmt: skip
     return sorted(folder + file for file in found)
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import reshard
-from reshard.errors import CheckpointError, KeyMismatchError
+from reshard.errors import CheckpointError, KeyMismatchError, NormalizationError
 from tests.same import same
 
 KINDS: dict[str, Any] = {
@@ -203,3 +203,66 @@ def test_schedulers_whose_learning_rate_is_a_tensor_come_back(kind: str, tmp_pat
     assert report.load.ok
     assert same(now(before)[1], now(after)[1])
     assert torch.equal(*(state["optim"].param_groups[0]["lr"] for state in (before, after)))
+
+
+def _in_groups(order: str, make: Any) -> dict[str, Any]:
+    """Bias and weight, in an order, each with a learning rate of its own."""
+    model = nn.Linear(2, 3)
+    rates = {"weight": 0.1, "bias": 0.9}
+    groups = [{"params": [getattr(model, name)], "lr": rates[name]} for name in order.split()]
+    optimizer = torch.optim.SGD(groups)
+    return {"schedule": make(optimizer), "model": model, "optim": optimizer}
+
+
+def _rates(state: dict[str, Any]) -> dict[int, float]:
+    return {group["params"][0].ndim: group["lr"] for group in state["optim"].param_groups}
+
+
+BY_POSITION = {
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, [lambda epoch: 0.5**epoch] * 2),
+    "cosine": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 8),
+    "in turn": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [BY_POSITION["lambda"](optimizer), BY_POSITION["cosine"](optimizer)], [3]
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*", "ignore:The epoch parameter")
+@pytest.mark.parametrize("make", BY_POSITION.values(), ids=BY_POSITION)
+def test_rates_follow_groups_that_come_in_another_order(make: Any, tmp_path: Path) -> None:
+    """The scheduler has one at each position, and groups are found by their parameters."""
+    before, after = _in_groups("weight bias", make), _in_groups("bias weight", make)
+    before["schedule"].step()
+    with saved(tmp_path, before) as manager:
+        manager.restore(after)
+        for _ in range(4):
+            assert _rates(after) == pytest.approx(_rates(before))
+            for state in (before, after):
+                state["schedule"].step()
+
+
+def test_a_scheduler_of_another_number_of_groups_is_refused(tmp_path: Path) -> None:
+    """torch takes it, and fails at the next step."""
+    two = _in_groups("bias weight", KINDS["exponential"])
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters())
+    one = {"schedule": KINDS["exponential"](optimizer), "model": model, "optim": optimizer}
+    untouched = two["model"].weight.detach().clone()
+    refused = pytest.raises(KeyMismatchError, match=r"base_lrs: saved for 1 param group, but the optimizer has 2")
+    with saved(tmp_path, one) as manager, refused:
+        manager.restore(two, strict=False)
+    assert torch.equal(two["model"].weight, untouched)
+
+
+@pytest.mark.parametrize("other", ["kind", "values"])
+def test_groups_are_refused_before_anything_is_written_also_without_state(other: str, tmp_path: Path) -> None:
+    model, target = nn.Linear(2, 3), nn.Linear(2, 3)
+    untouched = target.weight.detach().clone()
+    groups = [{"params": [model.weight], "weight_decay": 0.1}, {"params": [model.bias], "weight_decay": 0.0}]
+    parts = [{"params": [target.weight]}, {"params": [target.bias]}]
+    its = torch.optim.SGD(parts, momentum=0.9) if other == "kind" else torch.optim.AdamW(target.parameters())
+    before = {"run": {"optim": torch.optim.AdamW(groups)}, "model": model}
+    with saved(tmp_path, before) as manager, pytest.raises(NormalizationError) as caught:
+        manager.restore({"run": {"optim": its}, "model": target})
+    assert ("pass strict=False" if other == "kind" else "different values of 'weight_decay'") in str(caught.value)
+    assert torch.equal(target.weight, untouched)
