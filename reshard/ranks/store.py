@@ -181,7 +181,7 @@ class Worker:
             self._asked = SimpleQueue()
             self._thread = threading.Thread(target=_serve, args=(self._asked,), name="reshard-wait", daemon=True)
             self._thread.start()
-            weakref.finalize(self, self._asked.put, None).atexit = False  # a thread that ends then can abort in torch
+            weakref.finalize(self, self._asked.put, None)
         self.pending = SimpleQueue()
         self._asked.put((self.pending, call, args))
         return self.pending
