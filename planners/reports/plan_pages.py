@@ -113,7 +113,8 @@ def _verdict(plan: LoadPlan | SavePlan | TransferPlan, wrong: Sequence[str]) -> 
     """Return what the proof of this plan says, and what else is wrong."""
     report = verify(plan)
     right = f'<p class="verdict">OK: {escape(report.covers)}.</p>'
-    return listed("Not correct", [*wrong, *map(str, report.findings)]) or right
+    title = "Not correct" if report.findings else "Check the layout"
+    return listed(title, [*wrong, *map(str, report.findings)]) or right
 
 
 def listed(title: str, texts: Sequence[str]) -> str:

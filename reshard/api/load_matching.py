@@ -232,7 +232,8 @@ class KeyMatch:
             name = self._name_of(key)
             below = self.below.names.get(self._place_of(key), ())
             if tensors := {n for n in below if n != name and n not in self.checkpoint.objects}:
-                # there are tensors where the target has none: these stay unexpected, unless they are tied
+                # there are tensors where the target has none: these stay unexpected,
+                # unless they are tied
                 self.missing += [key] * (tensors <= self.checkpoint.aliases.keys())
                 continue
             if not self._replace_whole(key) and not _is_empty(self.targets.live(key)):

@@ -263,7 +263,8 @@ def _digests(state: dict[str, Any]) -> dict[str, str]:
     return out
 
 
-# Several processes on this machine that talk over gloo, and what the first of them reports while they work.
+# Several processes on this machine that talk over gloo, and what the first of them
+# reports while they work.
 
 
 Tell = Callable[[Any], None]

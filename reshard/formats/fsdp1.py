@@ -313,7 +313,8 @@ def _model(found: _RankStates, flat_names: Sequence[str], hints: Hints) -> dict[
     first, ranks = found.model[0], sorted(found.files)
     pieces = [name for name, value in first.items() if isinstance(value, TensorRef)]
     shapes = _shapes(hints)
-    # with use_orig_params, each parameter is there as a piece, beside the flat tensor that it is a view of
+    # with use_orig_params, each parameter is there as a piece, beside the flat tensor
+    # that it is a view of
     original = any(len(first[name].size) == 1 and name in shapes for name in pieces)
     out: dict[str, StoredTensor] = {}
     for name, value in first.items():

@@ -264,7 +264,8 @@ def is_beside(key: str) -> bool:
 
 
 def _is_other(key: Any, value: Any) -> bool:
-    # a parameter of the model may be called like this, too: then it is no section but a tensor at the top
+    # a parameter of the model may be called like this, too: then it is no section but a
+    # tensor at the top
     if isinstance(value, StoredLeaf):
         return not value.is_tensor
     return is_beside(str(key))

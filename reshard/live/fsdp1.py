@@ -349,7 +349,8 @@ def join_state(
         for key, value in (values or {}).items():
             if isinstance(value, torch.Tensor) and piece.shape and global_shape(value) == piece.shape:
                 if key not in out:
-                    # what no original parameter covers is padding, and those without state start from zero
+                    # what no original parameter covers is padding, and those without
+                    # state start from zero
                     out[key] = torch.zeros(_held_shape(piece, parameter), dtype=value.dtype, device=parameter.device)
                 whole = out[key]
                 local = whole[piece.local_slice()] if parameter is piece.flat else whole

@@ -236,7 +236,8 @@ class NativeFacts(Facts):
         else:
             self.files = table = FileTable(self.storage, manifest.table, linked)
             self._file_of = table.of_rank
-        # these are made of no method of this: a circle would keep files mapped until garbage is collected
+        # these are made of no method of this: a circle would keep files mapped until
+        # garbage is collected
         storage, files = self.storage, self.files
         self.sums = Once(lambda file: _unchanged(storage, f"{file}.sums", files[file].sums))
         """The block checksums of a file of this name, checked."""

@@ -225,7 +225,8 @@ def _own_values(state: LiveState, group: Group) -> tuple[dict[str, dict[int, Any
             mine[key] = _encoded(key, value, OWN_TENSOR_BYTES)
     table: dict[str, dict[int, Any]] = {}
     layouts: dict[str, TensorLayout] = {}
-    # every rank puts the layout together, but only the first one writes down objects, which may be large
+    # every rank puts the layout together, but only the first one writes down objects,
+    # which may be large
     for (theirs, keys), ranks in group.distinct_answers((specs, list(mine)), kind=tuple[dict[str, Any], list[str]]):
         for key in (*theirs, *keys):
             table.setdefault(key, {})

@@ -188,7 +188,8 @@ def _key_of(container: Any, part: str | int) -> Any:
     return part
 
 
-# What does not fit: with torch's key phrases, and with advice that callers of the drop-in API can follow.
+# What does not fit: with torch's key phrases, and with advice that callers of the drop-in
+# API can follow.
 
 
 _ALLOW = "DefaultLoadPlanner(allow_partial_load=True) keeps values that are not in the checkpoint"

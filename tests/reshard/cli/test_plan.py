@@ -251,7 +251,7 @@ def test_a_page_says_that_an_axis_shards_nothing(say, gpt, tmp_path) -> None:
 
     assert said.code == 1
     page = (tmp_path / "plan.html").read_text(encoding="utf-8")
-    assert "Not correct:<ul><li>axis &#x27;tp&#x27; shards no tensor" in page
+    assert "Check the layout:<ul><li>axis &#x27;tp&#x27; shards no tensor" in page
     assert "OK: every element" not in page
 
 
