@@ -180,6 +180,11 @@ def test_version(say) -> None:
             "error: manifest.json: the model's config lacks model_type, ",
         ),
         (["inspect", ".", "more"], 2, "error: unexpected argument: more. See reshard inspect --help"),
+        (
+            ["plan", ".", "fsdp=3", "tp=2"],
+            2,
+            "error: unexpected argument: tp=2. Join axes, as in fsdp=4,tp=2. See reshard plan --help",
+        ),
         (["convert", ".", "out", "-f", "safetensor"], 2, "did you mean 'safetensors'?"),
         (["convert", ".", "out", "--dtype", "bf61"], 2, "there is no dtype 'bf61': did you mean 'bf16'?"),
         (["convert", ".", "out", "--dtype", "q4"], 2, "there is no dtype 'q4'. Known: bool, "),
