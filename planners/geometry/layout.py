@@ -6,6 +6,7 @@ import bisect
 import hashlib
 import itertools
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -180,6 +181,8 @@ class ProductForm:
 
     def __init__(self, mesh: Mesh, placements: Sequence[Placement]) -> None:
         self.mesh, self.placements, self.world_size = mesh, tuple(placements), mesh.world_size
+        if odd := [placement for placement in self.placements if not isinstance(placement, Placement)]:
+            raise PlanError(f"placements are those of reshard.planners, or text such as 'S(0),R', got {odd[0]!r:.80}")
         if len(self.placements) != mesh.ndim:
             raise PlanError(
                 f"the mesh {mesh} needs one placement for each axis, {mesh.ndim} in all, but got "
@@ -458,7 +461,7 @@ _SPEC_SLOTS = [vars(TensorSpec)[name].__set__ for name in TensorSpec.__slots__] 
 
 @lru_cache(maxsize=4096)  # a state has few shapes
 def _sizes(shape: Shape, dtype: str) -> tuple[Shape, str, int, int, int]:
-    shape = tuple(map(int, shape))
+    shape = tuple(map(operator.index, shape))
     if shape and min(shape) < 0:
         raise PlanError(f"sizes must be >= 0, got shape {shape}")
     if len(shape) > 63:  # numpy has 64 dims, and plans need one of them
@@ -485,8 +488,7 @@ class TensorLayout:
         """Create a layout from a mesh and one placement per axis. Placements may be given as text.
 
         Raises PlanError, which names the tensor, if the numbers differ, if a placement names a dim that the tensor does
-        not have, or if blocks do not add up.
-        """
+        not have, or if blocks do not add up."""
         mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
         given = parse_placements(placements) if isinstance(placements, str) else tuple(placements)
         object.__setattr__(self, "spec", spec)
@@ -516,19 +518,16 @@ class TensorLayout:
     ) -> TensorLayout:
         """Return a layout of explicit boxes per rank. Each box is a separate local tensor, in the given order.
 
-        Raises PlanError for a box outside the tensor, or two boxes of one rank that share an element.
-        """
+        Raises PlanError for a box outside the tensor, or two boxes of one rank that share an element."""
         return cls.of(spec, BoxesForm.make(boxes, world_size))
 
     @classmethod
     def from_flat_ranges(
         cls, spec: TensorSpec, ranges: Mapping[int, Range], world_size: int | None = None
     ) -> TensorLayout:
-        """Return a layout in which each rank holds elements `[start, stop)` of the row-major flattening, as one 1-D
-        local tensor.
+        """Return a layout in which each rank holds elements `[start, stop)` of the flattened tensor, as one 1-D tensor.
 
-        Raises PlanError for a range outside the tensor.
-        """
+        Raises PlanError for a range outside the tensor."""
         return cls.of(spec, FlatForm.make(ranges, world_size))
 
     @property
@@ -627,11 +626,13 @@ class StateLayout(Mapping[str, TensorLayout]):
     """Number of ranks of the job."""
 
     def __init__(self, tensors: Mapping[str, TensorLayout], world_size: int | None = None) -> None:
-        """Raises PlanError if a key differs from its tensor's name, or if `world_size` is too small."""
+        """Raises PlanError if a key is not its tensor's name, for 2**63 bytes, or if `world_size` is too small."""
         self._tensors = dict(tensors)
         for fqn, layout in self._tensors.items():
             if layout.spec.fqn != fqn:
                 raise PlanError(f"the layout under the key {fqn!r} is of the tensor {layout.spec.fqn!r}")
+        if self.nbytes >> 63:
+            raise PlanError(f"a state has less than 2**63 bytes, got {self.nbytes:,}")
         forms = {id(layout.form): layout.form for layout in self._tensors.values()}
         least = max((form.world_size for form in forms.values()), default=1)
         if world_size is not None and world_size < least:

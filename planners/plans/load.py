@@ -18,7 +18,16 @@ from planners.geometry.byte_ranges import ByteRuns, Window
 from planners.geometry.intervals import Segments
 from planners.geometry.layout import Part, StateLayout, TensorSpec, check_rank
 from planners.geometry.overlap import Overlap, ProductOverlap, overlap_of
-from planners.plans.plan import Plan, PlanItems, alike, arrival_findings, global_box, listed_findings, product_findings
+from planners.plans.plan import (
+    Plan,
+    PlanItems,
+    alike,
+    arrival_findings,
+    check_states,
+    global_box,
+    listed_findings,
+    product_findings,
+)
 
 if TYPE_CHECKING:  # imported when there is a view: most plans have none
     from planners.geometry.views import View
@@ -267,11 +276,7 @@ def plan_reads(
             saved, or are saved with another shape or dtype. `allow_cast` accepts other dtypes and
             leaves the cast to the caller.
     """
-    if not isinstance(wanted, StateLayout):
-        raise PlanError(
-            f"wanted must be a StateLayout, such as topology.layout(saved.specs), got {wanted!r:.80}. reshard.plan "
-            "also takes text such as 'fsdp=4'"
-        )
+    check_states(saved=saved, wanted=wanted)
     given = views.values() if isinstance(views, Mapping) else views
     used = {view.spec.fqn: view for view in given if view.spec.fqn in wanted}
     problems = [Finding(message, fqn) for fqn, message in _unfit(saved, wanted, used, allow_cast)]

@@ -15,7 +15,16 @@ from planners.geometry.arrays import Ints
 from planners.geometry.box import Box, Shape
 from planners.geometry.layout import BoxesForm, Form, Part, ProductGeometry, StateLayout, check_rank, local_boxes
 from planners.geometry.overlap import Sweep
-from planners.plans.plan import Plan, PlanItems, alike, arrival_findings, global_box, listed_findings, product_findings
+from planners.plans.plan import (
+    Plan,
+    PlanItems,
+    alike,
+    arrival_findings,
+    check_states,
+    global_box,
+    listed_findings,
+    product_findings,
+)
 from planners.plans.routing import Route, Traffic, intersection_of, pair_groups, total_traffic
 
 if TYPE_CHECKING:
@@ -222,7 +231,7 @@ class TransferPlan(Plan[TransferItems]):
     @property
     def bytes_moved(self) -> int:
         """Bytes sent between ranks: each needed byte once to each receiver that does not hold it."""
-        return int(self.received_bytes().sum())
+        return self.total_bytes
 
     @cached_property
     def _totals(self) -> tuple[Ints, Ints, Ints]:
@@ -336,6 +345,7 @@ def plan_transfers(
     Raises:
         LayoutMismatchError: names all tensors whose shapes or dtypes differ, or that no rank holds before.
     """
+    check_states(before=before, after=after)
     names = [fqn for fqn in after if fqn in before] if allow_missing else list(after)
     problems: list[str] = []
     for fqn in names:
