@@ -104,16 +104,20 @@ class TransferPlan(Plan[TransferItems]):
     ) -> None:
         """`names`: the tensors to move, which both sides have. Use `plan_transfers`, which checks that.
 
-        Raises PlanError for a name that one side lacks, for explicit items from or to ranks outside the job, and for
-        items that are listed for another receiver.
+        Raises PlanError for a name that one side lacks or that is listed twice, for shapes that differ, for explicit
+        items from or to ranks outside the job, and for items that are listed for another receiver.
         """
         self.before, self.after, self.ranks_per_host = before, after, ranks_per_host
         self._list(names, max(before.world_size, after.world_size), explicit)
         if ranks_per_host is not None and ranks_per_host < 1:
             raise PlanError(f"ranks_per_host must be >= 1, got {ranks_per_host}")
+        if len(set(self.names)) < len(self.names):
+            raise PlanError("the names of a transfer list a tensor twice")
         for fqn in self.names:
             if fqn not in before or fqn not in after:
                 raise PlanError("a tensor that moves must be in both layouts", fqn=fqn)
+            if before[fqn].spec.shape != after[fqn].spec.shape:
+                raise LayoutMismatchError("a tensor that moves must have the same shape in both layouts", fqn=fqn)
         for rank, items in self.explicit.items():
             for item in items:
                 check_rank(item.sender, self.world_size)

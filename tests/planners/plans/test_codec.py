@@ -48,6 +48,7 @@ ALL = {
     "viewed": VIEWED,
     "viewed and listed": VIEWED.with_items({0: VIEWED.items(0)}),
     "save plan": plan_writes(STATE, divide_above_bytes=5, ranks_per_host=2),
+    "listed save plan": plan_writes(STATE).with_items({0: plan_writes(STATE).items(0)}),
     "view": VIEW,
     "topology": pipelined(fsdp_tp(2, 2), 2, 4),
 }
