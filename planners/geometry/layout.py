@@ -705,12 +705,12 @@ class StateLayout(Mapping[str, TensorLayout]):
     def digest(self) -> str:
         """Return a short text that is equal for equal layouts, whatever the order of the tensors."""
         hasher = hashlib.sha256(str(self.world_size).encode())
-        forms: dict[int, bytes] = {}
+        forms = {id(it.form): it.form for it in self._tensors.values()}  # of many ranks: each is written once
+        texts = {key: str(form).encode() for key, form in forms.items()}
         for fqn in sorted(self._tensors):
             layout = self._tensors[fqn]
-            form = forms.setdefault(id(layout.form), str(layout.form).encode())
             name = fqn.encode(errors="surrogatepass")
-            for text in (name, str(layout.spec.shape).encode(), layout.spec.dtype.encode(), form):
+            for text in (name, str(layout.spec.shape).encode(), layout.spec.dtype.encode(), texts[id(layout.form)]):
                 hasher.update(len(text).to_bytes(8, "little") + text)
         return hasher.hexdigest()
 
