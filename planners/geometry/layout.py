@@ -39,8 +39,7 @@ ITEM_SIZES: dict[str, int] = {
 def itemsize(dtype: str) -> int:
     """Bytes per element of `dtype`, a name such as `"bfloat16"`.
 
-    Raises:
-        PlanError: for a name that is not in `ITEM_SIZES`.
+    Raises PlanError for a name that is not in `ITEM_SIZES`.
     """
     try:
         return ITEM_SIZES[dtype]
@@ -181,8 +180,6 @@ class ProductForm:
 
     def __init__(self, mesh: Mesh, placements: Sequence[Placement]) -> None:
         self.mesh, self.placements, self.world_size = mesh, tuple(placements), mesh.world_size
-        if odd := [placement for placement in self.placements if not isinstance(placement, Placement)]:
-            raise PlanError(f"placements are those of reshard.planners, or text such as 'S(0),R', got {odd[0]!r:.80}")
         if len(self.placements) != mesh.ndim:
             raise PlanError(
                 f"the mesh {mesh} needs one placement for each axis, {mesh.ndim} in all, but got "
@@ -207,6 +204,8 @@ class ProductForm:
         axes_of: list[list[int]] = [[] for _ in shape]
         replicated: list[int] = []
         for axis, placement in enumerate(placements):
+            if not isinstance(placement, Placement):
+                raise PlanError(f"placements are those of reshard.planners, or 'S(0),R' as text, got {placement!r:.80}")
             if isinstance(placement, Replicate):
                 replicated.append(axis)
             elif placement.dim < len(shape):
@@ -617,8 +616,7 @@ def check_rank(rank: int, world_size: int, fqn: str | None = None) -> None:
 class StateLayout(Mapping[str, TensorLayout]):
     """The layouts of all tensors of a state, by FQN. Immutable.
 
-    `world_size` is the number of ranks of the job; None takes the smallest that contains all tensors.
-    """
+    `world_size` is the number of ranks of the job; None takes the smallest that contains all tensors."""
 
     __slots__ = ("_tensors", "world_size")
 
@@ -627,12 +625,13 @@ class StateLayout(Mapping[str, TensorLayout]):
 
     def __init__(self, tensors: Mapping[str, TensorLayout], world_size: int | None = None) -> None:
         """Raises PlanError if a key is not its tensor's name, for 2**63 bytes, or if `world_size` is too small."""
-        self._tensors = dict(tensors)
+        self._tensors, nbytes = dict(tensors), 0
         for fqn, layout in self._tensors.items():
             if layout.spec.fqn != fqn:
                 raise PlanError(f"the layout under the key {fqn!r} is of the tensor {layout.spec.fqn!r}")
-        if self.nbytes >> 63:
-            raise PlanError(f"a state has less than 2**63 bytes, got {self.nbytes:,}")
+            nbytes += layout.spec.nbytes
+        if nbytes >> 63:
+            raise PlanError(f"a state has less than 2**63 bytes, got {nbytes:,}")
         forms = {id(layout.form): layout.form for layout in self._tensors.values()}
         least = max((form.world_size for form in forms.values()), default=1)
         if world_size is not None and world_size < least:
@@ -705,10 +704,11 @@ class StateLayout(Mapping[str, TensorLayout]):
     def digest(self) -> str:
         """Return a short text that is equal for equal layouts, whatever the order of the tensors."""
         hasher = hashlib.sha256(str(self.world_size).encode())
-        forms = {id(it.form): it.form for it in self._tensors.values()}  # of many ranks: each is written once
-        texts = {key: str(form).encode() for key, form in forms.items()}
+        texts: dict[int, bytes] = {}
         for fqn in sorted(self._tensors):
             layout = self._tensors[fqn]
+            if id(layout.form) not in texts:  # that of many ranks is long
+                texts[id(layout.form)] = str(layout.form).encode()
             name = fqn.encode(errors="surrogatepass")
             for text in (name, str(layout.spec.shape).encode(), layout.spec.dtype.encode(), texts[id(layout.form)]):
                 hasher.update(len(text).to_bytes(8, "little") + text)

@@ -54,7 +54,7 @@ class Mesh:
         """
         try:
             items = axes.items() if isinstance(axes, Mapping) else axes
-            self.axes = tuple((_writable(str(name)), operator.index(size)) for name, size in items)
+            self.axes = tuple((_UNWRITABLE.sub("_", str(name)), operator.index(size)) for name, size in items)
         except (TypeError, ValueError):
             raise PlanError(f"a mesh needs axes with sizes, such as Mesh({{'dp': 4}}), got {axes!r:.80}") from None
         self.names, self.shape = tuple(name for name, _ in self.axes), tuple(size for _, size in self.axes)
@@ -199,11 +199,8 @@ class Mesh:
         return f"Mesh({str(self)!r})"
 
 
-def _writable(name: str) -> str:
-    """The name as `Mesh.parse` can read it."""
-    return re.sub(r"[^\w.\-]|^(?![A-Za-z_])", "_", name)
-
-
+_UNWRITABLE = re.compile(r"[^\w.\-]|^(?![A-Za-z_])")
+"""What `Mesh.parse` cannot read in a name, or before it."""
 _REPLICAS = ("replica", "replica_of_mesh")
 """Axes over the copies of a tensor on several meshes, which do not know each other's axes."""
 

@@ -259,7 +259,7 @@ class Comparison:
 
     @property
     def best(self) -> str:
-        """The fastest target that fits in memory."""
+        """The fastest target that fits in memory; if none does, the fastest."""
         return next((n for n, e in self.estimates.items() if e.fits is not False), next(iter(self.estimates)))
 
     def __str__(self) -> str:

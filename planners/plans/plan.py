@@ -219,7 +219,7 @@ PlanT = TypeVar("PlanT", bound=Plan[Any])
 
 
 def check_states(**sides: object) -> None:
-    """Raises PlanError for a side of a plan that is not the layout of a state."""
+    """Raises PlanError for a side that is not the layout of a state."""
     for side, given in sides.items():
         if not isinstance(given, StateLayout):
             raise PlanError(

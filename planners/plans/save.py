@@ -16,7 +16,7 @@ from planners.geometry.arrays import Flags, Ints, distinct, grouped, unravel
 from planners.geometry.box import Box, Shape
 from planners.geometry.layout import Part, ProductGeometry, StateLayout, TensorLayout, local_boxes
 from planners.geometry.overlap import Sweep, tiling_fault
-from planners.plans.plan import Plan, PlanItems, alike, check_states, layout_fault
+from planners.plans.plan import Plan, PlanItems, alike, layout_fault
 
 __all__ = ["DIVIDE_ABOVE_BYTES", "SavePlan", "WriteItem", "WriteItems", "plan_writes"]
 
@@ -167,7 +167,6 @@ def plan_writes(
     Raises PlanError if two ranks hold regions that overlap without being equal, because neither can then be written
     once.
     """
-    check_states(layout=layout)
     return SavePlan(layout, divide_above_bytes, ranks_per_host)
 
 
