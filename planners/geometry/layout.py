@@ -6,6 +6,7 @@ import bisect
 import hashlib
 import itertools
 import math
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,8 +39,7 @@ ITEM_SIZES: dict[str, int] = {
 def itemsize(dtype: str) -> int:
     """Bytes per element of `dtype`, a name such as `"bfloat16"`.
 
-    Raises:
-        PlanError: for a name that is not in `ITEM_SIZES`.
+    Raises PlanError for a name that is not in `ITEM_SIZES`.
     """
     try:
         return ITEM_SIZES[dtype]
@@ -204,6 +204,8 @@ class ProductForm:
         axes_of: list[list[int]] = [[] for _ in shape]
         replicated: list[int] = []
         for axis, placement in enumerate(placements):
+            if not isinstance(placement, Placement):
+                raise PlanError(f"placements are those of reshard.planners, or 'S(0),R' as text, got {placement!r:.80}")
             if isinstance(placement, Replicate):
                 replicated.append(axis)
             elif placement.dim < len(shape):
@@ -458,7 +460,7 @@ _SPEC_SLOTS = [vars(TensorSpec)[name].__set__ for name in TensorSpec.__slots__] 
 
 @lru_cache(maxsize=4096)  # a state has few shapes
 def _sizes(shape: Shape, dtype: str) -> tuple[Shape, str, int, int, int]:
-    shape = tuple(map(int, shape))
+    shape = tuple(map(operator.index, shape))
     if shape and min(shape) < 0:
         raise PlanError(f"sizes must be >= 0, got shape {shape}")
     if len(shape) > 63:  # numpy has 64 dims, and plans need one of them
@@ -485,8 +487,7 @@ class TensorLayout:
         """Create a layout from a mesh and one placement per axis. Placements may be given as text.
 
         Raises PlanError, which names the tensor, if the numbers differ, if a placement names a dim that the tensor does
-        not have, or if blocks do not add up.
-        """
+        not have, or if blocks do not add up."""
         mesh = Mesh.parse(mesh) if isinstance(mesh, str) else mesh
         given = parse_placements(placements) if isinstance(placements, str) else tuple(placements)
         object.__setattr__(self, "spec", spec)
@@ -516,19 +517,16 @@ class TensorLayout:
     ) -> TensorLayout:
         """Return a layout of explicit boxes per rank. Each box is a separate local tensor, in the given order.
 
-        Raises PlanError for a box outside the tensor, or two boxes of one rank that share an element.
-        """
+        Raises PlanError for a box outside the tensor, or two boxes of one rank that share an element."""
         return cls.of(spec, BoxesForm.make(boxes, world_size))
 
     @classmethod
     def from_flat_ranges(
         cls, spec: TensorSpec, ranges: Mapping[int, Range], world_size: int | None = None
     ) -> TensorLayout:
-        """Return a layout in which each rank holds elements `[start, stop)` of the row-major flattening, as one 1-D
-        local tensor.
+        """Return a layout in which each rank holds elements `[start, stop)` of the flattened tensor, as one 1-D tensor.
 
-        Raises PlanError for a range outside the tensor.
-        """
+        Raises PlanError for a range outside the tensor."""
         return cls.of(spec, FlatForm.make(ranges, world_size))
 
     @property
@@ -618,8 +616,7 @@ def check_rank(rank: int, world_size: int, fqn: str | None = None) -> None:
 class StateLayout(Mapping[str, TensorLayout]):
     """The layouts of all tensors of a state, by FQN. Immutable.
 
-    `world_size` is the number of ranks of the job; None takes the smallest that contains all tensors.
-    """
+    `world_size` is the number of ranks of the job; None takes the smallest that contains all tensors."""
 
     __slots__ = ("_tensors", "world_size")
 
@@ -627,11 +624,14 @@ class StateLayout(Mapping[str, TensorLayout]):
     """Number of ranks of the job."""
 
     def __init__(self, tensors: Mapping[str, TensorLayout], world_size: int | None = None) -> None:
-        """Raises PlanError if a key differs from its tensor's name, or if `world_size` is too small."""
-        self._tensors = dict(tensors)
+        """Raises PlanError if a key is not its tensor's name, for 2**63 bytes, or if `world_size` is too small."""
+        self._tensors, nbytes = dict(tensors), 0
         for fqn, layout in self._tensors.items():
             if layout.spec.fqn != fqn:
                 raise PlanError(f"the layout under the key {fqn!r} is of the tensor {layout.spec.fqn!r}")
+            nbytes += layout.spec.nbytes
+        if nbytes >> 63:
+            raise PlanError(f"a state has less than 2**63 bytes, got {nbytes:,}")
         forms = {id(layout.form): layout.form for layout in self._tensors.values()}
         least = max((form.world_size for form in forms.values()), default=1)
         if world_size is not None and world_size < least:
@@ -704,12 +704,13 @@ class StateLayout(Mapping[str, TensorLayout]):
     def digest(self) -> str:
         """Return a short text that is equal for equal layouts, whatever the order of the tensors."""
         hasher = hashlib.sha256(str(self.world_size).encode())
-        forms: dict[int, bytes] = {}
+        texts: dict[int, bytes] = {}
         for fqn in sorted(self._tensors):
             layout = self._tensors[fqn]
-            form = forms.setdefault(id(layout.form), str(layout.form).encode())
+            if id(layout.form) not in texts:  # that of many ranks is long
+                texts[id(layout.form)] = str(layout.form).encode()
             name = fqn.encode(errors="surrogatepass")
-            for text in (name, str(layout.spec.shape).encode(), layout.spec.dtype.encode(), form):
+            for text in (name, str(layout.spec.shape).encode(), layout.spec.dtype.encode(), texts[id(layout.form)]):
                 hasher.update(len(text).to_bytes(8, "little") + text)
         return hasher.hexdigest()
 

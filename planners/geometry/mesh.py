@@ -34,7 +34,7 @@ class Mesh:
     __slots__ = ("_hash", "_index", "axes", "names", "ranks", "shape", "size", "world_size")
 
     axes: tuple[tuple[str, int], ...]
-    """(name, size) of every axis, outermost first."""
+    """(name, size) of every axis, outermost first. What texts cannot hold in a name, such as spaces, becomes `_`."""
     names: tuple[str, ...]
     """Names of the axes."""
     shape: Shape
@@ -54,7 +54,7 @@ class Mesh:
         """
         try:
             items = axes.items() if isinstance(axes, Mapping) else axes
-            self.axes = tuple((str(name), operator.index(size)) for name, size in items)
+            self.axes = tuple((_UNWRITABLE.sub("_", str(name)), operator.index(size)) for name, size in items)
         except (TypeError, ValueError):
             raise PlanError(f"a mesh needs axes with sizes, such as Mesh({{'dp': 4}}), got {axes!r:.80}") from None
         self.names, self.shape = tuple(name for name, _ in self.axes), tuple(size for _, size in self.axes)
@@ -69,10 +69,9 @@ class Mesh:
         self.ranks = np.arange(self.size, dtype=np.int64)
         self._index: dict[int, int] | None = None
         if ranks is not None:
-            try:
-                given = np.asarray(ranks, dtype=np.int64).reshape(-1)
-            except OverflowError:
-                raise PlanError("the ranks of a mesh must be below 2**31") from None
+            given = np.asarray(ranks).reshape(-1)
+            if given.dtype.kind not in "iu" and len(given):
+                raise PlanError(f"the ranks of a mesh must be integers below 2**31, got {ranks!r:.80}")
             if len(given) != self.size:
                 raise PlanError(f"a mesh of axes {dict(self.axes)} has {self.size} ranks, but {len(given)} were given")
             if not np.array_equal(given, self.ranks):
@@ -81,7 +80,7 @@ class Mesh:
                     raise PlanError(
                         f"the ranks of a mesh must be distinct and >= 0, and below 2**31, got {given.tolist()}"
                     )
-                self.ranks, self._index, self.world_size = given, index, max(index) + 1
+                self.ranks, self._index, self.world_size = given.astype(np.int64), index, max(index) + 1
         self.ranks.flags.writeable = False
         self._hash = hash((self.axes, None if self._index is None else self.ranks.tobytes()))
 
@@ -200,6 +199,8 @@ class Mesh:
         return f"Mesh({str(self)!r})"
 
 
+_UNWRITABLE = re.compile(r"[^\w.\-]|^(?![A-Za-z_])")
+"""What `Mesh.parse` cannot read in a name, or before it."""
 _REPLICAS = ("replica", "replica_of_mesh")
 """Axes over the copies of a tensor on several meshes, which do not know each other's axes."""
 

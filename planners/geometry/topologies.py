@@ -192,6 +192,8 @@ class Topology:
         rules, homes = Globs([rule.pattern for rule in self.rules]), Globs([home.pattern for home in self.homes])
         fixable = len({name for home in self.homes for name, _ in home.at})
         for spec in specs.values() if isinstance(specs, Mapping) else specs:
+            if not isinstance(spec, TensorSpec):
+                raise PlanError(f"Topology.layout takes TensorSpecs, such as state.specs, got {spec!r:.80}")
             number = rules.first(spec.fqn)
             if number is None:
                 lost.append(spec.fqn)
@@ -474,7 +476,7 @@ def pipelined(
     two stages per rank.
     """
     stages = ranks * stages_per_rank
-    if layers < stages:
+    if not 0 < stages <= layers:
         raise PlanError(f"{layers} layers do not fill the {stages} stages of {ranks} ranks")
     starts = [number * layers // stages for number in range(stages + 1)]
     counts = [stop - start for start, stop in itertools.pairwise(starts)] if split is None else list(split)

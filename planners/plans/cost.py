@@ -165,6 +165,8 @@ def estimate(plan: LoadPlan | SavePlan | TransferPlan, cluster: Cluster) -> Esti
     """
     if not isinstance(cluster, Cluster):
         raise PlanError(f"estimate(plan, cluster) needs a Cluster, got {cluster!r:.80}")
+    if getattr(plan, "total_bytes", 0) >> 63:
+        raise PlanError(f"a plan of 2**63 bytes or more has no estimate, got {plan.total_bytes:,}")
     if isinstance(plan, TransferPlan):
         return _estimate_transfers(plan, cluster)
     if isinstance(plan, LoadPlan):
@@ -257,7 +259,7 @@ class Comparison:
 
     @property
     def best(self) -> str:
-        """The fastest target that fits in memory."""
+        """The fastest target that fits in memory; if none does, the fastest."""
         return next((n for n, e in self.estimates.items() if e.fits is not False), next(iter(self.estimates)))
 
     def __str__(self) -> str:

@@ -18,7 +18,16 @@ from planners.geometry.byte_ranges import ByteRuns, Window
 from planners.geometry.intervals import Segments
 from planners.geometry.layout import Part, StateLayout, TensorSpec, check_rank
 from planners.geometry.overlap import Overlap, ProductOverlap, overlap_of
-from planners.plans.plan import Plan, PlanItems, alike, arrival_findings, global_box, listed_findings, product_findings
+from planners.plans.plan import (
+    Plan,
+    PlanItems,
+    alike,
+    arrival_findings,
+    check_states,
+    global_box,
+    listed_findings,
+    product_findings,
+)
 
 if TYPE_CHECKING:  # imported when there is a view: most plans have none
     from planners.geometry.views import View
@@ -267,11 +276,7 @@ def plan_reads(
             saved, or are saved with another shape or dtype. `allow_cast` accepts other dtypes and
             leaves the cast to the caller.
     """
-    if not isinstance(wanted, StateLayout):
-        raise PlanError(
-            f"wanted must be a StateLayout, such as topology.layout(saved.specs), got {wanted!r:.80}. reshard.plan "
-            "also takes text such as 'fsdp=4'"
-        )
+    check_states(saved=saved, wanted=wanted)
     given = views.values() if isinstance(views, Mapping) else views
     used = {view.spec.fqn: view for view in given if view.spec.fqn in wanted}
     problems = [Finding(message, fqn) for fqn, message in _unfit(saved, wanted, used, allow_cast)]
@@ -295,7 +300,7 @@ def _unfit(
     saved: StateLayout, wanted: StateLayout, views: Mapping[str, View], allow_cast: bool
 ) -> Iterator[tuple[str, str]]:
     """Yield (wanted name, what is wrong) of tensors that are not saved, or with another shape or dtype."""
-    hints, specs = 20, saved.specs
+    hints, specs = min(20, 1 + 100_000 // (len(saved) + 1)), saved.specs  # each compares all names
     for fqn, spec in wanted.specs.items():
         view = views.get(fqn)
         if view is not None and (differs := _difference(view.spec, spec, allow_cast)):

@@ -25,7 +25,7 @@ from planners.geometry.overlap import ProductOverlap, tiling_fault
 from planners.notebooks import Pictured
 
 __all__ = [
-    "Plan", "PlanItems", "alike", "arrival_findings", "global_box", "layout_fault", "listed_findings",
+    "Plan", "PlanItems", "alike", "arrival_findings", "check_states", "global_box", "layout_fault", "listed_findings",
     "product_findings", "verify",
 ]  # fmt: skip
 
@@ -205,7 +205,7 @@ class Plan(ABC, Pictured, Generic[ItemsT]):
     @property
     def total_bytes(self) -> int:
         """Bytes of all ranks."""
-        return int(self.rank_bytes().sum())
+        return sum(self.rank_bytes().tolist())  # which may be more than 64 bits hold
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, type(self)):
@@ -216,6 +216,16 @@ class Plan(ABC, Pictured, Generic[ItemsT]):
 
 
 PlanT = TypeVar("PlanT", bound=Plan[Any])
+
+
+def check_states(**sides: object) -> None:
+    """Raises PlanError for a side that is not the layout of a state."""
+    for side, given in sides.items():
+        if not isinstance(given, StateLayout):
+            raise PlanError(
+                f"{side} must be a StateLayout, such as topology.layout(saved.specs), got {given!r:.80}. reshard.plan "
+                "also takes text such as 'fsdp=4'"
+            )
 
 
 # What proofs of several kinds of plans ask.
@@ -268,7 +278,7 @@ def _segments_fault(segments: Segments) -> tuple[int, int, str] | None:
     if len(bad):
         i = bad[0]
         return int(segments.wanted_owner[i]), int(segments.starts[i]), "is not written exactly once"
-    held = np.bincount(segments.wanted_owner, weights=lengths, minlength=wanted.owners).astype(np.int64)
+    held = np.diff(np.concatenate(([0], np.cumsum(lengths)))[segments.indptr])
     short = np.flatnonzero(held != wanted.local_sizes)
     if len(short):
         owner = int(short[0])

@@ -19,7 +19,7 @@ from planners.geometry.views import Fill, Patch, View, ViewGeometry
 from planners.plans.cost import Cluster, Estimate
 from planners.plans.load import LoadPlan, ReadItem
 from planners.plans.plan import Plan, verify
-from planners.plans.save import SavePlan
+from planners.plans.save import SavePlan, WriteItem
 from planners.plans.schedule import Schedule, schedule
 from planners.plans.transfer import TransferItem, TransferPlan
 
@@ -141,8 +141,11 @@ def _load_plan(data: Mapping[str, Any]) -> LoadPlan:
 
 
 def _save_plan(data: Mapping[str, Any]) -> SavePlan:
-    plan = SavePlan(state_from_json(data["layout"]), data["divide_above_bytes"], data["ranks_per_host"])
+    items = {int(rank): [_of_row(WriteItem, row) for row in rows] for rank, rows in data.get("items", {}).items()}
+    plan = SavePlan(state_from_json(data["layout"]), data["divide_above_bytes"], data["ranks_per_host"], items)
     _same_digest(data, plan)
+    if items:
+        _proven(plan, "save plan")
     return plan
 
 
@@ -223,6 +226,7 @@ PLAN_KINDS: dict[str, Kind] = {
             **_plan_json(p),
             "divide_above_bytes": p.divide_above_bytes,
             "ranks_per_host": p.ranks_per_host,
+            **({"items": _items_json(p, lambda item: item)} if p.explicit else {}),
         },
         _save_plan,
     ),

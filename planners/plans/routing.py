@@ -192,8 +192,9 @@ class ProductIntersection:
         know, else None."""
         numel = np.ones(1, dtype=np.int64)
         for own, table in zip(self.before.dims, self.tables):
-            wanted = np.bincount(table.giver, weights=table.length, minlength=own.owners)
-            numel = (numel[:, None] * wanted.astype(np.int64)).reshape(-1)
+            wanted = np.zeros(own.owners, dtype=np.int64)
+            np.add.at(wanted, table.giver, table.length)
+            numel = (numel[:, None] * wanted).reshape(-1)
         return numel, len(self.after.replica_positions)
 
 

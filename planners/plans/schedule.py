@@ -187,6 +187,8 @@ def schedule(plan: TransferPlan, *, max_inflight_bytes: int = MAX_INFLIGHT_BYTES
 
     Raises PlanError if `max_inflight_bytes` is below 128.
     """
+    if not isinstance(plan, TransferPlan):
+        raise PlanError(f"schedule takes a transfer plan, got {plan!r:.80}")
     limit = max_inflight_bytes // 2 - slack_bytes(max_inflight_bytes)
     if limit < 3 * _SLACK:
         raise PlanError(f"max_inflight_bytes must be at least {8 * _SLACK}, got {max_inflight_bytes}")

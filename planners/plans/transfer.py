@@ -15,7 +15,16 @@ from planners.geometry.arrays import Ints
 from planners.geometry.box import Box, Shape
 from planners.geometry.layout import BoxesForm, Form, Part, ProductGeometry, StateLayout, check_rank, local_boxes
 from planners.geometry.overlap import Sweep
-from planners.plans.plan import Plan, PlanItems, alike, arrival_findings, global_box, listed_findings, product_findings
+from planners.plans.plan import (
+    Plan,
+    PlanItems,
+    alike,
+    arrival_findings,
+    check_states,
+    global_box,
+    listed_findings,
+    product_findings,
+)
 from planners.plans.routing import Route, Traffic, intersection_of, pair_groups, total_traffic
 
 if TYPE_CHECKING:
@@ -95,16 +104,20 @@ class TransferPlan(Plan[TransferItems]):
     ) -> None:
         """`names`: the tensors to move, which both sides have. Use `plan_transfers`, which checks that.
 
-        Raises PlanError for a name that one side lacks, for explicit items from or to ranks outside the job, and for
-        items that are listed for another receiver.
+        Raises PlanError for a name that one side lacks or that is listed twice, for shapes that differ, for explicit
+        items from or to ranks outside the job, and for items that are listed for another receiver.
         """
         self.before, self.after, self.ranks_per_host = before, after, ranks_per_host
         self._list(names, max(before.world_size, after.world_size), explicit)
         if ranks_per_host is not None and ranks_per_host < 1:
             raise PlanError(f"ranks_per_host must be >= 1, got {ranks_per_host}")
+        if len(set(self.names)) < len(self.names):
+            raise PlanError("the names of a transfer list a tensor twice")
         for fqn in self.names:
             if fqn not in before or fqn not in after:
                 raise PlanError("a tensor that moves must be in both layouts", fqn=fqn)
+            if before[fqn].spec.shape != after[fqn].spec.shape:
+                raise LayoutMismatchError("a tensor that moves must have the same shape in both layouts", fqn=fqn)
         for rank, items in self.explicit.items():
             for item in items:
                 check_rank(item.sender, self.world_size)
@@ -222,7 +235,7 @@ class TransferPlan(Plan[TransferItems]):
     @property
     def bytes_moved(self) -> int:
         """Bytes sent between ranks: each needed byte once to each receiver that does not hold it."""
-        return int(self.received_bytes().sum())
+        return self.total_bytes
 
     @cached_property
     def _totals(self) -> tuple[Ints, Ints, Ints]:
@@ -336,6 +349,7 @@ def plan_transfers(
     Raises:
         LayoutMismatchError: names all tensors whose shapes or dtypes differ, or that no rank holds before.
     """
+    check_states(before=before, after=after)
     names = [fqn for fqn in after if fqn in before] if allow_missing else list(after)
     problems: list[str] = []
     for fqn in names:

@@ -55,7 +55,10 @@ class Mapping:
         return Mapping._of((*self.stages, *then.stages))
 
     def inverse(self) -> Mapping:
-        """Return the inverse mapping. Raises NormalizationError, which names the rule, if there is none."""
+        """Return the inverse mapping. Of rules that make the same names, only the first is inverted.
+
+        Raises NormalizationError, which names the rule, if there is none.
+        """
         return Mapping._of(tuple(rule.inverse() for rule in stage) for stage in reversed(self.stages))
 
     def apply(self, checkpoint: Checkpoint) -> Checkpoint:
@@ -193,7 +196,12 @@ def _stage_views(rules: Sequence[Rule], specs: Dict[str, TensorSpec]) -> dict[st
 
 def _group_views(group: RuleGroup, sources: Sequence[TensorSpec], shapes: Dict[str, Shape]) -> dict[str, View]:
     if group.is_carried([s.shape for s in sources], shapes):
-        return {name: View.of(sources[0]).rename(name) for name in group.target_names(None)}
+        count = None
+        if group.rule.targets and group.rule.targets[0].number is not None:
+            if group.site.name not in shapes:
+                raise KeyMismatchError(_no_parameter(group.members[0], "the state"))
+            count = len(views_of(group.rule, (shapes[group.site.name],), sources[0].dtype))
+        return {name: View.of(sources[0]).rename(name) for name in group.target_names(count)}
     given = [View.of(source) for source in sources]
     if group.missing:
         assert group.rule.fill is not None
@@ -305,10 +313,7 @@ class MappingStage:
         """Return how many targets the parameter has that a state belongs to."""
         name = self._parameters.get(group.site.name)
         if name is None:
-            raise KeyMismatchError(
-                f"{group.members[0]!r} belongs to a parameter that is not in {self.url}, so the number of its parts "
-                "is unknown"
-            )
+            raise KeyMismatchError(_no_parameter(group.members[0], self.url))
         return len(self._views(group, [self.tensors[name]()]))
 
     def _is_carried(self, group: RuleGroup, shapes: Sequence[Shape]) -> bool:
@@ -409,6 +414,10 @@ class MappingStage:
             return None
         spec = self.tensors[self._parameters[name]]().spec
         return len(views_of(rule, (spec.shape,), spec.dtype))
+
+
+def _no_parameter(key: str, where: str) -> str:
+    return f"{key!r} belongs to a parameter that is not in {where}, so the number of its parts is unknown"
 
 
 def _filled_note(group: RuleGroup) -> str:
@@ -599,12 +608,14 @@ class Matcher:
         count = max(index for _, index in of) + 1
         if first.site.is_state:
             count = max(count, counts.get(first.identity, 0))
-        wanted = [(source, index) for source in range(len(rule.sources)) for index in range(count)]
-        missing = [place for place in wanted if place not in of]
-        if missing and rule.optional:
+        places = ((source, index) for source in range(len(rule.sources)) for index in range(count))
+        is_short = len(of) < len(rule.sources) * count
+        if is_short and rule.optional:
             return None
-        if missing and (rule.fill is None or not first.site.is_state):
-            raise KeyMismatchError(_missing(first, missing[0], next(iter(of.values()))[0]))
+        if is_short and (rule.fill is None or not first.site.is_state):
+            missing = next(place for place in places if place not in of)  # there may be billions
+            raise KeyMismatchError(_missing(first, missing, next(iter(of.values()))[0]))
+        wanted = list(places)
         hits = [of[place] for place in wanted if place in of]
         return RuleGroup(
             first.number,

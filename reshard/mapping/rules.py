@@ -162,7 +162,7 @@ class Concat(Rule):
     """Concatenates tensors along `dim`; with `groups`, group by group: `[q q q q k k v v]` with one group, and
     `[q q k v  q q k v]` with two, as Megatron fuses query groups.
 
-    `parts` are their relative sizes, such as (4, 1, 1). Only the inverse needs them.
+    `parts` are their relative sizes, such as (4, 1, 1). Only the inverse needs them; if given, they are checked.
     """
 
     parts: tuple[int, ...]
@@ -177,6 +177,9 @@ class Concat(Rule):
 
     def build(self, views: Sequence[View]) -> list[View]:
         name = views[0].spec.fqn
+        sizes = [_size(view, self.dim) for view in views]
+        if self.parts and any(size * sum(self.parts) != part * sum(sizes) for size, part in zip(sizes, self.parts)):
+            raise NormalizationError(f"sizes {sizes} of dim {self.dim} are not in proportion to parts {self.parts}")
         if self.groups == 1:
             return [concat(name, views, self.dim)]
         rows = [_even(view, self.groups, self.dim) for view in views]

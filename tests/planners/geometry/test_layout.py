@@ -6,8 +6,25 @@ import pickle
 
 import pytest
 import torch
+from torch.distributed import tensor as dtensor
 
-from planners import Box, Mesh, PlanError, Replicate, Shard, StateLayout, TensorLayout, TensorSpec, Topology, plan_reads
+from planners import (
+    Box,
+    Mesh,
+    PlanError,
+    Replicate,
+    Shard,
+    StateLayout,
+    TensorLayout,
+    TensorSpec,
+    Topology,
+    ddp,
+    fsdp,
+    pipelined,
+    plan_reads,
+    plan_transfers,
+    schedule,
+)
 
 SPEC = TensorSpec("w", (7, 4), "bfloat16")
 ROWS = TensorLayout(SPEC, "dp=2", "S(0)")
@@ -61,6 +78,19 @@ def test_layouts_are_values():
         (lambda: TensorSpec("w", (1,), torch.float32), r"torch\.float32: did you mean 'float32'\? \(tensor 'w'\)"),
         (lambda: TensorSpec("w", (1,), "q"), "unknown dtype 'q'; known: bool, "),
         (lambda: plan_reads(StateLayout({"w": ROWS}), "fsdp=4"), "wanted must be a StateLayout, .* 'fsdp=4'"),
+        (lambda: plan_reads({"w": ROWS}, StateLayout({"w": ROWS})), "saved must be a StateLayout, .* got {'w'"),
+        (lambda: plan_transfers(StateLayout({"w": ROWS}), "fsdp=4"), "after must be a StateLayout, .* 'fsdp=4'"),
+        (lambda: schedule(StateLayout({"w": ROWS})), "schedule takes a transfer plan, got StateLayout"),
+        (lambda: fsdp(2).layout(StateLayout({"w": ROWS})), "takes TensorSpecs, such as state.specs, got TensorLayout"),
+        (lambda: pipelined(fsdp(2), 0, 0), "0 layers do not fill the 0 stages"),
+        (lambda: TensorSpec("w", (2.5,), "float32"), r"'float' object .* an integer \(tensor 'w'\)"),
+        (lambda: TensorSpec("w", "34", "float32"), "'str' object .* an integer"),
+        (lambda: TensorLayout(SPEC, "dp=2", ["S(0)"]), "placements are those of reshard.planners, or .* 'S"),
+        (lambda: TensorLayout(SPEC, "dp=2", [dtensor.Shard(0)]), r"those of reshard.planners, .* got Shard\(dim=0\)"),
+        (
+            lambda: ddp(1).layout([TensorSpec(name, (1 << 62,), "uint8") for name in "ab"]),
+            r"a state has less than 2\*\*63 bytes, got 9,223,372,036,854,775,808",
+        ),
         (lambda: Topology.parse("dp=2").layout([SPEC]), "There are no rules. Add a last rule"),
         (lambda: TensorSpec(3, (1,), "float32"), "name of a tensor must be a string"),
         (

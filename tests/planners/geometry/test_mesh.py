@@ -49,6 +49,12 @@ def test_text_is_read_and_written(text):
     assert pickle.loads(pickle.dumps(Mesh.parse(text))) == Mesh.parse(text)
 
 
+@pytest.mark.parametrize("name", ["data parallel", "1d", "", "dp,tp", "dp=2,tp", "dp@x", "ärger", "größe", "dp.cp-1"])
+def test_names_that_texts_cannot_hold_are_changed(name):
+    """torch takes any name for a dim of a device mesh, and a save writes the mesh as text."""
+    assert Mesh.parse(str(Mesh({name: 2}))) == Mesh({name: 2})
+
+
 def test_submeshes_keep_the_order_asked_for():
     assert GRID.submesh("dp", at={"pp": 1, "tp": 1}).ranks.tolist() == [7, 9, 11]
     assert GRID.submesh("tp", "dp").ranks.tolist() == [0, 2, 4, 1, 3, 5]
@@ -69,6 +75,8 @@ def test_submeshes_keep_the_order_asked_for():
         (lambda: Mesh({"a": 2}, [1]), "has 2 ranks, but 1 were given"),
         (lambda: Mesh({"a": 2}, [1, 1]), "must be distinct"),
         (lambda: Mesh({"a": 2}, [-1, 1]), "must be distinct and >= 0"),
+        (lambda: Mesh({"a": 2}, [0.5, 1.5]), r"must be integers below 2\*\*31, got \[0.5, 1.5\]"),
+        (lambda: Mesh({"a": 2}, "ab"), "must be integers"),
         (lambda: Mesh.parse("dp:4"), "cannot read 'dp:4'"),
         (lambda: Mesh.parse("dp=4,"), "cannot read ''"),
         (lambda: Mesh.parse("dp=2@a,b"), "cannot read the ranks"),

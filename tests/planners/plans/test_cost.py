@@ -195,6 +195,15 @@ def test_a_large_plan_is_estimated_without_listing_it():
     assert np.array_equal(cost.rank_bytes, cost.rank_needed_bytes)
 
 
+def test_more_bytes_than_64_bits_hold_are_counted_and_not_estimated():
+    before, after = (state("R", f"dp={n}", (1 << 60,)) for n in (1, 8))
+
+    for plan, total in (plan_reads(before, after), 8 << 62), (plan_transfers(before, after), 7 << 62):
+        assert plan.total_bytes == total
+        with pytest.raises(PlanError, match=r"2\*\*63 bytes or more has no estimate"):
+            estimate(plan, Cluster(storage_read_bytes_per_s=1e9, network_bytes_per_s=1e9))
+
+
 def test_bins_that_read_the_same_are_one() -> None:
     """Ranks whose bytes differ by less than what is printed; a bin with one size has one."""
 

@@ -18,8 +18,10 @@ from planners import (
     View,
     concat,
     format_plan,
+    fsdp,
     plan_reads,
 )
+from planners.plans import load
 from tests.planners.states import state_of
 
 W = TensorSpec("w", (4, 6), "float32")
@@ -169,3 +171,15 @@ def test_views_of_what_is_not_wanted_are_not_used():
 def test_views_that_do_not_fit_are_named(view, message):
     with pytest.raises(LayoutMismatchError, match=message):
         plan_reads(state_of(ROWS), state_of(COLUMNS), views=[view])
+
+
+def test_many_names_that_are_not_saved_are_refused_soon(monkeypatch):
+    """Each suggestion compares all saved names: of 300,000, twenty took minutes."""
+    asked = []
+    monkeypatch.setattr(load, "did_you_mean", lambda *_: asked.append(1) or "")
+    saved, wanted = (fsdp(2).layout([TensorSpec(f"{n}.{i}", (2,), "uint8") for i in range(20_000)]) for n in "ab")
+
+    with pytest.raises(LayoutMismatchError, match=r"20000 of 20000 tensors .* do not match"):
+        plan_reads(saved, wanted)
+
+    assert len(asked) == 5

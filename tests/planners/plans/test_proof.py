@@ -15,6 +15,7 @@ from planners import (
     TensorSpec,
     View,
     plan_reads,
+    plan_transfers,
     plan_writes,
     verify,
 )
@@ -76,6 +77,13 @@ def test_every_name_of_a_geometry_is_told():
     holey = [TensorLayout.from_boxes(TensorSpec(name, (2,), "float32"), boxes) for name in ("a", "b")]
 
     assert [finding.fqn for finding in verify(state_of(*holey)).findings] == ["a", "b"]
+
+
+@pytest.mark.parametrize("plan", [plan_reads, plan_transfers])
+def test_dims_beyond_what_floats_count_exactly(plan):
+    before, after = (TensorLayout(TensorSpec("w", (2**62 - 1,), "uint8"), f"dp={n}", "S(0)") for n in (3, 7))
+
+    assert verify(plan(state_of(before), state_of(after))).ok
 
 
 def test_load_plans_whose_sides_do_not_fit():

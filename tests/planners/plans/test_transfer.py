@@ -15,6 +15,8 @@ from planners import (
     StateLayout,
     TensorLayout,
     TensorSpec,
+    TransferPlan,
+    fsdp,
     plan_transfers,
     verify,
 )
@@ -225,3 +227,12 @@ def test_a_name_that_one_side_lacks_is_refused():
 
     with pytest.raises(PlanError, match=r"must be in both layouts .*'v'"):
         type(plan)(plan.before, plan.after, ["w", "v"])
+
+
+@pytest.mark.parametrize(("shape", "names"), [((8, 4), ["w", "w"]), ((4, 8), ["w"]), ((32,), ["w"])])
+def test_what_cannot_be_moved_is_refused_before_the_proof(shape, names):
+    """As many elements in another shape were proved, and so was a tensor that is sent twice."""
+    before, after = (fsdp(2).layout([TensorSpec("w", its, "float32")]) for its in ((8, 4), shape))
+
+    with pytest.raises(PlanError, match=r"the same shape in both layouts|list a tensor twice"):
+        TransferPlan(before, after, names)

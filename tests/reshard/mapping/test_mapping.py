@@ -269,6 +269,21 @@ def test_a_hole_in_the_numbers_is_named(tmp_path: Path) -> None:
         checkpoint.mapped(Mapping([Stack("e.{e}.w", "w", over="e")]))
 
 
+def test_billions_of_holes_take_no_time(tmp_path: Path) -> None:
+    checkpoint = opened({"e.0.w": W, "e.3000000000.w": W}, tmp_path / "c")
+
+    with pytest.raises(KeyMismatchError, match=r"'e\.1\.w' is missing"):
+        checkpoint.mapped(Mapping([Stack("e.{e}.w", "w", over="e")]))
+
+
+def test_parts_of_a_concat_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    """Its inverse would divide the tensor elsewhere."""
+    made = opened({"a": W[:8], "b": W[8:]}, tmp_path / "c").mapped(Mapping([Concat(["a", "b"], "c", parts=(1, 1))]))
+
+    with pytest.raises(NormalizationError, match=r"sizes \[8, 4\] of dim 0 are not in proportion to parts \(1, 1\)"):
+        made["c"]
+
+
 def test_shapes_that_do_not_fit_name_the_tensor(tmp_path: Path) -> None:
     made = opened({"w": W}, tmp_path / "c").mapped(Mapping([Rope("w", "r", 10, "pairs")]))
 
@@ -491,6 +506,21 @@ def test_a_plan_of_filled_states() -> None:
     arrays = {name: torch.full((2,), float(at + 1)).numpy() for at, name in enumerate(names)}
     assert views["w"].apply(arrays).tolist() == [[1, 1], [2, 2], [3, 3]]
     assert views["optim.state.w.exp_avg"].apply(arrays).tolist() == [[4, 4], [5, 5], [0.5, 0.5]]
+
+
+def test_a_plan_of_numbered_parts_has_their_steps() -> None:
+    shapes = {"w": (2, 3), "optim.state.w.step": (), "optim.state.w.exp_avg": (2, 3)}
+    specs = {name: TensorSpec(name, shape, "float32") for name, shape in shapes.items()}
+    unstacked = Mapping([Unstack("w", "e.{e}.w", over="e")])
+
+    views = unstacked.views(specs)
+
+    wanted = [f"optim.state.e.{i}.w.{key}" for i in range(2) for key in ("step", "exp_avg")]
+    assert sorted(views) == sorted(["e.0.w", "e.1.w", *wanted])
+    with pytest.raises(
+        KeyMismatchError, match=r"'optim\.state\.w\.step' belongs to a parameter that is not in the state"
+    ):
+        unstacked.views({"optim.state.w.step": specs["optim.state.w.step"]})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
