@@ -282,7 +282,8 @@ def _fault(lows: Ints, highs: Ints, signs: Ints) -> Fault | None:
                 if fault is not None:
                     return fault
         return None
-    # +1 or -1 at the corners of every box; the running sum along every dim then counts the boxes over each cell
+    # +1 or -1 at the corners of every box; the running sum along every dim then counts
+    # the boxes over each cell
     balance = _counts(lows, highs, signs, cuts)
     wrong = np.argwhere(balance != 0)
     if not len(wrong):

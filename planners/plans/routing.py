@@ -260,7 +260,8 @@ class SweepIntersection:
 
     def __init__(self, shape: Shape, before: Form, after: Form) -> None:
         """Raises CoverageError (with rank and region) if no rank holds what a receiver needs."""
-        # ranks are replicas of one source if the same box is at the same place of the same local tensor
+        # ranks are replicas of one source if the same box is at the same place of the
+        # same local tensor
         found = grouped(
             ((box, index, local), rank)
             for rank in before.ranks()
