@@ -21,6 +21,7 @@ from typing import ClassVar
 from planners.errors import PlanError
 from planners.findings import Finding
 from planners.geometry.arrays import grouped
+from planners.units import format_count
 
 __all__ = ["CopyPlan", "plan_copies"]
 
@@ -75,7 +76,7 @@ class CopyPlan:
                 yield Finding("two copies of its data are on the same host", rank=rank)
 
     def __str__(self) -> str:
-        return f"{self.copies} copies on {len(self.ring_of)} hosts"
+        return f"{format_count(self.copies, 'copy')} on {format_count(len(self.ring_of), 'host')}"
 
     def lost(self, hosts: Collection[str]) -> list[int]:
         """Return the ranks of whose bytes no copy remains if these hosts are lost."""

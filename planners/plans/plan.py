@@ -23,6 +23,7 @@ from planners.geometry.intervals import Segments
 from planners.geometry.layout import Part, StateLayout, TensorLayout, check_rank
 from planners.geometry.overlap import ProductOverlap, tiling_fault
 from planners.notebooks import Pictured
+from planners.units import format_some
 
 __all__ = [
     "Plan", "PlanItems", "alike", "arrival_findings", "check_states", "global_box", "layout_fault", "listed_findings",
@@ -111,7 +112,9 @@ def verify(subject: object) -> Report:
         covers = "its regions tile every tensor, each element once per group of replicas"
         return Report(repr(subject), tuple(_layout_findings(subject)), len(subject), covers=covers)
     if isinstance(subject, Provable):
-        return Report(str(subject), tuple(subject.findings()), len(subject.names), covers=subject.covers)
+        left = getattr(subject, "missing", ())
+        covers = subject.covers + f"; not filled: {format_some([*map(repr, left)], 3)}" * bool(left)
+        return Report(str(subject), tuple(subject.findings()), len(subject.names), covers=covers)
     raise PlanError(f"verify takes a layout, a plan, or a schedule, got {subject!r:.80}")
 
 

@@ -135,7 +135,7 @@ def _explain_save(plan: SavePlan, layout: TensorLayout, rank: int) -> Iterator[s
 
 def _explain_items(plan: LoadPlan | SavePlan, fqn: str, rank: int) -> Iterator[str]:
     items = [item for item in plan.items(rank) if item.fqn == fqn]
-    yield f"  {plan.verb} {format_bytes(sum(item.nbytes for item in items))} in {len(items)} items:"
+    yield f"  {plan.verb} {format_bytes(sum(item.nbytes for item in items))} in {format_count(len(items), 'item')}:"
     yield from (f"    {_line(item)}" for item in items)
 
 
@@ -206,7 +206,7 @@ class PlanDiff:
         for rank in ranks[np.argsort(-np.abs(b - a)[ranks], kind="stable")][:_LISTED].tolist():
             lines.append(f"  rank {rank}: {format_bytes(int(a[rank]))} -> {format_bytes(int(b[rank]))}")
         if len(ranks) > _LISTED:
-            lines.append(f"  ... {len(ranks) - _LISTED} more ranks")
+            lines.append(f"  ... {len(ranks) - _LISTED:,} more ranks")
         return "\n".join(lines)
 
 
