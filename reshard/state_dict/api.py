@@ -235,7 +235,7 @@ def group_orders(
     live = LiveOptimizers(LiveModel(model), as_optimizers(optimizers))
     places: list[dict[int, int]] = [{} for _ in live.optimizers]
     for place, group in enumerate(groups):
-        for name in group["params"]:
+        for name in group.get("params", ()):
             if (one := live.by_name.get(name)) is not None:
                 places[one.optimizer].setdefault(one.group, place)
     for optimizer, found in zip(live.optimizers, places):

@@ -90,7 +90,7 @@ class LiveObjects:
         Args:
             tied: keys that were saved as the tensor of another key, and the name of that.
         """
-        for path, owners, optimizers in self._optimizers:
+        for path, owners, optimizers in self._optimizers if self._stateful else ():
             groups = reduce(getitem, path, self.state).get("param_groups", ())
             self._orders.update((id(one), order) for one, order in group_orders(owners, optimizers, groups))
         shared, first = set(tied.values()), dict[str, Any]()
