@@ -71,7 +71,7 @@ def test_a_verdict_says_how_far_it_reaches(checkpoint: tuple[str, Path]) -> None
 
     assert reshard.verify(path).covered == Coverage(NBYTES, NBYTES, checked, sealed, leaves_open)
     assert leaves_open in said(str(path))
-    assert reshard.verify(path, deep=False).covered == Coverage(NBYTES, 0, 0)
+    assert reshard.verify(path, deep=False).covered == Coverage(NBYTES, 0, 0, form == "native")
     assert str(checked) in str(reshard.verify(path))
     assert json.loads(said(str(path), "--json"))["covered"] == {
         "total_bytes": NBYTES,
@@ -209,7 +209,7 @@ def test_a_comparison_that_finds_differences_says_what_it_read(tmp_path: Path) -
     reshard.save({"w": torch.arange(4.0) + 1}, tmp_path / "b")
     report = reshard.verify(tmp_path / "a", tmp_path / "b", deep=False)
     assert not report.ok
-    assert report.covered == Coverage(16, 16, 0)
+    assert report.covered == Coverage(16, 16, 0, True)
     assert "16 B of values read, none verified" in said(
         str(tmp_path / "a"), "--against", str(tmp_path / "b"), "--shallow"
     )
