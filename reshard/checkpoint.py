@@ -112,7 +112,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self.run = os.fspath(asked) if asked is not None and os.fspath(asked) != url else ""
         """The folder of the run in which it was found; empty where it was opened by its own
         path."""
-        # how it was made from what is at `url`: by which mappings and hints; empty if it is that itself
+        # how it was made from what is at `url`: by which mappings and hints; empty if
+        # it is that itself
         self.derivation = ""
 
     def __getitem__(self, name: str) -> LazyTensor:

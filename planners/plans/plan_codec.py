@@ -28,7 +28,8 @@ __all__ = ["PLAN_KINDS"]
 T = TypeVar("T")
 
 
-# A value of named fields is a row of its fields, in which a box is two lists: offsets and sizes.
+# A value of named fields is a row of its fields, in which a box is two lists: offsets
+# and sizes.
 
 
 def _row(fields: Iterable[Any]) -> list[Any]:

@@ -17,11 +17,12 @@ from planners.plans.transfer import TransferItem, TransferPlan
 __all__ = ["Message", "Schedule", "color_edges", "schedule"]
 
 
-# What one rank sends to another is one stream of bytes: the items between the two, in their order,
-# each row-major. A stream is divided into messages that are small enough for the budget, and the
-# messages are assigned to rounds by edge coloring, so that there are as few rounds as the busiest rank
-# has messages. A schedule is a few columns of numbers; what is in a message is worked out for the
-# rank that asks, in the same way by sender and receiver.
+# What one rank sends to another is one stream of bytes: the items between the two, in
+# their order, each row-major. A stream is divided into messages that are small enough
+# for the budget, and the messages are assigned to rounds by edge coloring, so that
+# there are as few rounds as the busiest rank has messages. A schedule is a few columns
+# of numbers; what is in a message is worked out for the rank that asks, in the same way
+# by sender and receiver.
 
 
 MAX_INFLIGHT_BYTES = 512 << 20
@@ -199,7 +200,8 @@ def schedule(plan: TransferPlan, *, max_inflight_bytes: int = MAX_INFLIGHT_BYTES
     order = np.lexsort((color, edge))  # a stream goes out from its first byte to its last
     edge, color = edge[order], color[order]
     step = np.arange(len(edge)) - np.repeat(np.cumsum(count) - count, count)
-    # messages of one stream are of nearly equal size; divided like this, products stay below 2**63
+    # messages of one stream are of nearly equal size; divided like this, products stay
+    # below 2**63
     size, longer = np.divmod(nbytes, np.maximum(count, 1))
     start = step * size[edge] + np.minimum(step, longer[edge])
     stop = start + size[edge] + (step < longer[edge])

@@ -89,7 +89,8 @@ def _await_all() -> None:
             _log.error("a save in the background failed, and its result() was not called", exc_info=error)
 
 
-# Joining a thread at exit is too late: the thread pools that a save needs accept no work then. So
-# saves are awaited before, by the same private name as the pools' own closing.
+# Joining a thread at exit is too late: the thread pools that a save needs accept no
+# work then. So saves are awaited before, by the same private name as the pools' own
+# closing.
 threading._register_atexit(_await_all)  # type: ignore[attr-defined]
 os.register_at_fork(after_in_child=saves.clear)  # the threads that save are the parent's

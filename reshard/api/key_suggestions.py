@@ -93,7 +93,8 @@ def _other_front(keys: list[str], names: Collection[str]) -> PrefixDifference | 
 def _wrapped(keys: list[str], names: Collection[str]) -> PrefixDifference | None:
     """Names that are equal without the segments of wrappers, wherever these are."""
     plain = {_unwrapped(name): name for name in sorted(names)}
-    # a key that exists under its own name is missing as a tensor, or as a value: another error says so
+    # a key that exists under its own name is missing as a tensor, or as a value:
+    # another error says so
     found = {key: name for key in keys if (name := plain.get(_unwrapped(key), key)) != key}
     if not _are_most(found, keys):
         return None

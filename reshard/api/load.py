@@ -307,7 +307,8 @@ class _Load:
         return per_rank
 
 
-# Which bytes of a checkpoint go where in this rank's memory: planned, proved, and only then listed.
+# Which bytes of a checkpoint go where in this rank's memory: planned, proved, and only
+# then listed.
 
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -418,7 +418,8 @@ def redistribute(
     return report
 
 
-# `verify_live`: do source and target of a running job hold the same, without gathering any of it.
+# `verify_live`: do source and target of a running job hold the same, without gathering
+# any of it.
 
 
 @renamed(deadline_s="timeout")

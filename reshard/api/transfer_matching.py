@@ -451,7 +451,8 @@ def _common_device(found: list[tuple[_TransferDescription, Sequence[int]]]) -> s
     )
 
 
-# What is no tensor: counters, learning rates and groups of parameters, carried over as plain data.
+# What is no tensor: counters, learning rates and groups of parameters, carried over as
+# plain data.
 
 
 class Values:

@@ -30,9 +30,10 @@ _Parts = Sequence[torch.Tensor]
 """The local tensors of a rank."""
 
 
-# Where several replicas on the receiving side want the same, they get a stripe each and pass the
-# stripes on to one another, if that moves fewer bytes between the two sides, or between hosts. What
-# a rank wants several times over is moved once, and copied afterwards.
+# Where several replicas on the receiving side want the same, they get a stripe each and
+# pass the stripes on to one another, if that moves fewer bytes between the two sides,
+# or between hosts. What a rank wants several times over is moved once, and copied
+# afterwards.
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,8 @@ def _wanted_once(
     return moved, places, tuple(repeats)
 
 
-# Transfers bound to memory: for each tensor of the plan, the local tensors that its items speak of.
+# Transfers bound to memory: for each tensor of the plan, the local tensors that its
+# items speak of.
 
 
 def held_parts(tensor: LiveTensor | None, layout: TensorLayout, rank: int) -> Iterator[tuple[torch.Tensor, Part]]:

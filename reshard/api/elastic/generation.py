@@ -270,7 +270,8 @@ class _SealedLineage(msgspec.Struct, frozen=True):
     digest: str
 
 
-# A generation as one checkpoint that a load can read, though each host has only some of its files.
+# A generation as one checkpoint that a load can read, though each host has only some of
+# its files.
 
 
 class Survivors(Storage):

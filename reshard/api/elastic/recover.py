@@ -278,7 +278,8 @@ class _JudgedGeneration:
             records[rank].name for one in found for rank, ranges in one.items() if ranges == [(0, records[rank].nbytes)]
         ]
         storage = Survivors(here, hosts.folder / fetched_folder(kept), text, whole)
-        # blocks are compared when they arrive: until then, files are sparse behind their headers
+        # blocks are compared when they arrive: until then, files are sparse behind
+        # their headers
         contents = reader.open(Files(storage, storage.list(), Checking(enabled=False)))
         native = contents.details(NativeFacts)
         assert native is not None

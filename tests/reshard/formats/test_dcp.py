@@ -222,7 +222,9 @@ def test_missing_and_short_files_are_named_at_once(tmp_path: Path) -> None:
     writer = written(tmp_path)
     folder = writer.write(tmp_path)
     (folder / "__1_0.distcp").write_bytes(writer.data["__1_0.distcp"][:-1])
-    with pytest.raises(CorruptCheckpointError, match=r"__1_0.distcp: truncated: it has .* such as 'w', which ends at byte"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"__1_0.distcp: truncated: it has .* such as 'w', which ends at byte"
+    ):
         open_checkpoint(folder)
     (folder / "__1_0.distcp").unlink()
     with pytest.raises(CorruptCheckpointError, match=r"1 of 2 files that .metadata names are missing: __1_0.distcp"):
