@@ -114,9 +114,8 @@ def _verified(
     except CheckpointError as error:  # of a tensor, which the findings name
         return findings or [Finding(str(error))], None
     if not deep:
-        native = checkpoint.contents.details(NativeFacts)
-        metadata_checked = native is not None and has_digest(native.storage)
-        return findings, None if findings else Coverage(total, 0, 0, metadata_checked, "; ".join(checkpoint.warnings))
+        seen = _metadata_checked(checkpoint) and checkpoint.contents.checking.enabled
+        return findings, None if findings else Coverage(total, 0, 0, seen, "; ".join(checkpoint.warnings))
     findings += _deep_findings(checkpoint, total, findings, executor, progress)
     return findings, None if findings else _covered(checkpoint, total)
 
@@ -200,16 +199,19 @@ def _compared(
         return DamageReport("", (Finding(str(error)),), 0)
 
 
+def _metadata_checked(checkpoint: Checkpoint) -> bool:
+    """Whether all names, shapes, and objects have a checksum. Opening compares it unless `check` is off."""
+    native = checkpoint.contents.details(NativeFacts)
+    if native is not None:
+        return has_digest(native.storage)
+    return checkpoint.format == "torch_save" and all(map(is_archive, checkpoint.contents.files))
+
+
 def _covered(checkpoint: Checkpoint, total_bytes: int) -> Coverage:
     """Return what a deep check covers: our files, and the zip archives of torch.save."""
     native = checkpoint.contents.details(NativeFacts)
-    if native is not None:
-        files = set(native.files)
-        metadata_checked = has_digest(native.storage)
-    else:
-        sources = checkpoint.contents.files
-        files = {source.name for source in sources if is_archive(source)}
-        metadata_checked = checkpoint.format == "torch_save" and len(files) == len(sources)
+    archives = {source.name for source in checkpoint.contents.files if is_archive(source)}
+    files, metadata_checked = archives if native is None else {*native.files}, _metadata_checked(checkpoint)
     checked = sum(
         chunk.box.numel * tensor.dtype.itemsize
         for tensor in checkpoint.values()

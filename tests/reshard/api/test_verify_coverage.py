@@ -71,7 +71,7 @@ def test_a_verdict_says_how_far_it_reaches(checkpoint: tuple[str, Path]) -> None
 
     assert reshard.verify(path).covered == Coverage(NBYTES, NBYTES, checked, sealed, leaves_open)
     assert leaves_open in said(str(path))
-    assert reshard.verify(path, deep=False).covered == Coverage(NBYTES, 0, 0, form == "native")
+    assert reshard.verify(path, deep=False).covered == Coverage(NBYTES, 0, 0, sealed)
     assert str(checked) in str(reshard.verify(path))
     assert json.loads(said(str(path), "--json"))["covered"] == {
         "total_bytes": NBYTES,
@@ -225,3 +225,18 @@ def test_what_nothing_numbers_is_not_said_to_be_there(name: str, tmp_path: Path)
         assert not reshard.verify(tmp_path).ok
     else:
         assert "whether files with higher numbers are missing" in str(reshard.verify(tmp_path))
+
+
+@pytest.mark.parametrize("nbytes", [1, 5 << 20])
+def test_a_shallow_verify_counts_metadata_that_opening_compared(tmp_path: Path, nbytes: int) -> None:
+    torch.save({"w": torch.ones(4), "text": "x" * nbytes}, tmp_path / "x.pt")
+    shallow = reshard.verify(tmp_path / "x.pt", deep=False).covered
+    unchecked = reshard.verify(reshard.open(tmp_path / "x.pt", check=False), deep=False).covered
+    assert shallow is not None
+    assert unchecked is not None
+    assert (shallow.metadata_checked, unchecked.metadata_checked) == (True, False)
+
+    data = (tmp_path / "x.pt").read_bytes()
+    at = data.index(b"x" * nbytes, data.index(b"text"))
+    (tmp_path / "x.pt").write_bytes(data[: at + nbytes - 1] + b"y" + data[at + nbytes :])
+    assert not reshard.verify(tmp_path / "x.pt", deep=False).ok
