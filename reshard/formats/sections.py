@@ -22,17 +22,9 @@ from reshard.state import IntKey, empty_sequences, key_of, plain_key
 from reshard.stored.contents import Contents
 
 __all__ = [
-    "Sections",
-    "StoredLeaf",
-    "Tree",
-    "find_sections",
-    "is_beside",
-    "is_section",
-    "nest",
-    "resolve",
-    "walk",
+    "Sections", "StoredLeaf", "Tree", "find_sections", "is_beside", "is_section", "nest", "resolve", "walk",
     "with_empty",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from reshard.api.retention import steps
 from reshard.api.save import save
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import CheckpointNotFoundError, ReshardError, format_names, framework
-from reshard.live.state import OwnState
+from reshard.live.state import OwnState, in_order
 from reshard.native.manifest import MANIFEST
 from reshard.state_dict import (
     fqn_map,
@@ -36,6 +36,7 @@ from reshard.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from reshard.state_dict.api import group_orders
 from reshard.state_dict.options import StateDictOptions
 
 with framework("transformers>=5 accelerate>=1"):
@@ -143,6 +144,9 @@ class ReshardTrainer(Trainer):
         state["optim"] = optimizer_destinations(self.model, optimizer, source)
         load(state, source, strict={"model*": "subset", "scheduler*": "strict" if _is_ours(checkpoint) else "partial"})
         set_optimizer_state_dict(self.model, optimizer, state["optim"], options=self._options())
+        groups = state["optim"].get("param_groups", ())
+        for _, order in group_orders(self.model, optimizer, groups):  # the scheduler has its rates by position
+            state["scheduler"] = in_order(state["scheduler"], order)
         self.lr_scheduler.load_state_dict(state["scheduler"])
 
     def _is_read_here(self, folder: str | None) -> TypeGuard[str]:

@@ -300,24 +300,17 @@ def _by_group(state: Mapping[str, Any], above: KeyPath = ()) -> Iterator[tuple[K
 
 
 class CheckedState(dict[str, Any]):
-    """A state to load into that can refuse plain values.
-
-    It does so before anything is written.
-    """
+    """A state to load into, with checks of saved values that run before anything is written."""
 
     checks: dict[KeyPath, Callable[[Any], object]]
-    """By path: called with what will be there; may raise."""
+    """By path. Each is called with the saved value there, and may raise."""
 
     def check(self, objects: Mapping[str, Any]) -> None:
-        """Call them. `objects` has what will be written, by key: values, and containers without tensors."""
+        """Run the checks. `objects` has the saved values by key; a container without tensors is one value."""
         for path, call in self.checks.items():
-            keys = (key_of(path[:i]) for i in range(len(path), 0, -1))
-            for depth, key in enumerate(keys):
-                if key in objects:
-                    inner = path[len(path) - depth :]
-                    found = reduce(_below, inner, objects[key])
-                    if found is not None:
-                        call(found)
+            for depth in range(len(path), 0, -1):
+                if (found := reduce(_below, path[depth:], objects.get(key_of(path[:depth])))) is not None:
+                    call(found)
                     break
 
 

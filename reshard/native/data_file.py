@@ -220,7 +220,8 @@ class BlockSums:
         self._start = self._stop
 
 
-# Writes one data file of several ranks of a machine: each puts its own arrays where they belong.
+# Writes one data file of several ranks of a machine: each puts its own arrays where
+# they belong.
 #
 #     header: rows of rank 0 | of rank 1    8-byte elements of rank 0 | of rank 1    4-byte elements of rank 0 | of
 # rank 1

@@ -38,9 +38,10 @@ __all__ = [
 ]  # fmt: skip
 
 
-# Each rank describes what it was given. Where all descriptions are equal, as under FSDP, one digest
-# per rank is all that travels; where they differ, as between pipeline stages, each distinct one
-# travels once. Every rank then puts the same descriptions together in the same way.
+# Each rank describes what it was given. Where all descriptions are equal, as under
+# FSDP, one digest per rank is all that travels; where they differ, as between pipeline
+# stages, each distinct one travels once. Every rank then puts the same descriptions
+# together in the same way.
 
 
 OWN_TENSOR_BYTES = 1 << 20

@@ -135,7 +135,8 @@ def start_of(pid: int) -> str:
             stat = file.read().decode("ascii", "replace")
     except OSError:
         return ""
-    # the second field is the program's name in parentheses, which may hold spaces and parentheses itself
+    # the second field is the program's name in parentheses, which may hold spaces and
+    # parentheses itself
     fields = stat.rpartition(")")[2].split()
     return "" if fields[0] in "ZXx" else fields[19]
 

@@ -27,10 +27,11 @@ __all__ = [
 ]  # fmt: skip
 
 
-# `ProcessGroup.get_group_store` is there in newer releases of torch and undocumented; older ones
-# (2.6 on) have only `torch.distributed.distributed_c10d._get_process_group_store`. Opening a store
-# of our own instead would need an address that every rank can reach, which only the existing store
-# is known to have.
+# `ProcessGroup.get_group_store` is there in newer releases of torch and undocumented;
+# older ones (2.6 on) have only
+# `torch.distributed.distributed_c10d._get_process_group_store`. Opening a store of our
+# own instead would need an address that every rank can reach, which only the existing
+# store is known to have.
 
 
 T = TypeVar("T")

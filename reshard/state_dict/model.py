@@ -295,7 +295,8 @@ class _ModelMatch:
         strangers = [name for name in strangers if name not in self.live.by_name]
         state.update((region.key_of(name), self.given[name]) for name in strangers)
         if not strangers:
-            # nothing is left that a hook could turn into what is missing: all names are of this version
+            # nothing is left that a hook could turn into what is missing: all names are
+            # of this version
             self.missing += missing
             state = of_version(state, own)
         assign = any(slot.value is not None and slot.value.is_meta for slot in slots.values())
@@ -453,7 +454,8 @@ def _is_frozen(slot: StateEntry) -> bool:
     return slot.kind == "parameter" and slot.value is not None and not slot.value.requires_grad
 
 
-# Copying one tensor's value into another, whatever their kinds; the inputs stay as they are.
+# Copying one tensor's value into another, whatever their kinds; the inputs stay as they
+# are.
 #
 # A value fits a target if both have the same global shape. If both are sharded in the same way, only local
 # memory is touched; everything else goes through `full`.

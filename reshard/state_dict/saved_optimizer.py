@@ -291,7 +291,8 @@ def plan_groups(live: LiveOptimizers, saved: SavedOptimizer) -> list[GroupWrite]
         for g, group in enumerate(one.param_groups)
         if not group["params"]
     ]
-    # groups without parameters have no name to be matched by; an equal number is taken to be the same ones
+    # groups without parameters have no name to be matched by; an equal number is taken
+    # to be the same ones
     matched = dict(zip(empties, saved.empty)) if len(empties) == len(saved.empty) else {}
     writes = []
     for k, optimizer in enumerate(live.optimizers):
@@ -470,7 +471,8 @@ class StateKind:
     def check(self, values: Mapping[Any, Any], one: OptimizedParameter, fields: Mapping[str, Any]) -> Misfit | None:
         """Return what is wrong with the keys of `values`, saved for the parameter in a group that
         had `fields`; or None."""
-        # a model has many parameters, one after another in few groups, and few kinds of state
+        # a model has many parameters, one after another in few groups, and few kinds of
+        # state
         known = fields is self._fields and one.group == self._group
         if self._loads_itself or (known and list(values) == self.fitting):
             return None

@@ -109,7 +109,8 @@ class LocalStorage(Storage):
 
         stop = "end" if length is None else start + length
         data, wanted = self._with_file(name, f"read bytes [{start}, {stop}) of", pread)
-        # one call reads at most 2 GiB; the rest, or the reason why there is none, comes the other way
+        # one call reads at most 2 GiB; the rest, or the reason why there is none, comes
+        # the other way
         return data if len(data) == wanted else super().read(name, start, wanted)
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
@@ -372,7 +373,8 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(file)
     except OSError as error:
-        # some network file systems have no fsync of folders; their metadata operations are synchronous
+        # some network file systems have no fsync of folders; their metadata operations
+        # are synchronous
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:

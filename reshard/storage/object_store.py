@@ -119,7 +119,8 @@ class ObjectStorage(Storage):
             check_name(folder, self.url)
 
         def all_pages() -> dict[str, Any]:
-            # the store takes whole folders only; what comes before the prefix need not be listed
+            # the store takes whole folders only; what comes before the prefix need not
+            # be listed
             pages = self._api.list(self._store, folder or None, offset=prefix[:-1] or None, chunk_size=1000)
             return {item["path"]: item for page in pages for item in page}
 
@@ -275,7 +276,8 @@ class ObjectStorage(Storage):
             try:
                 stored = self.read(name) if self.size(name) == len(data) else None
             except CheckpointNotFoundError:
-                # the parts of an upload that was given up stand in the way in Azurite, an emulator of Azure
+                # the parts of an upload that was given up stand in the way in Azurite,
+                # an emulator of Azure
                 self.publish(name, data)
                 return
             if stored != data:  # else the answer to a first try that had arrived was lost, and the second refused

@@ -146,7 +146,8 @@ class LazyChunks:
     The rule answers for chunks within the tensor that do not overlap.
     """
 
-    # no ABC: to ask whether something is an instance of one takes a microsecond, for each tensor
+    # no ABC: to ask whether something is an instance of one takes a microsecond, for
+    # each tensor
 
     @property
     def geometry(self) -> Hashable:
@@ -269,7 +270,8 @@ def _name(chunk: StoredChunk) -> str:
     return f"the chunk {chunk.box} of writer {chunk.owner}{where}"
 
 
-# A stored tensor that is indexed like a torch tensor: what is asked for is read, and nothing else.
+# A stored tensor that is indexed like a torch tensor: what is asked for is read, and
+# nothing else.
 
 
 SteppedRange = tuple[int, int, int]

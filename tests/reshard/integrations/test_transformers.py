@@ -142,6 +142,14 @@ def check_the_rest(one: Any, folder: Path) -> None:
     one._load_best_model()
     assert same(best, dict(one.model.state_dict()))
 
+    groups, rates = one.optimizer.optimizer.param_groups, one.lr_scheduler.base_lrs
+    rates[:] = range(1, len(rates) + 1)
+    one._save_optimizer_and_scheduler(str(folder / "order"))
+    groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
+    one._load_optimizer_and_scheduler(str(folder / "order"))
+    assert one.lr_scheduler.base_lrs[:2] == [2, 1]
+    groups[0]["params"], groups[1]["params"] = groups[1]["params"], groups[0]["params"]
+
     one.lr_scheduler = torch.optim.lr_scheduler.StepLR(one.optimizer.optimizer, 2)
     with pytest.raises(KeyMismatchError, match="scheduler: the saved settings have other names than those of this St"):
         one._load_optimizer_and_scheduler(str(folder / "run" / "checkpoint-4"))
