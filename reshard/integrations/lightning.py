@@ -25,9 +25,9 @@ from reshard.api.save import save
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.dcp import DefaultLoadPlanner, load as fill
 from reshard.errors import CheckpointError, framework
-from reshard.live.state import OwnState, PerRank
+from reshard.live.state import OwnState, PerRank, in_order
 from reshard.state_dict import fqn_map, get_model_state_dict, get_optimizer_state_dict, normalize, set_state_dict
-from reshard.state_dict.api import refuse_groups
+from reshard.state_dict.api import group_orders, refuse_groups
 from reshard.state_dict.options import StateDictOptions
 from reshard.stored.tensor import whole
 
@@ -113,7 +113,10 @@ class ReshardModelParallel(ModelParallelStrategy):
     def _fill(self, checkpoint: Checkpoint, *, strict: bool) -> dict[str, Any]:
         model: Any = self.model
         nested = checkpoint.nested()
-        _check_schedules(self.lr_scheduler_configs, nested)
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        rest: dict[str, Any] = {key: whole(value) for key, value in nested.items() if key not in _SHARDED}
+        for number, (scheduler, saved) in enumerate(zip(schedulers, rest.get("lr_schedulers", ()))):
+            OwnState.check(f"lr_schedulers.{number}", scheduler, saved)
         state: dict[str, Any] = {"state_dict": get_model_state_dict(model)}
         optimizers = nested.get("optimizer_states", [])
         numbered = any(
@@ -137,7 +140,13 @@ class ReshardModelParallel(ModelParallelStrategy):
                 model_state_dict=state["state_dict"],
                 optim_state_dict=state["optimizer_states"][number],
             )
-        return {key: whole(value) for key, value in nested.items() if key not in _SHARDED}
+            groups = state["optimizer_states"][number].get("param_groups", ())
+            for _, places in group_orders(model, optimizer, groups):  # a scheduler has its rates by position
+                rest["lr_schedulers"] = [
+                    in_order(saved, places) if getattr(scheduler, "optimizer", None) is optimizer else saved
+                    for scheduler, saved in zip(schedulers, rest.get("lr_schedulers", ()))
+                ]
+        return rest
 
 
 class ReshardCheckpoint(CheckpointCallback):
@@ -172,6 +181,7 @@ class ReshardCheckpoint(CheckpointCallback):
             "model": trainer.model,  # inside its wrapper, which says whose buffers count
             "optim": trainer.optimizers,
             "rng": torch.default_generator,
+            "schedulers": {str(n): config.scheduler for n, config in enumerate(trainer.lr_scheduler_configs)},
             "trainer": PerRank(_TrainerState(trainer), on_change=lambda saved, *_: saved[0]),
         }
         self._restored = self.manager.restore(self._state, strict=pl_module.strict_loading)
@@ -213,7 +223,7 @@ class ReshardCheckpoint(CheckpointCallback):
 
 
 class _TrainerState:
-    """The trainer's state other than model and optimizers: loops, schedulers, callbacks, precision,
+    """The trainer's state other than model, optimizers, and schedulers: loops, callbacks, precision,
     and data.
     """
 
@@ -222,10 +232,9 @@ class _TrainerState:
 
     def state_dict(self) -> dict[str, Any]:
         dumped = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-        return {key: value for key, value in dumped.items() if key not in _SHARDED}
+        return {key: value for key, value in dumped.items() if key not in (*_SHARDED, "lr_schedulers")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        _check_schedules(self._trainer.lr_scheduler_configs, state)
         connector = self._trainer._checkpoint_connector
         connector._loaded_checkpoint = state
         call._call_lightning_module_hook(self._trainer, "on_load_checkpoint", state)
@@ -233,11 +242,4 @@ class _TrainerState:
         connector.restore_callbacks()
         connector.restore_precision_plugin_state()
         connector.restore_loops()
-        connector.restore_lr_schedulers()
         connector._loaded_checkpoint = {}
-
-
-def _check_schedules(configs: Any, saved: Any) -> None:
-    """Raise KeyMismatchError for a scheduler of another class than the saved one."""
-    for number, (config, state) in enumerate(zip(configs, saved.get("lr_schedulers", ()))):
-        OwnState.check(f"lr_schedulers.{number}", config.scheduler, state)
