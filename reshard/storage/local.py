@@ -389,7 +389,8 @@ def _list(
     `sized`, they are 0."""
     try:
         entries = os.scandir(folder)
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        _unless_absent(error)
         return
     with entries:
         for entry in entries:
@@ -413,7 +414,10 @@ def _list(
 
 
 def _unless_absent(error: OSError) -> None:
-    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+    """Raise an error of listing a folder, unless the folder is gone, or belongs to the file system: a `lost+found` at
+    the root of a mount, which only its owner may read."""
+    is_systems = isinstance(error, PermissionError) and os.path.basename(error.filename or "") == "lost+found"
+    if not is_systems and not isinstance(error, FileNotFoundError | NotADirectoryError):
         raise error
 
 

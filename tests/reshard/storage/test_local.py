@@ -342,6 +342,27 @@ def test_the_folder_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: 
         storage.list()
 
 
+def test_a_run_at_the_root_of_a_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file system keeps a `lost+found` there, which only its owner may read."""
+
+    def refuse(folder: Any) -> object:
+        if os.fspath(folder).endswith("lost+found"):
+            raise PermissionError(errno.EACCES, "Permission denied", folder)
+        return scandir(folder)
+
+    (tmp_path / "lost+found").mkdir()
+    scandir, model = os.scandir, torch.nn.Linear(2, 3)
+    monkeypatch.setattr(os, "scandir", refuse)
+    for step in (1, 2):
+        with reshard.CheckpointManager(tmp_path, every=reshard.Every(steps=1), keep=reshard.Keep(last=1)) as manager:
+            report = manager.restore({"model": model})
+            manager.save(step, {"model": model})
+    assert report is not None
+    assert report.load.ok
+    assert manager.all_steps() == [2]
+    assert [*reshard.open(tmp_path)] == ["model.weight", "model.bias"]
+
+
 def test_a_sync_that_fails_is_a_failed_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(file: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
