@@ -17,12 +17,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from reshard.api.load import load
 from reshard.api.manager.stateful_objects import LiveObjects
 from reshard.api.save import SaveReport, save
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import FormatError, OptionError, ReshardError, framework
+from reshard.live.tensors import is_dtensor
 from reshard.stored.tensor import whole
 
 with framework("accelerate>=1"):
@@ -83,7 +87,29 @@ def state_of(accelerator: Accelerator, extra: Mapping[str, Any] | None = None) -
         "registered": accelerator._custom_objects,
         "scaler": [accelerator.scaler] if accelerator.scaler is not None else [],
         "rng": torch.default_generator,
-        "model": models[0],
+        "model": _with_its_buffers(accelerator, models[0]),
         "optim": optimizers or {"state": {}, "param_groups": []},
         "extra": dict(extra or {}),
     }
+
+
+class _InDDP(DistributedDataParallel):
+    """Says of a model's buffers what its real `DistributedDataParallel` would, which accelerate does not keep."""
+
+    def __init__(self, model: nn.Module, settings: Mapping[str, Any]) -> None:
+        nn.Module.__init__(self)
+        self.module = model
+        self.broadcast_buffers = settings.get("broadcast_buffers", True)
+        self.process_group = dist.group.WORLD  # type: ignore[assignment]  # there is one
+        self.parameters_to_ignore = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def _with_its_buffers(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Return the model inside `DistributedDataParallel`, if accelerate trains it so: then ranks take the buffers of the
+    first one, such as running means."""
+    parameters = list(model.parameters())
+    is_wrapped = accelerator.distributed_type.startswith("MULTI_") and any(one.requires_grad for one in parameters)
+    if not is_wrapped or isinstance(model, DistributedDataParallel) or any(map(is_dtensor, parameters)):
+        return model
+    handler = accelerator.ddp_handler
+    return _InDDP(model, handler.to_kwargs() if handler is not None else {})

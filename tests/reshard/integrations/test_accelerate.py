@@ -133,6 +133,42 @@ def test_a_scheduler_of_another_class_is_refused(tmp_path: Path) -> None:
     assert not other._models[0][0].weight.any()
 
 
+def running(folder: str, broadcast: bool) -> list[Any]:
+    """A step of a model with batch norm, saved and loaded again: what this rank's first buffer was, is, and was saved
+    as."""
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    from reshard.integrations.accelerate import load_state, save_state
+
+    made = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=broadcast)])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    wrapped, optimizer = made.prepare(model, torch.optim.AdamW(model.parameters()))
+    made.backward(wrapped(torch.arange(32.0).reshape(4, 8) * (1 + made.process_index)).square().sum())
+    optimizer.step()
+    before = model[1].running_mean.clone()
+    save_state(made, folder, {"step": 1})
+    with torch.no_grad():
+        model[1].running_mean.zero_()
+    assert load_state(made, folder) == {"step": 1}
+    return [before, model[1].running_mean.clone(), reshard.open(folder)["model.1.running_mean"][:]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_buffers_are_those_of_the_first_rank_under_ddp(ranks: int, tmp_path: Path) -> None:
+    """accelerate keeps the model without its wrapper."""
+    found = gloo.run(running, ranks, str(tmp_path / "c"), True)
+    assert len({before.sum().item() for before, _, _ in found}) == ranks
+    for _, after, saved in found:
+        assert same(after, found[0][0])
+        assert same(saved, found[0][0])
+
+
+def test_buffers_that_ddp_leaves_to_each_rank_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match=r"values differ between ranks under the same key: .*'model\.1\.running_mean'"):
+        gloo.run(running, 2, str(tmp_path / "c"), False)
+
+
 def test_two_models_are_refused(tmp_path: Path) -> None:
     from reshard.integrations.accelerate import save_state
 
