@@ -71,7 +71,9 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     from difflib import get_close_matches
 
     names = list(known)
-    near = get_close_matches(word, names, 1, cutoff) or get_close_matches(word.lower(), names, 1, cutoff)
+    near = get_close_matches(word, names, 9, cutoff) or get_close_matches(word.lower(), names, 1, cutoff)
+    parts = {*word.split(".")}  # of an FQN: most of them are right
+    near.sort(key=lambda name: -len(parts.intersection(name.split("."))))
     near = near or [name for name in names if name.startswith(f"{word}_")]
     if not near and 1 < len(word) < 4 and word.isalpha():  # an abbreviation, such as hf
         near = [name for name in names if re.match(".*".join(word), name)]

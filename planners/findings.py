@@ -82,7 +82,7 @@ class Coverage:
     been found."""
     metadata_checked: bool = False
     """True if names, shapes, and plain objects were also compared with a checksum, and not only with each other."""
-    leaves_open: str = ""
+    unchecked: str = ""
     """In words, what the checksums of the format do not cover."""
 
     @property
@@ -91,7 +91,7 @@ class Coverage:
         return self.checked_bytes >= self.total_bytes
 
     def __str__(self) -> str:
-        open_too = f"; {self.leaves_open}" if self.leaves_open else ""
+        open_too = f"; {self.unchecked}" if self.unchecked else ""
         return (
             f"metadata {'verified by checksum' if self.metadata_checked else 'consistent'}; {self.read_bytes} of "
             f"{self.total_bytes} bytes of values read, {self.checked_bytes} checked{open_too}"

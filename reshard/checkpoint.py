@@ -312,7 +312,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             },
             figures=[
                 ("format", self.format), ("tensors", f"{len(self):,}"), ("size of tensors", format_bytes(total)),
-                ("other values", f"{count_objects(contents):,}"),
+                ("objects", f"{count_objects(contents):,}"),
                 *([] if ranks is None else [("ranks that saved", f"{ranks:,}")]),
                 ("files", f"{len(files):,} ({format_bytes(sum(file.nbytes for file in files))})"),
             ],

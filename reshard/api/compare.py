@@ -207,7 +207,7 @@ def compare_sides(
     within = _EXACTLY if exact else f"within rtol={rtol}, atol={atol}"
     is_empty = not any(its.nbytes or its.objects or its.own for its in (left.names, right.names))
     return CompareReport(
-        subject, tuple(findings), len(both), Coverage(total, found.read_bytes, found.read_bytes, leaves_open=left_open),
+        subject, tuple(findings), len(both), Coverage(total, found.read_bytes, found.read_bytes, unchecked=left_open),
         "; ".join(filter(None, (_NOTHING, left_open))) if is_empty else _in_words(found, total, left_open, within),
         _prefix_hint(left, right) or _dtype_hint(findings, left, right, common if group is None else ()),
         found.measures() if is_measured else None,

@@ -398,6 +398,8 @@ def _check_vacant(
         kind = kind_beside(storage, others, job.format, job.writing.marks)
         foreign = f"a checkpoint of the format {kind}" if kind else None
     if foreign is not None:
+        if job.source == job.target:
+            raise FormatError(f"{storage.url} is the source itself: choose another folder")
         raise FormatError(
             f"{storage.url} contains {foreign}, of another kind of checkpoint: the converted checkpoint "
             "could not be distinguished from it. Choose an empty folder: overwrite=True replaces only a checkpoint of "

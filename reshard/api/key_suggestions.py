@@ -223,7 +223,7 @@ def section(
     rows, keys = _by_front(keys, {name.partition(".")[0] for name in there})
     out += [f"    {row}" for row in rows]
     if len(keys) > _MOST_LINES:
-        return [*out, *(f"    {line}" for line in _by_pattern(keys)), f"    ({listed_by} reports each of them)"]
+        return [*out, *(f"    {line}" for line in _by_pattern(keys)), f"    ({listed_by} lists all of them)"]
     others = list(others)
     known = set(others)
     for i, (key, where) in enumerate(keys.items()):
@@ -265,7 +265,7 @@ def _by_pattern(keys: Mapping[str, str]) -> list[str]:
         shorter: dict[tuple[str, str], list[str]] = {}
         for (pattern, where), names in patterns.items():
             parts = pattern.split(".")
-            front = ".".join(parts[:depth]) + (".**" if len(parts) > depth else "")
+            front = ".".join(parts[:depth]) + (".*" if len(parts) > depth else "")
             shorter.setdefault((front, where), []).extend(names)
         patterns, depth = shorter, depth - 1
     rows = [

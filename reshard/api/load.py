@@ -532,5 +532,7 @@ class LoadReport(FilledReport, CheckedReport):
             names = [f"{key}: saved {saved}, not {other}" for key, (saved, other) in self.retyped.items()]
             odd.append(f"retyped {format_names(names)}")
         read = f"{format_bytes(self.bytes_read)} read for {format_bytes(self.bytes_needed)} needed"
-        read += f", {format_bytes(self.bytes_read_to_check)} more to check" if self.bytes_read_to_check else ""
+        read += (
+            f", {format_bytes(self.bytes_read_to_check)} more read for checksums" if self.bytes_read_to_check else ""
+        )
         return f"LoadReport({', '.join([head, *odd, read])})"

@@ -145,8 +145,8 @@ def _also_compared(covered: Coverage, comparison: Report) -> Coverage:
     both = replace(covered, read_bytes=max(covered.read_bytes, other.read_bytes))
     if comparison.ok:
         both = replace(both, checked_bytes=max(covered.checked_bytes, other.checked_bytes))
-    mine = "" if both.is_full and both.leaves_open == NO_CHECKSUMS else both.leaves_open
-    return replace(both, leaves_open="; ".join(filter(None, (mine, other.leaves_open))))
+    mine = "" if both.is_full and both.unchecked == NO_CHECKSUMS else both.unchecked
+    return replace(both, unchecked="; ".join(filter(None, (mine, other.unchecked))))
 
 
 def _deep_findings(
@@ -220,7 +220,7 @@ def _covered(checkpoint: Checkpoint, total_bytes: int) -> Coverage:
     )
     arrays = array_bytes(checkpoint.objects) if metadata_checked else 0
     total_bytes += arrays
-    left_open = "; ".join(filter(None, (checkpoint.contents.checking.leaves_open, *checkpoint.warnings)))
+    left_open = "; ".join(filter(None, (checkpoint.contents.checking.unchecked, *checkpoint.warnings)))
     return Coverage(total_bytes, total_bytes, checked + arrays, metadata_checked, left_open)
 
 

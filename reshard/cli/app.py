@@ -42,7 +42,7 @@ _HELP = """Inspect, plan, verify, and reshard checkpoints of PyTorch models.
 CHECKPOINT is a folder, file, or URL in any known format. The folder of a run means its newest
 complete checkpoint; to choose another, give its folder, or --step N if the command has it.
 
-Exit codes: 0: success or yes; 1: no (damage, differences, failed proof); 2: wrong usage;
+Exit codes: 0: success or yes; 1: the answer is no (damage, differences, failed proof); 2: wrong usage;
 3: error, with reason and fix on stderr; 130: interrupted. With --json, errors are JSON on stdout as
 well. Add --traceback to any command to see where an error comes from."""
 
@@ -227,6 +227,8 @@ def run(arguments: list[str] | None = None) -> None:
                 said = _no_option(error)
             for name, word in pairwise(words):
                 said = said.replace(f"value for '{name}'", f"value {word!r} for '{name}'")
+                if name == "--html" and f"({word})" in said:
+                    said = f"{sentence(said)} The name of a page ends in .html"
             message = f"{said[0].lower()}{sentence(said[1:])} See {command} --help"
         message = in_words_of_the_command_line(message)
         if "--json" in words:

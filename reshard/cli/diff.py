@@ -189,8 +189,8 @@ def _print(
         print_report(shown, right=right, of=" in common", limit=limit, more="--limit or --json")
         if has_objects:
             print_text(screen, "types of containers are not compared, and 1 equals 1.0", "note", "yellow")
-    if covered.leaves_open:
-        print_text(screen, covered.leaves_open, "note", "yellow")
+    if covered.unchecked:
+        print_text(screen, covered.unchecked, "note", "yellow")
 
 
 def _damage(report: CompareReport) -> Iterator[str]:

@@ -21,9 +21,9 @@ def prune(
 ) -> None:
     """Remove old checkpoints of a run.
 
-    Keeps the N checkpoints with the highest steps and the N saved last. Removes all other complete native checkpoints,
-    without asking, and what killed saves left. Checkpoints that are damaged, in other formats, or without a step number
-    stay and do not count. Ignores what a CheckpointManager keeps, such as its best steps.
+    Keeps the N checkpoints with the highest steps, and the N saved most recently. Removes all other complete native
+    checkpoints, without asking, and what killed saves left. Checkpoints that are damaged, in other formats, or without
+    a step number stay and do not count. Ignores what a CheckpointManager keeps, such as its best steps.
     """
     import reshard
 

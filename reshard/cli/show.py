@@ -224,7 +224,7 @@ def print_report(
     for text in texts[:limit]:
         print_text(screen, as_given(text, path), "·", "red")
     if len(texts) > limit:
-        print_text(screen, f"and {len(texts) - limit} more: see {more}", "·", "red")
+        print_text(screen, f"and {counted(len(texts) - limit, 'more line')}: see {more}", "·", "red")
 
 
 def report_as_json(report: Report) -> dict[str, Any]:

@@ -79,7 +79,7 @@ def verify(
         print_json(report_as_json(report))
     else:
         covered = report.covered
-        notes = [*filter(None, covered.leaves_open.split("; "))] if covered else []
+        notes = [*filter(None, covered.unchecked.split("; "))] if covered else []
         right = _verdict(covered, against if report.ok else None) if covered else ""
         if unread := [found[1] for it in notes if (found := _UNREAD.match(it))]:
             right += f". {', '.join(unread)} cannot be read"

@@ -103,7 +103,7 @@ def check_names(result: Canonical) -> None:
 
 HINTS: dict[str, str] = {
     "param_names": "names of the optimizer's parameters by integer id: a list or {id: name}; if ranks or stages count "
-    "separately, {stage or folder: either}",
+    "separately, a dict from stage or folder to either",
     "param_groups": "names of the parameters of each group, a list of lists, if the file's own lists are wrong",
     "param_shapes": "{name: shape} of the parameters, in the order in which the model registers them",
     "flat_params": "the parameters inside each flat parameter: {its id or name: [(name, shape), ...]}",

@@ -404,7 +404,7 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
     if preferred is not None and preferred.name == format.name:
         format = preferred
     # of a single file every record is compared, and there is none that it could be mixed up with
-    files.checking.leaves_open = (
+    files.checking.unchecked = (
         EVERY_BLOCK if len(names) == 1 and format.checksums == CRC_OF_RECORDS else format.checksums
     )
     contents = format.open(files)

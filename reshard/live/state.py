@@ -236,11 +236,12 @@ class OwnState(dict[str, Any]):
     def of(cls, value: Any) -> dict[str, Any]:
         """Return the state of `value`. That of any other object is a plain dict."""
         state: dict[str, Any] = value.state_dict()
-        if not isinstance(value, LRScheduler | GradScaler):
+        is_schedule = isinstance(value, LRScheduler)
+        if not is_schedule and not isinstance(value, GradScaler):
             return state
         made = cls(state)
         made.advice = f"the saved settings have other names than those of this {type(value).__name__}. Create it as "
-        made.advice += "the saved run did: of the same class, and a GradScaler with the same enabled="
+        made.advice += "the saved run did: " + ("of the same class" if is_schedule else "with the same enabled=")
         return made
 
     @classmethod

@@ -72,7 +72,7 @@ class Checking:
     """Bytes of elements that were asked for and are covered by checksums that were compared."""
     bytes_unchecked: int = 0
     """Bytes of elements that were asked for and are not."""
-    leaves_open: str = EVERY_BLOCK
+    unchecked: str = EVERY_BLOCK
     """What the checksums of the format do not say."""
     lost: list[CorruptCheckpointError] | None = None
     """Files that are missing or damaged. None: the first is raised."""
@@ -99,9 +99,9 @@ class Checking:
 
     def leave_number_open(self) -> None:
         """Nothing says how many files there were."""
-        if _LAST_FILE not in self.leaves_open:
-            before = f"{self.leaves_open}, and" if self.leaves_open else "unchecked:"
-            self.leaves_open = f"{before} {_LAST_FILE}"
+        if _LAST_FILE not in self.unchecked:
+            before = f"{self.unchecked}, and" if self.unchecked else "unchecked:"
+            self.unchecked = f"{before} {_LAST_FILE}"
 
     def refuse(self, error: CorruptCheckpointError) -> None:
         """Raise an error, or list it, so that the rest of the checkpoint can be read."""
@@ -133,11 +133,11 @@ class Checking:
         """Say in words what was left unchecked of a read of `total` bytes of elements; empty if nothing was."""
         if not self.enabled:
             return "unchecked: check=False"
-        if self.leaves_open == NO_CHECKSUMS or not unchecked:
-            return self.leaves_open
+        if self.unchecked == NO_CHECKSUMS or not unchecked:
+            return self.unchecked
         share = 100 * unchecked / max(total, unchecked)
         text = f"{max(1, round(share))} % unchecked"
-        return f"{text}, {self.leaves_open}" if self.leaves_open else text
+        return f"{text}, {self.unchecked}" if self.unchecked else text
 
 
 class Checksums(ABC):

@@ -35,7 +35,7 @@ def test_comparisons_say_what_they_did_not_compare(way: str, sides: tuple[Path, 
         words = f"not compared: {_LOST.format(label)}"
         assert report.ok
         assert report.covered is not None
-        assert report.covered.leaves_open == words
+        assert report.covered.unchecked == words
         assert words in report.verdict
         assert words.replace("'", "&#x27;") in report.to_html()
     for deep in (True, False):
@@ -60,7 +60,7 @@ def test_commands_say_what_they_did_not_compare(sides: tuple[Path, Path]) -> Non
     shown = run(app, ["diff", "--normalized", a, b])
     assert shown.exit_code == 0
     assert f"note  {words}" in shown.stdout
-    assert json.loads(run(app, ["diff", "--normalized", "--json", a, b]).stdout)["covered"]["leaves_open"] == words
+    assert json.loads(run(app, ["diff", "--normalized", "--json", a, b]).stdout)["covered"]["unchecked"] == words
     words = f"note  not shown: {_LOST}".replace(" of {}", "")
     assert words in run(app, ["normalize", a]).stdout
     assert json.loads(run(app, ["normalize", "--json", a]).stdout)["omitted"] == ["critic.w", "epoch"]

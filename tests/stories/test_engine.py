@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 
 import reshard
-from planners.errors import PlanError
+from planners.errors import PlanError, did_you_mean
 from reshard.api.plan import read_layout_file
 from reshard.errors import (
     CheckpointError,
@@ -283,6 +283,11 @@ class TestKeys:
     def test_did_you_mean(self, saved):
         with pytest.raises(KeyMismatchError, match=r"model\.heda   \(did you mean 'model\.head'\?\)"):
             reshard.load({"model": {"heda": torch.zeros(6)}}, saved)
+
+    def test_a_name_with_most_parts_is_meant(self):
+        """By letters alone, the norm is nearer."""
+        names = [f"model.layers.{i}.{name}.weight" for i in (1, 0) for name in ("ffn_norm", "attention.wo")]
+        assert did_you_mean("model.layers.0.wo.weight", names).endswith("'model.layers.0.attention.wo.weight'?")
 
     def test_partial_by_glob(self, saved):
         target = {"model": {"w": torch.zeros(5, 7), "other": torch.ones(1)}}

@@ -356,7 +356,7 @@ def test_one_data_file_of_a_checkpoint_is_not_taken_for_all_of_it(tmp_path):
     (file,) = (tmp_path / "step-1").glob("data-*/*.safetensors")
     warning = f"00000.safetensors is one rank's part of {tmp_path}/step-1: open that for the rest"
     assert reshard.open(file).warnings == (warning,)
-    assert warning in reshard.verify(file).covered.leaves_open
+    assert warning in reshard.verify(file).covered.unchecked
 
 
 def test_pruning_leaves_what_is_being_replaced(tmp_path):

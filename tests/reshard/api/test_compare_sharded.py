@@ -71,4 +71,4 @@ def test_buffers_that_another_rank_overwrites_are_not_compared(tmp_path: Path) -
     assert "not compared: 1 ('mean'), whose elements another rank will overwrite" in report.covers
     covered = reshard.verify(tmp_path / "c", against=state).covered
     assert covered is not None
-    assert "not compared: 1 ('mean'), whose elements another rank will overwrite" in covered.leaves_open
+    assert "not compared: 1 ('mean'), whose elements another rank will overwrite" in covered.unchecked

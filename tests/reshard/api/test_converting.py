@@ -729,6 +729,12 @@ def test_what_is_written_opens_or_is_refused_whatever_kind_of_checkpoint_is_ther
         assert list(reshard.open(target)) == ["other"]
 
 
+def test_a_conversion_into_its_source_is_named_so(saved: Path, tmp_path: Path) -> None:
+    reshard.convert(saved, tmp_path / "dcp", format="dcp")
+    with pytest.raises(FormatError, match=r"dcp is the source itself: choose another folder"):
+        reshard.convert(tmp_path / "dcp", tmp_path / "dcp", overwrite=True)
+
+
 FRAMEWORKS = [
     "accel_fsdp2_w2/ckpt",
     "dcp_writer_variants_w2/ckpt/no_collectives",

@@ -67,10 +67,10 @@ def test_a_verdict_says_how_far_it_reaches(checkpoint: tuple[str, Path]) -> None
     form, path = checkpoint
     checked, sealed = 0 if form in UNCHECKED else NBYTES, form in ("native", "torch_save")
 
-    leaves_open = LEAVES_OPEN.get(form, "")
+    unchecked = LEAVES_OPEN.get(form, "")
 
-    assert reshard.verify(path).covered == Coverage(NBYTES, NBYTES, checked, sealed, leaves_open)
-    assert leaves_open in said(str(path))
+    assert reshard.verify(path).covered == Coverage(NBYTES, NBYTES, checked, sealed, unchecked)
+    assert unchecked in said(str(path))
     assert reshard.verify(path, deep=False).covered == Coverage(NBYTES, 0, 0, sealed)
     assert str(checked) in str(reshard.verify(path))
     assert json.loads(said(str(path), "--json"))["covered"] == {
@@ -78,7 +78,7 @@ def test_a_verdict_says_how_far_it_reaches(checkpoint: tuple[str, Path]) -> None
         "read_bytes": NBYTES,
         "checked_bytes": checked,
         "metadata_checked": sealed,
-        "leaves_open": leaves_open,
+        "unchecked": unchecked,
     }
     assert ("undamaged" in said(str(path))) == sealed
     assert "undamaged" not in said(str(path), "--shallow")
