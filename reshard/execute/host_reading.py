@@ -167,14 +167,16 @@ class HostReading:
         for source, reads in self.reads.items():
             if source.view() is None:
                 continue
-            ranges = whole[source].ranges if source in whole and not in_place else ()
-            wanted = reads[common_bytes(reads, ranges) >= WHOLE_SHARE * (reads[:, 1] - reads[:, 0])]
+            wanted = _NONE
+            if len(reads) and source in whole and not in_place:
+                here = common_bytes(reads, whole[source].ranges)
+                wanted = reads[here >= WHOLE_SHARE * (reads[:, 1] - reads[:, 0])]
             by_others = np.concatenate((self.checked_by_others[source], self.read_for_all[source]))
             found[source] = Elsewhere(by_others, np.concatenate((self.checks[source], wanted)))
         return found
 
     def run(self, *, piece_bytes: int, is_checked: bool, on_bytes: Callable[[int], None]) -> ByteCounts:
-        """Read and copy everything that is shared.
+        """Read and copy everything that is shared, where there is memory.
 
         Args:
             piece_bytes: for what is staged on its way to another dtype or device.
@@ -183,8 +185,8 @@ class HostReading:
 
         Raises CorruptCheckpointError if a segment is damaged: targets may be partly written then.
         """
-        if self.memory is None or self.turns is None:
-            return ByteCounts()
+        assert self.memory is not None
+        assert self.turns is not None
         return _HostRun(self, self.turns, self.memory, piece_bytes, is_checked, on_bytes).run()
 
 

@@ -101,8 +101,9 @@ class LiveTensor:
     def spec(self) -> TensorSpec:
         """Name, global shape and dtype. Raises LayoutError for a tensor whose elements are no
         plain array in memory."""
-        tensor, dense = self.value, type(self.value) in _PLAIN  # nearly always
-        if not (dense or is_dtensor(tensor)) or tensor.layout is not torch.strided or tensor.is_nested:
+        tensor = self.value
+        dense = type(tensor) in _PLAIN or is_dtensor(tensor)  # nearly always
+        if not dense or tensor.layout is not torch.strided or tensor.is_nested:
             self._refuse_others()
         shape, dtype = (tensor.shape, tensor.dtype) if dense else (global_shape(tensor), dtype_of(tensor))
         try:

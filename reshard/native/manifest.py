@@ -174,33 +174,26 @@ def has_digest(storage: Storage) -> bool:
     return storage.read(MANIFEST)[-_DIGEST_BYTES:].startswith(_DIGEST_FIELD)
 
 
-def read_manifest(storage: Storage) -> Manifest:
-    """Return the manifest in `storage`.
-
-    Raises CheckpointNotFoundError if there is none; FormatError for one of a newer version; CorruptCheckpointError for
-    one that was changed, or is no manifest.
-    """
-    found: Manifest = _read(storage, Manifest)
-    return found
-
-
 def published(storage: Storage) -> str | None:
     """Return the save id that counts, None if there is no manifest. Other errors: see `read_manifest`.
 
     If the digest is right, the rest is not decoded: there may be a million tensors.
     """
     try:
-        found: str = _read(storage, _SaveId).save_id
+        found: str = read_manifest(storage, _SaveId).save_id
     except CheckpointNotFoundError:
         return None
     return found
 
 
-def _read(storage: Storage, kind: Any) -> Any:
-    """The manifest without its digest, which must fit, as `kind`.
+def read_manifest(storage: Storage, kind: Any = Manifest) -> Any:
+    """Return the manifest in `storage`, or as `kind` a part of it. Its digest must fit.
 
     One without a digest, as older versions wrote it, is decoded whole. What is so damaged that it does not look like
     one is an unknown field.
+
+    Raises CheckpointNotFoundError if there is none; FormatError for one of a newer version; CorruptCheckpointError for
+    one that was changed, or is no manifest.
     """
     data, where = storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}"
     try:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -29,6 +30,7 @@ from reshard.native.manifest import (
     Manifest,
     PartsRecord,
     entry_key,
+    published,
     read_manifest,
     without_claim,
 )
@@ -85,9 +87,7 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
 def is_replaced(native: NativeFacts) -> bool:
     """Return True if the checkpoint was replaced or removed since it was opened."""
     try:
-        return read_manifest(native.storage).save_id != native.manifest.save_id
-    except CheckpointNotFoundError:
-        return True
+        return published(native.storage) != native.manifest.save_id
     except CheckpointError:
         return False
 
@@ -108,7 +108,7 @@ def open(files: Files) -> Contents:
         raise CheckpointNotFoundError(
             f"there is no {MANIFEST} in {storage.url}: a save was killed before it was complete, or is still running"
         )
-    manifest = read_manifest(storage)
+    manifest: Manifest = read_manifest(storage)
     try:
         layout = state_from_json(manifest.layout)
         plan = plan_writes(layout, divide_above_bytes=manifest.divide_above_bytes)
@@ -154,12 +154,15 @@ def look_for_files(
         names: sizes of what was listed, by name; where only the top was, it has folders, with a slash behind.
         refuse: gets an error that names the file.
     """
-    storage = native.storage
-    size_of: Callable[[str], int | None] = names.get
-    if any(name.endswith("/") for name in names):
-        size_of = storage.list().get if share == ALL else partial(_size, storage)
+    storage, is_listed = native.storage, not any(name.endswith("/") for name in names)
+    if not is_listed and share == ALL:
+        names, is_listed = storage.list(), True
     for file, nbytes in _lengths(native, share):
-        if (found := size_of(file)) != nbytes and (found is None or native.is_checked):
+        try:
+            found = names.get(file) if is_listed else storage.size(file)
+        except CheckpointNotFoundError:
+            found = None
+        if found != nbytes and (found is None or native.is_checked):
             refuse(native.naming_tensors(_of_wrong_length(storage, file, nbytes, found)))
         check_inside(storage, file)
 
@@ -178,13 +181,6 @@ def _lengths(native: NativeFacts, share: Share) -> Iterator[tuple[str, int]]:
         yield table.name, table.nbytes
 
 
-def _size(storage: Storage, name: str) -> int | None:
-    try:
-        return storage.size(name)
-    except CheckpointNotFoundError:
-        return None
-
-
 def check_inside(storage: Storage, file: str) -> None:
     """Raise CorruptCheckpointError for a link out of the checkpoint's folder."""
     if storage.leads_out(file):
@@ -201,14 +197,14 @@ def _of_wrong_length(storage: Storage, file: str, nbytes: int, found: int | None
     return error
 
 
+@dataclass(eq=False)
 class Once(Generic[T]):
     """The result of a function for a name, computed once, whichever thread asks first. Errors are
     not kept."""
 
-    def __init__(self, make: Callable[[str], T]) -> None:
-        self._make = make
-        self._made: dict[str, T] = {}
-        self._locks: dict[str, threading.Lock] = {}
+    _make: Callable[[str], T]
+    _made: dict[str, T] = field(default_factory=dict)
+    _locks: dict[str, threading.Lock] = field(default_factory=dict)
 
     def __call__(self, name: str) -> T:
         if name not in self._made:
@@ -352,14 +348,13 @@ class NativeFacts(Facts):
         return source, start, stop
 
 
+@dataclass(eq=False, slots=True)
 class _Arrays(LazyChunks):
     """The chunks of a tensor, as the save plan and the tables of ranks say."""
 
-    __slots__ = ("_facts", "_layout", "_made")
-
-    def __init__(self, facts: NativeFacts, layout: TensorLayout) -> None:
-        self._facts, self._layout = facts, layout
-        self._made: dict[Box, StoredChunk] = {}
+    _facts: NativeFacts
+    _layout: TensorLayout
+    _made: dict[Box, StoredChunk] = field(default_factory=dict)
 
     @property
     def geometry(self) -> Hashable:
