@@ -109,7 +109,9 @@ class HostReading:
             copies: what this rank is to read.
             own: this rank's memory, open for as long as what is returned is used.
         """
-        shareable = [(source, copy) for copy in copies if (source := _common(copy)) is not None]
+        sources = ((copy.place.source, copy) for copy in copies)
+        # files that the other ranks of the host see under the same names
+        shareable = [(it, copy) for it, copy in sources if isinstance(it, FileSource) and it.storage.is_common]
         touched = footprint_of((source, copy.place.window) for source, copy in shareable)
         cost = touch_us_per_mib((source, copy.place.window) for source, copy in shareable)
         # compressed, since all ranks of the job get it, and most numbers are equal
@@ -190,12 +192,6 @@ class HostReading:
         return _HostRun(self, self.turns, self.memory, piece_bytes, is_checked, on_bytes).run()
 
 
-def _common(copy: Copy) -> FileSource | None:
-    """Return the file of a copy if the other ranks of the host see the same one under its name."""
-    source = copy.place.source
-    return source if isinstance(source, FileSource) and source.storage.is_common else None
-
-
 _Ranges = Mapping[FileSource, Ints]
 """Bytes of files, (n, 2)."""
 _NONE = np.zeros((0, 2), np.int64)
@@ -225,8 +221,8 @@ def _taken(
     taken: dict[FileSource, list[Copy]] = defaultdict(list)
     rest: list[Copy] = []
     for copy in copies:
-        source, window = _common(copy), copy.place.window
-        if source is None or source.label not in is_shared or not window.numel:
+        source, window = copy.place.source, copy.place.window
+        if not isinstance(source, FileSource) or source.label not in is_shared or not window.numel:
             rest.append(copy)
             continue
         shared, size = is_shared[source.label], segment_bytes(source)

@@ -282,15 +282,15 @@ def identity_of(tensor: Any) -> tuple[Any, ...] | None:
         return (own, tuple(tensor.shape), ()) if own else None
     if is_lazy(tensor):
         return None
-    placed: Any = ()
-    if is_dtensor(tensor):
-        placed = tensor.placements
-    elif is_sharded_tensor(tensor):
-        placed = tuple(tuple(shard.metadata.shard_offsets) for shard in tensor._local_shards)
-    memory = [_memory_of(part) for part in held_tensors(tensor)]
+    if is_sharded_tensor(tensor):
+        shape, held = tensor.metadata().size, held_tensors(tensor)
+        placed: Any = tuple(tuple(shard.metadata.shard_offsets) for shard in tensor._local_shards)
+    else:
+        shape, held, placed = tensor.shape, [holder(tensor)], tensor.placements if is_dtensor(tensor) else ()
+    memory = [_memory_of(part) for part in held]
     if not any(memory) or None in memory:
         return None
-    return *memory, global_shape(tensor), placed
+    return *memory, tuple(shape), placed
 
 
 def held_tensors(tensor: Any) -> list[torch.Tensor]:

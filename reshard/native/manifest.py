@@ -6,6 +6,7 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -197,7 +198,11 @@ def read_manifest(storage: Storage, kind: Any = Manifest) -> Any:
     """
     data, where = storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}"
     try:
-        _check_version(data, where)
+        version = msgspec.json.decode(data, type=_Version).version
+        if version > VERSION:
+            raise NewerVersionError(
+                f"{where} has format version {version}, but this reshard reads up to version {VERSION}: upgrade reshard"
+            )
         body, tail = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
         if not tail.startswith(_DIGEST_FIELD):
             return msgspec.json.decode(data, type=Manifest)
@@ -218,21 +223,10 @@ def read_manifest(storage: Storage, kind: Any = Manifest) -> Any:
         ) from None
 
 
-def _check_version(data: bytes, where: str) -> None:
-    version = msgspec.json.decode(data, type=_Version).version
-    if version > VERSION:
-        raise NewerVersionError(
-            f"{where} has format version {version}, but this reshard reads up to version {VERSION}: upgrade reshard"
-        )
-
-
 def refuse_newer(storage: Storage) -> None:
     """Raise FormatError for a manifest of a newer version, which an older release must not replace."""
-    data = storage.read(MANIFEST)
-    try:
-        _check_version(data, f"{storage.url.rstrip('/')}/{MANIFEST}")
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return  # a damaged one may be replaced
+    with suppress(CorruptCheckpointError):  # a damaged one may be replaced
+        read_manifest(storage, _Version)
 
 
 # The data files of a checkpoint: few are listed in the manifest, many in a table beside it, of

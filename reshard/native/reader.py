@@ -19,7 +19,7 @@ from planners.errors import PlanError
 from planners.geometry.box import Box, Range, Shape
 from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import TensorLayout, TensorSpec, state_from_json
-from planners.plans.save import SavePlan, plan_writes
+from planners.plans.save import SavePlan
 from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, FormatError
 from reshard.live.plain_data import decode_plain
 from reshard.native.manifest import (
@@ -111,7 +111,7 @@ def open(files: Files) -> Contents:
     manifest: Manifest = read_manifest(storage)
     try:
         layout = state_from_json(manifest.layout)
-        plan = plan_writes(layout, divide_above_bytes=manifest.divide_above_bytes)
+        plan = SavePlan(layout, manifest.divide_above_bytes)
         paths = {key: path_from_json(path) for key, path in manifest.paths.items()}
         objects = PlainValues({key: decode_plain(data) for key, data in manifest.objects.items()})
     except (PlanError, FormatError) as error:

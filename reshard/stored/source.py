@@ -10,9 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import NoReturn
 
 import numpy as np
@@ -426,22 +425,15 @@ class FileSource(Source):
         return self._hash
 
 
+@dataclass(eq=False)
 class Files:
-    """The files of one checkpoint: one `FileSource` a name, so that each is mapped once, and is checked in one way.
+    """The files of one checkpoint: one `FileSource` a name, so that each is mapped once, and is checked in one way."""
 
-    `listed`: sizes by name, relative to `storage`, as far as they are known.
-    """
-
-    def __init__(
-        self,
-        storage: Storage,
-        listed: Mapping[str, int] = MappingProxyType({}),
-        checking: Checking | None = None,
-    ) -> None:
-        self.storage = storage
-        self.listed = listed
-        self.checking = Checking() if checking is None else checking
-        self._sources: dict[str, FileSource] = {}
+    storage: Storage
+    listed: Mapping[str, int] = field(default_factory=dict)
+    """Sizes by name, relative to `storage`, as far as they are known."""
+    checking: Checking = field(default_factory=Checking)
+    _sources: dict[str, FileSource] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> FileSource:
         source = self._sources.get(name)
@@ -452,9 +444,7 @@ class Files:
 
     def some(self, names: Mapping[str, int]) -> Files:
         """The same files, of which only these are to be looked at."""
-        found = Files(self.storage, names, self.checking)
-        found._sources = self._sources
-        return found
+        return replace(self, listed=names)
 
 
 class BytesSource(Source):
