@@ -78,7 +78,8 @@ class SavePlan(Plan[WriteItems]):
             spec, held = layout[names[0]].spec, layout[names[0]].numels()
             copies = int(held.sum()) // max(spec.numel, 1)
             order.append((copies, -int(held.max()) * spec.itemsize, names))
-        # first what leaves the least choice of writers, then what is largest: so loads can be evened out later
+        # first what leaves the least choice of writers, then what is largest: so loads can be evened
+        # out later
         for _, _, names in sorted(order):
             felt = loads if ranks_per_host is None else _felt(loads, ranks_per_host)
             assigned = assign(layout[names[0]], tuple(names), felt, divide_above_bytes)

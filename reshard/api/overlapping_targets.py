@@ -42,11 +42,13 @@ def refuse_overlaps(tensors: Iterable[LiveTensor]) -> None:
     `tensors`: the targets, without those that are tied to another one.
     """
     extents: list[_MemorySpan] = []
-    for key, local in ((tensor.key, local) for tensor in tensors if not tensor.is_meta for local in tensor.local):
-        if local.numel():
-            reach = local.numel() if local.is_contiguous() else _reach(key, local)
-            start = local.data_ptr()
-            extents.append(_MemorySpan(str(local.device), start, start + reach * local.element_size(), key, local))
+    for tensor in tensors:
+        for local in () if tensor.is_meta else tensor.local:
+            if local.numel():
+                reach = local.numel() if local.is_contiguous() else _reach(tensor.key, local)
+                start = local.data_ptr()
+                stop = start + reach * local.element_size()
+                extents.append(_MemorySpan(str(local.device), start, stop, tensor.key, local))
     before: list[_MemorySpan] = []  # hardly ever more than one
     for extent in sorted(extents, key=lambda extent: extent[:3]):
         before = [near for near in before if near.device == extent.device and extent.start < near.stop]

@@ -115,8 +115,9 @@ class Fetch(AbstractContextManager["Fetch"]):
             done = {id(copy) for copy, _ in self._in_place.copies}
             alone = [copy for copy in alone if id(copy) not in done]
         files = {copy.place.source for copy in alone if isinstance(copy.place.source, FileSource)}
-        if far := [source for source in files if source.view() is None]:
-            alone = self._read_by_segments(alone, max(source.storage.requests for source in far), on_bytes)
+        if far := [file for file in files if file.view() is None]:
+            requests = max(file.storage.requests for file in far)
+            alone = self._read_by_segments(alone, requests, on_bytes)
         self.done.read += run_copies(
             alone,
             space=self.space,
@@ -125,8 +126,8 @@ class Fetch(AbstractContextManager["Fetch"]):
         )
 
     def _read_by_segments(self, copies: Sequence[Copy], requests: int, on_bytes: _OnBytes) -> Sequence[Copy]:
-        """Copy from storages that have no view of their bytes, where it pays, with so many requests at a time; return
-        the other copies."""
+        """Copy from storages that have no view of their bytes, where it pays, with so many requests
+        at a time; return the other copies."""
         from reshard.execute.shared_reads import REMOTE_SEGMENT_BYTES, RemoteReading
 
         # half of the memory: the other half is for what is staged

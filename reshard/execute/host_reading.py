@@ -109,9 +109,12 @@ class HostReading:
             copies: what this rank is to read.
             own: this rank's memory, open for as long as what is returned is used.
         """
-        sources = ((copy.place.source, copy) for copy in copies)
-        # files that the other ranks of the host see under the same names
-        shareable = [(it, copy) for it, copy in sources if isinstance(it, FileSource) and it.storage.is_common]
+        shareable: list[tuple[FileSource, Copy]] = []
+        for copy in copies:
+            source = copy.place.source
+            # the other ranks of the host see the same file under its name
+            if isinstance(source, FileSource) and source.storage.is_common:
+                shareable.append((source, copy))
         touched = footprint_of((source, copy.place.window) for source, copy in shareable)
         cost = touch_us_per_mib((source, copy.place.window) for source, copy in shareable)
         # compressed, since all ranks of the job get it, and most numbers are equal
@@ -183,7 +186,8 @@ class HostReading:
         Args:
             piece_bytes: for what is staged on its way to another dtype or device.
             is_checked: whether what this rank reads is compared with its checksums.
-            on_bytes: called with the bytes that were copied, several times a second; raises if another rank has failed.
+            on_bytes: called with the bytes that were copied, several times a second; raises if
+                another rank has failed.
 
         Raises CorruptCheckpointError if a segment is damaged: targets may be partly written then.
         """

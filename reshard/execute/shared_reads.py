@@ -139,11 +139,12 @@ def assign_segments(ranks: Sequence[ReadFootprint], touch_us: float = math.inf) 
     touched = read = 0
     for label in sorted({label for rank in ranks for label in rank}):
         theirs = [rank.get(label) for rank in ranks]
-        seen = {(file.nbytes, file.segment_bytes, file.piece_bytes): file for file in theirs if file is not None}
-        if len(seen) > 1:
+        known = [file for file in theirs if file is not None]
+        file = known[0]
+        if len({(one.nbytes, one.segment_bytes, one.piece_bytes) for one in known}) > 1:
             continue  # it was replaced meanwhile: not all have the same file under this name
-        (file,) = seen.values()
-        table = np.zeros((len(ranks), -(-file.nbytes // file.segment_bytes)), np.int64)  # the bytes touched
+        # the bytes touched, by rank and segment
+        table = np.zeros((len(ranks), -(-file.nbytes // file.segment_bytes)), np.int64)
         for row, its in zip(table, theirs):
             if its is not None:
                 counts = np.frombuffer(its.touched, "<u4")

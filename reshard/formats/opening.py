@@ -702,8 +702,8 @@ def is_certain(look: Look, step: RunStep) -> bool:
 
 
 def shows_nothing(look: Look) -> bool:
-    """Return True if a folder holds much, and neither it nor those in it a file that is called as one of a
-    checkpoint."""
+    """Return True if a folder holds much, and neither it nor those in it a file that is called as
+    one of a checkpoint."""
     folders, files = look("")
     if any(map(_is_mark, files)):
         return False

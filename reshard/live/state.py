@@ -390,10 +390,10 @@ class Targets(State[LiveTensor]):
         around = {key: live.paths[key][:-1] for key in live.objects}
         containers = [path for path, kind in live.containers.items() if not kind.startswith("tensor:")]
         # the outermost container on each path, itself included, that is replaced as a unit
-        outermost = {
-            path: next((path[:i] for i in range(1, len(path) + 1) if path[:i] not in full), None)
-            for path in (*around.values(), *containers)
-        }
+        outermost: dict[KeyPath, KeyPath | None] = {}
+        for path in (*around.values(), *containers):
+            inward = (path[:i] for i in range(1, len(path) + 1))
+            outermost[path] = next((one for one in inward if one not in full), None)
         unit_of = {key: outermost[path] for key, path in around.items()}
         objects = {key: value for key, value in live.objects.items() if unit_of[key] is None}
         units = {key_of(path): path for path in outermost.values() if path}
@@ -471,8 +471,8 @@ class Targets(State[LiveTensor]):
         """Store values at their keys, and new tensors. Call it only after these are filled, because
         their memory starts uninitialized.
 
-        `written`: live tensors that were filled without torch, which marks them as modified: a graph that needs the old
-        values must not run.
+        `written`: live tensors that were filled. torch did not see the writes, and is told: a graph
+        that needs the old values must not run.
         """
         for key in written:
             tensor = self.tensors[key]

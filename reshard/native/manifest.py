@@ -190,11 +190,11 @@ def published(storage: Storage) -> str | None:
 def read_manifest(storage: Storage, kind: Any = Manifest) -> Any:
     """Return the manifest in `storage`, or as `kind` a part of it. Its digest must fit.
 
-    One without a digest, as older versions wrote it, is decoded whole. What is so damaged that it does not look like
-    one is an unknown field.
+    One without a digest, as older versions wrote it, is decoded whole. What is so damaged that it
+    does not look like one is an unknown field.
 
-    Raises CheckpointNotFoundError if there is none; FormatError for one of a newer version; CorruptCheckpointError for
-    one that was changed, or is no manifest.
+    Raises CheckpointNotFoundError if there is none; FormatError for one of a newer version;
+    CorruptCheckpointError for one that was changed, or is no manifest.
     """
     data, where = storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}"
     try:

@@ -283,7 +283,7 @@ class NativeFacts(Facts):
                 if part.file:
                     yield part
                     continue
-                source, start, _ = self._find(rank, entry_key(spec, part.box))
+                source, start, _ = self._find(spec, rank, part)
                 yield ArrayPart(part.box, part.box, source.name, start)
 
     def naming_tensors(self, error: CorruptCheckpointError) -> CorruptCheckpointError:
@@ -316,35 +316,37 @@ class NativeFacts(Facts):
 
     def locate(self, spec: TensorSpec, rank: int, part: ArrayPart) -> Extent:
         size, box = spec.itemsize, part.box
-        if part.file:  # of an earlier save
-            record = self.files.get(part.file)
-            if record is None:
-                raise CorruptCheckpointError(f"the manifest does not name {part.file}, which must hold {box}")
-            source = self.source(record.name)
-            _check_within(source, record, str(box), part.start, part.start + part.array.numel * size)
-            window = Window.row_major(part.start, part.array.sizes, size)
+        source, start, stop = self._find(spec, rank, part)
+        if part.file:
+            window = Window.row_major(start, part.array.sizes, size)
             return Extent(source, window.crop(box.relative_to(part.array)))
-        key = entry_key(spec, box)
-        source, start, stop = self._find(rank, key)
         if stop - start != box.numel * size:
             raise CorruptCheckpointError(
-                f"{source.label}: {key!r} has {stop - start} bytes, but {box} of {size}-byte elements is "
-                f"{box.numel * size}"
+                f"{source.label}: {entry_key(spec, box)!r} has {stop - start} bytes, but {box} of {size}-byte "
+                f"elements is {box.numel * size}"
             )
         return Extent(source, Window.row_major(start, box.sizes, size))
 
-    def _find(self, rank: int, key: str) -> tuple[FileSource, int, int]:
-        """(file, first byte, one past the last byte) of an array."""
-        record = self._file_of(rank)
-        if record is None:
-            raise CorruptCheckpointError(f"the manifest names no file of rank {rank}, which must hold {key!r}")
-        source = self.source(record.name)
-        entry = self._headers(record.name).get(key)
-        if entry is None or entry.data_offsets is None:
-            raise CorruptCheckpointError(f"{source.label} must hold {key!r}, but its header does not name it")
-        begin, end = entry.data_offsets
-        start, stop = record.header_bytes + begin, record.header_bytes + end
-        _check_within(source, record, key, start, stop)
+    def _find(self, spec: TensorSpec, rank: int, part: ArrayPart) -> tuple[FileSource, int, int]:
+        """(file, first byte, one past the last byte) of the array that has a part."""
+        if part.file:  # of an earlier save
+            record, what = self.files.get(part.file), str(part.box)
+            if record is None:
+                raise CorruptCheckpointError(f"the manifest does not name {part.file}, which must hold {what}")
+            source = self.source(record.name)
+            start, stop = part.start, part.start + part.array.numel * spec.itemsize
+        else:
+            record, what = self._file_of(rank), entry_key(spec, part.box)
+            if record is None:
+                raise CorruptCheckpointError(f"the manifest names no file of rank {rank}, which must hold {what!r}")
+            source = self.source(record.name)
+            entry = self._headers(record.name).get(what)
+            if entry is None or entry.data_offsets is None:
+                raise CorruptCheckpointError(f"{source.label} must hold {what!r}, but its header does not name it")
+            start, stop = (record.header_bytes + offset for offset in entry.data_offsets)
+        end = record.nbytes if source.checking.enabled else source.nbytes
+        if not record.header_bytes <= start <= stop <= end:
+            raise CorruptCheckpointError(f"{source.label}: {what!r} is outside the file, at bytes [{start}, {stop})")
         return source, start, stop
 
 
@@ -377,12 +379,6 @@ class _Arrays(LazyChunks):
             if (chunk := made.get(part.box)) is None:
                 chunk = made[part.box] = StoredChunk(part.box, partial(facts.locate, spec, rank, part), rank)
             yield chunk
-
-
-def _check_within(source: FileSource, record: FileRecord, what: str, start: int, stop: int) -> None:
-    end = record.nbytes if source.checking.enabled else source.nbytes
-    if not record.header_bytes <= start <= stop <= end:
-        raise CorruptCheckpointError(f"{source.label}: {what!r} is outside the file, at bytes [{start}, {stop})")
 
 
 def _source(

@@ -239,7 +239,8 @@ class Rounds:
             for _ in self._store.awaited(everybody, time.monotonic() + _SEEN_S, _SEEN_S):
                 pass
         keys = [*own, count, everybody]
-        for at in [f"{self.session}/{i}" for i in ((n, n - 1) if failed and n else (n,))]:
+        for ended in (n, n - 1) if failed and n else (n,):
+            at = f"{self.session}/{ended}"
             keys.append(f"{at}/outcome")
             for level, sizes in enumerate(_levels(len(self._ranks))):
                 for group, size in enumerate(sizes):

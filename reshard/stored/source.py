@@ -259,8 +259,9 @@ class FileSource(Source):
     def _refuse(self, bad: Sequence[Range]) -> NoReturn:
         """Raises CorruptCheckpointError for blocks that have other checksums than were saved."""
         more = f", and {len(bad) - 1} more blocks" if len(bad) > 1 else ""
+        first, last = bad[0]
         error = CorruptCheckpointError(
-            f"{self.label}: some of bytes [{bad[0][0]}, {bad[0][1]}) were changed since they were written{more}: "
+            f"{self.label}: some of bytes [{first}, {last}) were changed since they were written{more}: "
             "restore the file, or load another checkpoint (check=False reads it as it is)"
         )
         error.places = tuple((self.name, start, stop) for start, stop in bad)
@@ -427,7 +428,8 @@ class FileSource(Source):
 
 @dataclass(eq=False)
 class Files:
-    """The files of one checkpoint: one `FileSource` a name, so that each is mapped once, and is checked in one way."""
+    """The files of one checkpoint: one `FileSource` a name, so that each is mapped once, and is
+    checked in one way."""
 
     storage: Storage
     listed: Mapping[str, int] = field(default_factory=dict)

@@ -89,9 +89,9 @@ class StoredChunk:
             place = self._locate if isinstance(self._locate, Extent) else self._locate()
             if place.window.sizes != self.box.sizes:
                 raise CorruptCheckpointError(
-                    f"{place.source.label}: the stored payload has shape {list(place.window.sizes)}, but the "
-                    f"checkpoint's metadata says {list(self.box.sizes)} for {self.box}; the metadata and the data "
-                    "contradict each other"
+                    f"{place.source.label}: the stored payload has shape {list(place.window.sizes)}, "
+                    f"but the checkpoint's metadata says {list(self.box.sizes)} for {self.box}; "
+                    "the metadata and the data contradict each other"
                 )
             self._place = place
         return self._place
