@@ -34,7 +34,7 @@ LONG_FUNCTIONS = {"reshard.api.convert.convert"}
 """They say what each of many options means; one that is short again must go from here."""
 
 MOST = {
-    "tokens": 495_000,
+    "tokens": 494_600,
     "header %": 8.0,
     "mean line": 53.1,
     "lines over 100 %": 9.7,
@@ -48,10 +48,10 @@ MOST = {
     "folders of torchsnapshot": 1,
     "load: modules": 45,
     "load: folders": 11,
-    "load: functions": 416,
+    "load: functions": 379,
     "save: modules": 39,
     "save: folders": 10,
-    "save: functions": 349,  # one less with the compiled kernel
+    "save: functions": 336,  # one less with the compiled kernel
     "set optimizer: local parts asked for, per tensor": 2,
 }
 """What each figure of `docs.figures` is at the most. These go down, to `figures.GOALS` and below. Tokens and functions

@@ -245,13 +245,19 @@ class LoadPlan(Plan[ReadItems]):
             rest = {fqn: layout for fqn, layout in self.wanted.items() if fqn not in unfit}
             fit = LoadPlan(self.saved, StateLayout(rest), None, self.views)
         for group in fit.groups():
-            yield from alike(_geometry_findings(self, next(iter(group))), group)
-        yield from listed_findings(
-            self.explicit,
-            self.names,
-            "is read, but is not wanted",
-            lambda rank, fqn, items: iter(()) if fqn in unfit else _tensor_findings(self, rank, fqn, items),
-        )
+            first = next(iter(group))
+            overlap = self.overlap(first)
+            if isinstance(overlap, ProductOverlap):
+                yield from alike(product_findings(overlap), group)
+            else:
+                yield from alike(_rank_findings(self, first, overlap), group)
+        if self.explicit:
+            yield from listed_findings(
+                self.explicit,
+                self.names,
+                "is read, but is not wanted",
+                lambda rank, fqn, items: iter(()) if fqn in unfit else _tensor_findings(self, rank, fqn, items),
+            )
 
     def __repr__(self) -> str:
         ranks = f"{self.saved.world_size} -> {self.world_size}"
@@ -300,18 +306,18 @@ def _unfit(
     saved: StateLayout, wanted: StateLayout, views: Mapping[str, View], allow_cast: bool
 ) -> Iterator[tuple[str, str]]:
     """Yield (wanted name, what is wrong) of tensors that are not saved, or with another shape or dtype."""
-    hints, specs = min(20, 1 + 100_000 // (len(saved) + 1)), saved.specs  # each compares all names
-    for fqn, spec in wanted.specs.items():
-        view = views.get(fqn)
+    hints = min(20, 1 + 100_000 // (len(saved) + 1))  # each compares all names
+    for fqn, layout in wanted.items():
+        spec, view = layout.spec, views.get(fqn)
         if view is not None and (differs := _difference(view.spec, spec, allow_cast)):
             yield fqn, f"is made by a view {differs}"
         user = "target" if view is None else "view"
         for source in (spec,) if view is None else view.sources:
-            what, other = "is" if view is None else f"takes from {source.fqn!r}, which is", specs.get(source.fqn)
+            what, other = "is" if view is None else f"takes from {source.fqn!r}, which is", saved.get(source.fqn)
             if other is None:
                 yield fqn, f"{what} not saved{did_you_mean(source.fqn, saved) if hints > 0 else ''}"
                 hints -= 1
-            elif differs := _difference(other, source, allow_cast and view is None, user):
+            elif differs := _difference(other.spec, source, allow_cast and view is None, user):
                 yield fqn, f"{what} saved {differs}"
 
 
@@ -322,13 +328,8 @@ def _difference(given: TensorSpec, meant: TensorSpec, allow_cast: bool, user: st
     return "" if given.dtype == meant.dtype or allow_cast else f"as {given.dtype}, but the {user} has {meant.dtype}"
 
 
-def _geometry_findings(plan: LoadPlan, fqn: str) -> Iterator[Finding]:
-    """Yield what is wrong with tensors of one geometry: dim by dim if both sides are products, else
-    rank by rank."""
-    overlap = plan.overlap(fqn)
-    if isinstance(overlap, ProductOverlap):
-        yield from product_findings(overlap)
-        return
+def _rank_findings(plan: LoadPlan, fqn: str, overlap: Overlap) -> Iterator[Finding]:
+    """Yield what is wrong with tensors of one geometry, rank by rank."""
     for same in overlap.replicas():
         rank = next((rank for rank in same.tolist() if rank not in plan.explicit), None)
         if rank is None:

@@ -73,8 +73,14 @@ class SavePlan(Plan[WriteItems]):
             raise PlanError(f"limits must be >= 1, got {divide_above_bytes=} and {ranks_per_host=}")
         self.layout, self.divide_above_bytes, self.ranks_per_host = layout, divide_above_bytes, ranks_per_host
         loads = np.zeros(layout.world_size, dtype=np.int64)
-        assignments = []
-        for names in sorted(layout.geometries().values(), key=lambda names: _freedom(layout[names[0]])):
+        order, assignments = [], []
+        for names in layout.geometries().values():
+            spec, held = layout[names[0]].spec, layout[names[0]].numels()
+            copies = int(held.sum()) // max(spec.numel, 1)
+            order.append((copies, -int(held.max()) * spec.itemsize, names))
+        # first what leaves the least choice of writers, then what is largest: so loads can be evened
+        # out later
+        for _, _, names in sorted(order):
             felt = loads if ranks_per_host is None else _felt(loads, ranks_per_host)
             assigned = assign(layout[names[0]], tuple(names), felt, divide_above_bytes)
             unit_bytes = assigned.chunks.sizes.prod(axis=1) * assigned.itemsize // assigned.units
@@ -170,14 +176,6 @@ def plan_writes(
     return SavePlan(layout, divide_above_bytes, ranks_per_host)
 
 
-def _freedom(layout: TensorLayout) -> tuple[int, int, str]:
-    """Sorts first what leaves the least choice of writers, then what is largest: so loads can be
-    evened out later."""
-    held = layout.numels()
-    copies = int(held.sum()) // max(layout.spec.numel, 1)
-    return copies, -int(held.max()) * layout.spec.itemsize, layout.spec.fqn
-
-
 def _felt(loads: Ints, ranks_per_host: int) -> Ints:
     """The loads that count: a rank's own, plus the mean of its host minus that of the least busy host."""
     hosts = np.arange(len(loads), dtype=np.int64) // ranks_per_host
@@ -227,7 +225,7 @@ class ProductTable:
 
     def meeting(self, box: Box) -> Iterator[int]:
         """The chunks that share an element with `box`."""
-        if box.is_empty or 0 in self.shape:
+        if 0 in box.sizes or 0 in self.shape:
             return
         found = np.zeros(1, dtype=np.int64)
         for own, owners, start, stop in zip(self._product.dims, self.owners, box.offsets, box.stops):

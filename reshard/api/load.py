@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -244,8 +244,7 @@ class _Load:
                     with phase("pass on"):
                         fetch.done.received += shared.pass_on(targets.writable, self.group, self.process_group)
                 with phase("assign"):
-                    targets.tell_autograd(match.tensors)
-                    targets.assign({**match.objects, **per_rank})
+                    targets.assign({**match.objects, **per_rank}, written=match.tensors)
         bytes_unchecked = fetch.done.unchecked + checking.bytes_unchecked - self.before.bytes_unchecked
         unchecked = checking.words(bytes_unchecked, plan.bytes_needed) if is_checked else "unchecked: check=False"
         if unchecked and not options.dry_run and self.prefetch is None:
@@ -364,7 +363,7 @@ def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, sh
     for key in names:
         tensor, target = match.stored[key], targets.tensors[key]
         layout = stored_layout(tensor)
-        spec = tensor.spec if tensor.fqn == key else TensorSpec(key, tensor.spec.shape, tensor.spec.dtype)
+        spec = tensor.spec if tensor.spec.fqn == key else TensorSpec(key, tensor.spec.shape, tensor.spec.dtype)
         saved[key] = layout if layout.spec == spec else TensorLayout.of(spec, layout.form)
         form = (shared.form(key) if shared is not None else None) or target.form
         shape = targets.resized.get(key, target.spec.shape)
@@ -386,7 +385,8 @@ def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, sh
         writers = {chunk.owner for item in items for chunk, _ in match.stored[item.fqn].meeting(item.box)}
         native.prefetch(owner for owner in writers if isinstance(owner, int))
     casts: dict[str, list[int]] = {key: [] for key in match.cast}
-    copies = find_copies(items, match.stored, _landings(targets, wanted, shared, uploads, casts))
+    landings = _landings(items, targets, wanted, shared, uploads, casts)
+    copies = find_copies(items, match.stored, lambda item: landings[item.fqn][item.part])
     computed = dict.fromkeys((copy.fqn, copy.place.source) for copy in copies if checkpoint.derivation)
     for key, source in computed:
         casts.setdefault(key, []).append(-source.overflowed)
@@ -394,31 +394,28 @@ def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, sh
 
 
 def _landings(
+    items: Iterable[ReadItem],
     targets: Targets,
     wanted: Mapping[str, TensorLayout],
     shared: SharedReading | None,
     uploads: Uploads,
     casts: Mapping[str, list[int]],
-) -> Callable[[ReadItem], Array | Staged]:
-    """Return a function from an item to its destination: the target's own memory if it can be
-    written directly."""
-
-    @cache
-    def land(key: str) -> list[Array | Staged]:
+) -> dict[str, list[Array | Staged]]:
+    """Return where the parts of each target go: into its own memory if that can be written directly."""
+    # tensors of which this rank holds no element may need a new dtype or memory, too
+    changed = [key for key in wanted if targets.tensors[key].is_meta or key in targets.replaced]
+    found: dict[str, list[Array | Staged]] = {}
+    for key in dict.fromkeys((*changed, *(item.fqn for item in items))):
         saved = dtype_from_name(wanted[key].spec.dtype)
         whole = targets.writable(key)
         read = whole if shared is None or shared.form(key) is None else shared.parts(key, whole)
-        return [
+        found[key] = [
             as_array(local)
             if local.dtype == saved and local.is_cpu and not local.is_conj() and not local.is_neg()
             else Staged(local, saved, uploads if uploads.take_in(local.device) else None, casts.get(key))
             for local in read
         ]
-
-    for key in wanted:  # tensors of which this rank holds no element may need a new dtype or memory, too
-        if targets.tensors[key].is_meta or key in targets.replaced:
-            land(key)
-    return lambda item: land(item.fqn)[item.part]
+    return found
 
 
 # Each rank's own value out of those that all ranks saved.

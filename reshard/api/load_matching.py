@@ -155,7 +155,7 @@ class KeyMatch:
         if key in self.targets.units:
             places = self.below.places
         saved = places.get(key)
-        if saved == path:
+        if saved == path or (saved is None and path == (key,)):
             return key
         if places.get(other := other_key_of(path)) == path:
             return other

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -41,9 +41,16 @@ def refuse_overlaps(tensors: Iterable[LiveTensor]) -> None:
 
     `tensors`: the targets, without those that are tied to another one.
     """
-    extents = sorted((extent for tensor in tensors for extent in _extents(tensor)), key=lambda extent: extent[:3])
+    extents: list[_MemorySpan] = []
+    for tensor in tensors:
+        for local in () if tensor.is_meta else tensor.local:
+            if local.numel():
+                reach = local.numel() if local.is_contiguous() else _reach(tensor.key, local)
+                start = local.data_ptr()
+                stop = start + reach * local.element_size()
+                extents.append(_MemorySpan(str(local.device), start, stop, tensor.key, local))
     before: list[_MemorySpan] = []  # hardly ever more than one
-    for extent in extents:
+    for extent in sorted(extents, key=lambda extent: extent[:3]):
         before = [near for near in before if near.device == extent.device and extent.start < near.stop]
         for near in before:
             if _share(near.local, extent.local):
@@ -52,16 +59,6 @@ def refuse_overlaps(tensors: Iterable[LiveTensor]) -> None:
                     "overwrite a part of the other. Leave one of them out, or give them memory of their own"
                 )
         before.append(extent)
-
-
-def _extents(tensor: LiveTensor) -> Iterator[_MemorySpan]:
-    if tensor.is_meta:
-        return
-    for local in tensor.local:
-        if local.numel():
-            reach = local.numel() if local.is_contiguous() else _reach(tensor.key, local)
-            start = local.data_ptr()
-            yield _MemorySpan(str(local.device), start, start + reach * local.element_size(), tensor.key, local)
 
 
 def _reach(key: str, local: torch.Tensor) -> int:

@@ -105,7 +105,7 @@ class Fetch(AbstractContextManager["Fetch"]):
     def read(self, on_bytes: _OnBytes) -> None:
         """Copy everything into the targets. Raises CorruptCheckpointError for bytes that `check` did not see."""
         alone, overwritten = self.copies, set[str]()
-        if self._host is not None:
+        if self._host is not None and self._host.memory is not None:
             run = self._host.run
             self.done.add(run(piece_bytes=self.space.piece_bytes, is_checked=self.is_checked, on_bytes=on_bytes))
             alone = self._host.rest
@@ -114,22 +114,22 @@ class Fetch(AbstractContextManager["Fetch"]):
             self.done.read += self._in_place.run(self.space.threads, overwritten, on_bytes)
             done = {id(copy) for copy, _ in self._in_place.copies}
             alone = [copy for copy in alone if id(copy) not in done]
-        rest = self._read_by_segments(alone, on_bytes)
+        files = {copy.place.source for copy in alone if isinstance(copy.place.source, FileSource)}
+        if far := [file for file in files if file.view() is None]:
+            requests = max(file.storage.requests for file in far)
+            alone = self._read_by_segments(alone, requests, on_bytes)
         self.done.read += run_copies(
-            rest,
+            alone,
             space=self.space,
             compared=lambda source: not self.is_checked or _is_near(source),
             on_bytes=on_bytes,
         )
 
-    def _read_by_segments(self, copies: Sequence[Copy], on_bytes: _OnBytes) -> Sequence[Copy]:
-        """Copy from storages that have no view of their bytes, where it pays; return the other copies."""
-        sources = {copy.place.source for copy in copies if isinstance(copy.place.source, FileSource)}
-        if all(source.view() is not None for source in sources):
-            return copies
+    def _read_by_segments(self, copies: Sequence[Copy], requests: int, on_bytes: _OnBytes) -> Sequence[Copy]:
+        """Copy from storages that have no view of their bytes, where it pays, with so many requests
+        at a time; return the other copies."""
         from reshard.execute.shared_reads import REMOTE_SEGMENT_BYTES, RemoteReading
 
-        requests = max(source.storage.requests for source in sources if source.view() is None)
         # half of the memory: the other half is for what is staged
         room = requests * REMOTE_SEGMENT_BYTES if self.room_bytes is None else self.room_bytes // 2
         remote = RemoteReading.of(copies, is_checked=self.is_checked)

@@ -109,7 +109,12 @@ class HostReading:
             copies: what this rank is to read.
             own: this rank's memory, open for as long as what is returned is used.
         """
-        shareable = [(source, copy) for copy in copies if (source := _common(copy)) is not None]
+        shareable: list[tuple[FileSource, Copy]] = []
+        for copy in copies:
+            source = copy.place.source
+            # the other ranks of the host see the same file under its name
+            if isinstance(source, FileSource) and source.storage.is_common:
+                shareable.append((source, copy))
         touched = footprint_of((source, copy.place.window) for source, copy in shareable)
         cost = touch_us_per_mib((source, copy.place.window) for source, copy in shareable)
         # compressed, since all ranks of the job get it, and most numbers are equal
@@ -167,31 +172,28 @@ class HostReading:
         for source, reads in self.reads.items():
             if source.view() is None:
                 continue
-            ranges = whole[source].ranges if source in whole and not in_place else ()
-            wanted = reads[common_bytes(reads, ranges) >= WHOLE_SHARE * (reads[:, 1] - reads[:, 0])]
+            wanted = _NONE
+            if len(reads) and source in whole and not in_place:
+                here = common_bytes(reads, whole[source].ranges)
+                wanted = reads[here >= WHOLE_SHARE * (reads[:, 1] - reads[:, 0])]
             by_others = np.concatenate((self.checked_by_others[source], self.read_for_all[source]))
             found[source] = Elsewhere(by_others, np.concatenate((self.checks[source], wanted)))
         return found
 
     def run(self, *, piece_bytes: int, is_checked: bool, on_bytes: Callable[[int], None]) -> ByteCounts:
-        """Read and copy everything that is shared.
+        """Read and copy everything that is shared, where there is memory.
 
         Args:
             piece_bytes: for what is staged on its way to another dtype or device.
             is_checked: whether what this rank reads is compared with its checksums.
-            on_bytes: called with the bytes that were copied, several times a second; raises if another rank has failed.
+            on_bytes: called with the bytes that were copied, several times a second; raises if
+                another rank has failed.
 
         Raises CorruptCheckpointError if a segment is damaged: targets may be partly written then.
         """
-        if self.memory is None or self.turns is None:
-            return ByteCounts()
+        assert self.memory is not None
+        assert self.turns is not None
         return _HostRun(self, self.turns, self.memory, piece_bytes, is_checked, on_bytes).run()
-
-
-def _common(copy: Copy) -> FileSource | None:
-    """Return the file of a copy if the other ranks of the host see the same one under its name."""
-    source = copy.place.source
-    return source if isinstance(source, FileSource) and source.storage.is_common else None
 
 
 _Ranges = Mapping[FileSource, Ints]
@@ -223,8 +225,8 @@ def _taken(
     taken: dict[FileSource, list[Copy]] = defaultdict(list)
     rest: list[Copy] = []
     for copy in copies:
-        source, window = _common(copy), copy.place.window
-        if source is None or source.label not in is_shared or not window.numel:
+        source, window = copy.place.source, copy.place.window
+        if not isinstance(source, FileSource) or source.label not in is_shared or not window.numel:
             rest.append(copy)
             continue
         shared, size = is_shared[source.label], segment_bytes(source)

@@ -86,11 +86,6 @@ class FileFootprint(msgspec.Struct, frozen=True, array_like=True):
     touched: bytes
     """Little-endian numbers of 4 bytes."""
 
-    @property
-    def sizes(self) -> tuple[int, int, int]:
-        """The same for all ranks that see the same file."""
-        return self.nbytes, self.segment_bytes, self.piece_bytes
-
 
 ReadFootprint = dict[str, FileFootprint]
 """What a rank would touch of each file, by label."""
@@ -143,10 +138,17 @@ def assign_segments(ranks: Sequence[ReadFootprint], touch_us: float = math.inf) 
     found: list[tuple[str, FileFootprint, Flags, Flags, Flags]] = []
     touched = read = 0
     for label in sorted({label for rank in ranks for label in rank}):
-        file, *others = (rank[label] for rank in ranks if label in rank)
-        if any(other.sizes != file.sizes for other in others):
+        theirs = [rank.get(label) for rank in ranks]
+        known = [file for file in theirs if file is not None]
+        file = known[0]
+        if len({(one.nbytes, one.segment_bytes, one.piece_bytes) for one in known}) > 1:
             continue  # it was replaced meanwhile: not all have the same file under this name
-        table = _table(label, ranks)
+        # the bytes touched, by rank and segment
+        table = np.zeros((len(ranks), -(-file.nbytes // file.segment_bytes)), np.int64)
+        for row, its in zip(table, theirs):
+            if its is not None:
+                counts = np.frombuffer(its.touched, "<u4")
+                row[its.first : its.first + len(counts)] = counts
         lengths = np.minimum(file.segment_bytes, file.nbytes - np.arange(table.shape[1]) * file.segment_bytes)
         total, together = table.sum(axis=0), (table > 0).sum(axis=0) >= _MIN_SHARERS
         twice = together & (total >= _MIN_SHARERS * lengths)
@@ -197,18 +199,6 @@ def touch_us_per_mib(windows: Iterable[tuple[FileSource, Window]]) -> float:
         if length and source.mapped(start, length) is not None:
             found.append((time.thread_time() - began) * 1e6 / length * (1 << 20))
     return min(found, default=0.0)
-
-
-def _table(label: str, ranks: Sequence[ReadFootprint]) -> Ints:
-    """The bytes touched, by rank and segment."""
-    parts = [
-        (rank[label].first, np.frombuffer(rank[label].touched, "<u4")) if label in rank else None for rank in ranks
-    ]
-    table = np.zeros((len(ranks), max(first + len(counts) for first, counts in filter(None, parts))), np.int64)
-    for row, part in zip(table, parts):
-        if part is not None:
-            row[part[0] : part[0] + len(part[1])] = part[1]
-    return table
 
 
 # What of a copy begins in which segment of its file; and segments, read and checked as a whole.

@@ -123,18 +123,14 @@ def open_contents(
 
     Raises CheckpointNotFoundError, FormatError or whatever the format's own `open` raises.
     """
-
-    def checking() -> Checking:
-        return Checking(check, lost=[] if lists else None)
-
     found = _find(path) if local_path(path) is None else None
     run = _run_at(path, found, preferred, is_sure=step is not None)
     if step is None and not run.steps:
-        return _open_at(path, preferred, share, checking, found)
+        return _open_at(path, preferred, share, check, lists, found)
     if isinstance(path, Storage):
         what = f"the folder of a run, whose steps are {_listed(run.steps)}" if run.steps else "no folder of a run"
         raise FormatError(f"{path.url} is {what}: open a checkpoint of a run by the path of the run or of the step")
-    return _open_step(path, run, preferred, step, share, checking)
+    return _open_step(path, run, preferred, step, share, check, lists)
 
 
 def steps_at(path: StoragePath, *, is_sure: bool = False) -> list[RunStep]:
@@ -168,7 +164,7 @@ def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *
     if steps and LEDGER in look(inner)[1]:
         gone = discarded_in(found[0] if found is not None else open_storage(path), inner)
         steps = [replace(step, is_discarded=step.name in gone) for step in steps]
-    if not steps and found is None and shows_nothing(look):
+    if not steps and not marks and found is None and shows_nothing(look):
         folders, files = look("")
         raise FormatError(
             f"{_text(path)} is neither a checkpoint in a known format nor the folder of a run: none of its "
@@ -276,14 +272,15 @@ def _open_step(
     preferred: Format | None,
     wanted: int | None,
     share: native.Share,
-    checking: Callable[[], Checking],
+    check: bool,
+    lists: bool,
 ) -> tuple[Contents, str]:
     """The checkpoint of that step, or the newest complete one, which then says what was skipped."""
     skipped: dict[str, Exception] = {}
     for step in run.having(wanted, path):
         place = path_below(path, step.name)
         try:
-            contents, url = _open_at(place, preferred, share, checking)
+            contents, url = _open_at(place, preferred, share, check, lists)
             if wanted is None:
                 contents.refuse_incomplete()
         except (CheckpointNotFoundError, CorruptCheckpointError, FormatError) as error:
@@ -331,13 +328,14 @@ def _open_at(
     path: StoragePath,
     preferred: Format | None,
     share: native.Share,
-    checking: Callable[[], Checking],
+    check: bool,
+    lists: bool,
     found: _Found | None = None,
 ) -> tuple[Contents, str]:
     storage, names = found or _find(path)
     url = storage.url if isinstance(path, Storage) else os.fspath(path)
     for attempt in range(_ATTEMPTS):
-        facts, files = None, Files(storage, names, checking())
+        facts, files = None, Files(storage, names, Checking(check, lost=[] if lists else None))
         try:
             contents = _open(files, url, preferred)
             if (facts := contents.details(native.NativeFacts)) is not None:
@@ -668,12 +666,14 @@ def steps_seen(look: Look) -> list[RunStep]:
 
     Raises FormatError where two folders below hold a run each.
     """
-    folders, files = look("")
-    found = _steps("", folders, files)
-    if found:
-        return found
-    below = {name: _steps(f"{name}/", *look(f"{name}/")) for name in folders if _BELOW.fullmatch(name)}
-    runs = {name: steps for name, steps in below.items() if steps}
+    runs: dict[str, list[RunStep]] = {}
+    for below in ("", *(f"{name}/" for name in look("")[0] if _BELOW.fullmatch(name))):
+        folders, files = look(below)
+        names = [*folders, *(name for name in files if name.endswith(".ckpt"))]
+        if steps := [step for name in names if (step := step_of(name, below))]:
+            runs[below.rstrip("/")] = sorted(steps, key=lambda step: step.age)
+        if "" in runs:
+            break
     if len(runs) > 1:
         raise FormatError(f"there are runs in {', '.join(sorted(runs))}: open one of these folders")
     return next(iter(runs.values()), [])
@@ -702,8 +702,8 @@ def is_certain(look: Look, step: RunStep) -> bool:
 
 
 def shows_nothing(look: Look) -> bool:
-    """Return True if a folder holds much, and neither it nor those in it a file that is called as one of a
-    checkpoint."""
+    """Return True if a folder holds much, and neither it nor those in it a file that is called as
+    one of a checkpoint."""
     folders, files = look("")
     if any(map(_is_mark, files)):
         return False
@@ -735,8 +735,3 @@ def step_of(name: str, folder: str = "") -> RunStep | None:
     if match is not None:
         return RunStep(int(match[1]), folder + name)
     return RunStep(None, folder + name) if _LAST.fullmatch(name) else None
-
-
-def _steps(folder: str, folders: Iterable[str], files: Iterable[str]) -> list[RunStep]:
-    names = [*folders, *(name for name in files if name.endswith(".ckpt"))]
-    return sorted((step for name in names if (step := step_of(name, folder))), key=lambda step: step.age)

@@ -9,7 +9,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -137,6 +137,8 @@ class CopyStreams:
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self._lanes: dict[torch.device, CopyStream] = {}
         for device in dict.fromkeys(devices):
+            if device.type == "cpu":  # where all is done when it was asked
+                continue
             if has_copy_streams(device):
                 self._lanes[device] = CopyStream(device)
             else:
@@ -365,14 +367,14 @@ class _DownloadSlot:
     filled: StreamEvent | None = None
 
 
+@dataclass
 class _Ring:
     """Two pieces of pinned memory, made when they are first needed."""
 
-    def __init__(self, slot_bytes: int) -> None:
-        self.slot_bytes = slot_bytes
-        self._free: list[_DownloadSlot] = []
-        self._filling: _DownloadSlot | None = None
-        self._under_way: deque[_DownloadSlot] = deque()
+    slot_bytes: int
+    _free: list[_DownloadSlot] = field(default_factory=list)
+    _filling: _DownloadSlot | None = None
+    _under_way: deque[_DownloadSlot] = field(default_factory=deque)
 
     def add(self, piece: torch.Tensor, lane: CopyStream) -> Iterator[memoryview]:
         """Request a piece. Yields earlier pieces, which you must consume to free their slots."""

@@ -148,8 +148,8 @@ def as_array(tensor: torch.Tensor) -> Array:
         tensor = tensor.detach().resolve_conj().resolve_neg()
     itemsize = tensor.element_size()
     if itemsize == 16:
-        return tensor.numpy().view(item_dtype(16))
-    return tensor.view(_INTS[itemsize]).numpy().view(item_dtype(itemsize))
+        return tensor.numpy().view("V16")
+    return tensor.view(_INTS[itemsize]).numpy().view(f"u{itemsize}")
 
 
 def row_major_bytes(array: Array) -> memoryview:

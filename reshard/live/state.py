@@ -388,10 +388,16 @@ class Targets(State[LiveTensor]):
         if entry_by_entry:
             empty = [path for path, kind in live.containers.items() if kind.partition(":")[0] == "dict"]
             full.update(path[:i] for path in empty for i in range(len(path) + 1))
-        unit_of = {key: _outermost(live.paths[key][:-1], full) for key in live.objects}
-        objects = {key: value for key, value in live.objects.items() if unit_of[key] is None}
+        around = {key: live.paths[key][:-1] for key in live.objects}
         containers = [path for path, kind in live.containers.items() if not kind.startswith("tensor:")]
-        units = {key_of(p): p for p in (*unit_of.values(), *(_outermost(p, full) for p in containers)) if p}
+        # the outermost container on each path, itself included, that is replaced as a unit
+        outermost: dict[KeyPath, KeyPath | None] = {}
+        for path in (*around.values(), *containers):
+            inward = (path[:i] for i in range(1, len(path) + 1))
+            outermost[path] = next((one for one in inward if one not in full), None)
+        unit_of = {key: outermost[path] for key, path in around.items()}
+        objects = {key: value for key, value in live.objects.items() if unit_of[key] is None}
+        units = {key_of(path): path for path in outermost.values() if path}
         paths = {key: path for key, path in live.paths.items() if unit_of.get(key) is None} | units
         return cls(live.tensors, objects, paths, live.containers, live.aliases, live.per_rank, state, units)
 
@@ -462,21 +468,19 @@ class Targets(State[LiveTensor]):
                     raise FormatError(f"the value under {key!r} cannot be replaced: a {kind} cannot be changed")
                 here = _inside(here, part)
 
-    def tell_autograd(self, keys: Iterable[str]) -> None:
-        """Mark live tensors as modified. torch did not see the writes, and a graph that needs the
-        old values must not run.
+    def assign(self, values: Mapping[str, Any], written: Iterable[str] = ()) -> None:
+        """Store values at their keys, and new tensors. Call it only after these are filled, because
+        their memory starts uninitialized.
+
+        `written`: live tensors that were filled. torch did not see the writes, and is told: a graph
+        that needs the old values must not run.
         """
-        for key in keys:
+        for key in written:
             tensor = self.tensors[key]
             outer = (tensor.value,) if is_dtensor(tensor.value) else ()
             for one in (*outer, *tensor.local):
                 if not one.is_inference():
                     increment_version(one)
-
-    def assign(self, values: Mapping[str, Any]) -> None:
-        """Store values at their keys, and new tensors. Call it only after these are filled, because
-        their memory starts uninitialized.
-        """
         filled: set[int] = set()
         for key, value in (*self._new.items(), *values.items()):
             if key in self.tensors and key not in self._made and not self.tensors[key].is_meta:
@@ -505,13 +509,6 @@ def _refilled(live: Any, value: Any, filled: set[int]) -> Any:
     live.clear()  # for the order of the keys
     live.update(new)
     return live
-
-
-def _outermost(path: KeyPath, full: Collection[KeyPath]) -> KeyPath | None:
-    """Return the outermost container on `path`, including the value itself, that is replaced as a
-    unit.
-    """
-    return next((path[:i] for i in range(1, len(path) + 1) if path[:i] not in full), None)
 
 
 def _saved_whole(saved: Mapping[str, Any], own: list[KeyPath], path: KeyPath, value: Any) -> bool:

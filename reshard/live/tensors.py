@@ -101,8 +101,9 @@ class LiveTensor:
     def spec(self) -> TensorSpec:
         """Name, global shape and dtype. Raises LayoutError for a tensor whose elements are no
         plain array in memory."""
-        tensor, dense = self.value, type(self.value) in _PLAIN  # nearly always
-        if not (dense or is_dtensor(tensor)) or tensor.layout is not torch.strided or tensor.is_nested:
+        tensor = self.value
+        dense = type(tensor) in _PLAIN or is_dtensor(tensor)  # nearly always
+        if not dense or tensor.layout is not torch.strided or tensor.is_nested:
             self._refuse_others()
         shape, dtype = (tensor.shape, tensor.dtype) if dense else (global_shape(tensor), dtype_of(tensor))
         try:
@@ -281,15 +282,15 @@ def identity_of(tensor: Any) -> tuple[Any, ...] | None:
         return (own, tuple(tensor.shape), ()) if own else None
     if is_lazy(tensor):
         return None
-    placed: Any = ()
-    if is_dtensor(tensor):
-        placed = tensor.placements
-    elif is_sharded_tensor(tensor):
-        placed = tuple(tuple(shard.metadata.shard_offsets) for shard in tensor._local_shards)
-    memory = [_memory_of(part) for part in held_tensors(tensor)]
+    if is_sharded_tensor(tensor):
+        shape, held = tensor.metadata().size, held_tensors(tensor)
+        placed: Any = tuple(tuple(shard.metadata.shard_offsets) for shard in tensor._local_shards)
+    else:
+        shape, held, placed = tensor.shape, [holder(tensor)], tensor.placements if is_dtensor(tensor) else ()
+    memory = [_memory_of(part) for part in held]
     if not any(memory) or None in memory:
         return None
-    return *memory, global_shape(tensor), placed
+    return *memory, tuple(shape), placed
 
 
 def held_tensors(tensor: Any) -> list[torch.Tensor]:

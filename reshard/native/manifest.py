@@ -6,6 +6,7 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -174,37 +175,34 @@ def has_digest(storage: Storage) -> bool:
     return storage.read(MANIFEST)[-_DIGEST_BYTES:].startswith(_DIGEST_FIELD)
 
 
-def read_manifest(storage: Storage) -> Manifest:
-    """Return the manifest in `storage`.
-
-    Raises CheckpointNotFoundError if there is none; FormatError for one of a newer version; CorruptCheckpointError for
-    one that was changed, or is no manifest.
-    """
-    found: Manifest = _read(storage, Manifest)
-    return found
-
-
 def published(storage: Storage) -> str | None:
     """Return the save id that counts, None if there is no manifest. Other errors: see `read_manifest`.
 
     If the digest is right, the rest is not decoded: there may be a million tensors.
     """
     try:
-        found: str = _read(storage, _SaveId).save_id
+        found: str = read_manifest(storage, _SaveId).save_id
     except CheckpointNotFoundError:
         return None
     return found
 
 
-def _read(storage: Storage, kind: Any) -> Any:
-    """The manifest without its digest, which must fit, as `kind`.
+def read_manifest(storage: Storage, kind: Any = Manifest) -> Any:
+    """Return the manifest in `storage`, or as `kind` a part of it. Its digest must fit.
 
-    One without a digest, as older versions wrote it, is decoded whole. What is so damaged that it does not look like
-    one is an unknown field.
+    One without a digest, as older versions wrote it, is decoded whole. What is so damaged that it
+    does not look like one is an unknown field.
+
+    Raises CheckpointNotFoundError if there is none; FormatError for one of a newer version;
+    CorruptCheckpointError for one that was changed, or is no manifest.
     """
     data, where = storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}"
     try:
-        _check_version(data, where)
+        version = msgspec.json.decode(data, type=_Version).version
+        if version > VERSION:
+            raise NewerVersionError(
+                f"{where} has format version {version}, but this reshard reads up to version {VERSION}: upgrade reshard"
+            )
         body, tail = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
         if not tail.startswith(_DIGEST_FIELD):
             return msgspec.json.decode(data, type=Manifest)
@@ -225,21 +223,10 @@ def _read(storage: Storage, kind: Any) -> Any:
         ) from None
 
 
-def _check_version(data: bytes, where: str) -> None:
-    version = msgspec.json.decode(data, type=_Version).version
-    if version > VERSION:
-        raise NewerVersionError(
-            f"{where} has format version {version}, but this reshard reads up to version {VERSION}: upgrade reshard"
-        )
-
-
 def refuse_newer(storage: Storage) -> None:
     """Raise FormatError for a manifest of a newer version, which an older release must not replace."""
-    data = storage.read(MANIFEST)
-    try:
-        _check_version(data, f"{storage.url.rstrip('/')}/{MANIFEST}")
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return  # a damaged one may be replaced
+    with suppress(CorruptCheckpointError):  # a damaged one may be replaced
+        read_manifest(storage, _Version)
 
 
 # The data files of a checkpoint: few are listed in the manifest, many in a table beside it, of

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -18,7 +19,7 @@ from planners.errors import PlanError
 from planners.geometry.box import Box, Range, Shape
 from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import TensorLayout, TensorSpec, state_from_json
-from planners.plans.save import SavePlan, plan_writes
+from planners.plans.save import SavePlan
 from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, FormatError
 from reshard.live.plain_data import decode_plain
 from reshard.native.manifest import (
@@ -29,6 +30,7 @@ from reshard.native.manifest import (
     Manifest,
     PartsRecord,
     entry_key,
+    published,
     read_manifest,
     without_claim,
 )
@@ -85,9 +87,7 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
 def is_replaced(native: NativeFacts) -> bool:
     """Return True if the checkpoint was replaced or removed since it was opened."""
     try:
-        return read_manifest(native.storage).save_id != native.manifest.save_id
-    except CheckpointNotFoundError:
-        return True
+        return published(native.storage) != native.manifest.save_id
     except CheckpointError:
         return False
 
@@ -108,10 +108,10 @@ def open(files: Files) -> Contents:
         raise CheckpointNotFoundError(
             f"there is no {MANIFEST} in {storage.url}: a save was killed before it was complete, or is still running"
         )
-    manifest = read_manifest(storage)
+    manifest: Manifest = read_manifest(storage)
     try:
         layout = state_from_json(manifest.layout)
-        plan = plan_writes(layout, divide_above_bytes=manifest.divide_above_bytes)
+        plan = SavePlan(layout, manifest.divide_above_bytes)
         paths = {key: path_from_json(path) for key, path in manifest.paths.items()}
         objects = PlainValues({key: decode_plain(data) for key, data in manifest.objects.items()})
     except (PlanError, FormatError) as error:
@@ -154,12 +154,15 @@ def look_for_files(
         names: sizes of what was listed, by name; where only the top was, it has folders, with a slash behind.
         refuse: gets an error that names the file.
     """
-    storage = native.storage
-    size_of: Callable[[str], int | None] = names.get
-    if any(name.endswith("/") for name in names):
-        size_of = storage.list().get if share == ALL else partial(_size, storage)
+    storage, is_listed = native.storage, not any(name.endswith("/") for name in names)
+    if not is_listed and share == ALL:
+        names, is_listed = storage.list(), True
     for file, nbytes in _lengths(native, share):
-        if (found := size_of(file)) != nbytes and (found is None or native.is_checked):
+        try:
+            found = names.get(file) if is_listed else storage.size(file)
+        except CheckpointNotFoundError:
+            found = None
+        if found != nbytes and (found is None or native.is_checked):
             refuse(native.naming_tensors(_of_wrong_length(storage, file, nbytes, found)))
         check_inside(storage, file)
 
@@ -178,13 +181,6 @@ def _lengths(native: NativeFacts, share: Share) -> Iterator[tuple[str, int]]:
         yield table.name, table.nbytes
 
 
-def _size(storage: Storage, name: str) -> int | None:
-    try:
-        return storage.size(name)
-    except CheckpointNotFoundError:
-        return None
-
-
 def check_inside(storage: Storage, file: str) -> None:
     """Raise CorruptCheckpointError for a link out of the checkpoint's folder."""
     if storage.leads_out(file):
@@ -201,14 +197,14 @@ def _of_wrong_length(storage: Storage, file: str, nbytes: int, found: int | None
     return error
 
 
+@dataclass(eq=False)
 class Once(Generic[T]):
     """The result of a function for a name, computed once, whichever thread asks first. Errors are
     not kept."""
 
-    def __init__(self, make: Callable[[str], T]) -> None:
-        self._make = make
-        self._made: dict[str, T] = {}
-        self._locks: dict[str, threading.Lock] = {}
+    _make: Callable[[str], T]
+    _made: dict[str, T] = field(default_factory=dict)
+    _locks: dict[str, threading.Lock] = field(default_factory=dict)
 
     def __call__(self, name: str) -> T:
         if name not in self._made:
@@ -287,7 +283,7 @@ class NativeFacts(Facts):
                 if part.file:
                     yield part
                     continue
-                source, start, _ = self._find(rank, entry_key(spec, part.box))
+                source, start, _ = self._find(spec, rank, part)
                 yield ArrayPart(part.box, part.box, source.name, start)
 
     def naming_tensors(self, error: CorruptCheckpointError) -> CorruptCheckpointError:
@@ -320,46 +316,47 @@ class NativeFacts(Facts):
 
     def locate(self, spec: TensorSpec, rank: int, part: ArrayPart) -> Extent:
         size, box = spec.itemsize, part.box
-        if part.file:  # of an earlier save
-            record = self.files.get(part.file)
-            if record is None:
-                raise CorruptCheckpointError(f"the manifest does not name {part.file}, which must hold {box}")
-            source = self.source(record.name)
-            _check_within(source, record, str(box), part.start, part.start + part.array.numel * size)
-            window = Window.row_major(part.start, part.array.sizes, size)
+        source, start, stop = self._find(spec, rank, part)
+        if part.file:
+            window = Window.row_major(start, part.array.sizes, size)
             return Extent(source, window.crop(box.relative_to(part.array)))
-        key = entry_key(spec, box)
-        source, start, stop = self._find(rank, key)
         if stop - start != box.numel * size:
             raise CorruptCheckpointError(
-                f"{source.label}: {key!r} has {stop - start} bytes, but {box} of {size}-byte elements is "
-                f"{box.numel * size}"
+                f"{source.label}: {entry_key(spec, box)!r} has {stop - start} bytes, but {box} of {size}-byte "
+                f"elements is {box.numel * size}"
             )
         return Extent(source, Window.row_major(start, box.sizes, size))
 
-    def _find(self, rank: int, key: str) -> tuple[FileSource, int, int]:
-        """(file, first byte, one past the last byte) of an array."""
-        record = self._file_of(rank)
-        if record is None:
-            raise CorruptCheckpointError(f"the manifest names no file of rank {rank}, which must hold {key!r}")
-        source = self.source(record.name)
-        entry = self._headers(record.name).get(key)
-        if entry is None or entry.data_offsets is None:
-            raise CorruptCheckpointError(f"{source.label} must hold {key!r}, but its header does not name it")
-        begin, end = entry.data_offsets
-        start, stop = record.header_bytes + begin, record.header_bytes + end
-        _check_within(source, record, key, start, stop)
+    def _find(self, spec: TensorSpec, rank: int, part: ArrayPart) -> tuple[FileSource, int, int]:
+        """(file, first byte, one past the last byte) of the array that has a part."""
+        if part.file:  # of an earlier save
+            record, what = self.files.get(part.file), str(part.box)
+            if record is None:
+                raise CorruptCheckpointError(f"the manifest does not name {part.file}, which must hold {what}")
+            source = self.source(record.name)
+            start, stop = part.start, part.start + part.array.numel * spec.itemsize
+        else:
+            record, what = self._file_of(rank), entry_key(spec, part.box)
+            if record is None:
+                raise CorruptCheckpointError(f"the manifest names no file of rank {rank}, which must hold {what!r}")
+            source = self.source(record.name)
+            entry = self._headers(record.name).get(what)
+            if entry is None or entry.data_offsets is None:
+                raise CorruptCheckpointError(f"{source.label} must hold {what!r}, but its header does not name it")
+            start, stop = (record.header_bytes + offset for offset in entry.data_offsets)
+        end = record.nbytes if source.checking.enabled else source.nbytes
+        if not record.header_bytes <= start <= stop <= end:
+            raise CorruptCheckpointError(f"{source.label}: {what!r} is outside the file, at bytes [{start}, {stop})")
         return source, start, stop
 
 
+@dataclass(eq=False, slots=True)
 class _Arrays(LazyChunks):
     """The chunks of a tensor, as the save plan and the tables of ranks say."""
 
-    __slots__ = ("_facts", "_layout", "_made")
-
-    def __init__(self, facts: NativeFacts, layout: TensorLayout) -> None:
-        self._facts, self._layout = facts, layout
-        self._made: dict[Box, StoredChunk] = {}
+    _facts: NativeFacts
+    _layout: TensorLayout
+    _made: dict[Box, StoredChunk] = field(default_factory=dict)
 
     @property
     def geometry(self) -> Hashable:
@@ -382,12 +379,6 @@ class _Arrays(LazyChunks):
             if (chunk := made.get(part.box)) is None:
                 chunk = made[part.box] = StoredChunk(part.box, partial(facts.locate, spec, rank, part), rank)
             yield chunk
-
-
-def _check_within(source: FileSource, record: FileRecord, what: str, start: int, stop: int) -> None:
-    end = record.nbytes if source.checking.enabled else source.nbytes
-    if not record.header_bytes <= start <= stop <= end:
-        raise CorruptCheckpointError(f"{source.label}: {what!r} is outside the file, at bytes [{start}, {stop})")
 
 
 def _source(

@@ -238,21 +238,18 @@ class Rounds:
         if expected:
             for _ in self._store.awaited(everybody, time.monotonic() + _SEEN_S, _SEEN_S):
                 pass
-        keys = dict.fromkeys([*own, count, everybody, *self._tree_keys(n)])
-        if failed and n:
-            keys |= dict.fromkeys(self._tree_keys(n - 1))
+        keys = [*own, count, everybody]
+        for ended in (n, n - 1) if failed and n else (n,):
+            at = f"{self.session}/{ended}"
+            keys.append(f"{at}/outcome")
+            for level, sizes in enumerate(_levels(len(self._ranks))):
+                for group, size in enumerate(sizes):
+                    keys.append(f"{at}/count/{level}/{group}")
+                    keys += self._store.keys_of(f"{at}/log/{level}/{group}", range(size))
         if not missing and (not expected or self._store.peek(everybody) is not None):
-            self._store.delete(keys)
-            keys = {}
-        self._stale_keys.leave(self.session, keys)
-
-    def _tree_keys(self, n: int) -> Iterator[str]:
-        """Yield the keys that the logs and the outcome of a round may have."""
-        yield f"{self.session}/{n}/outcome"
-        for level, sizes in enumerate(_levels(len(self._ranks))):
-            for group, size in enumerate(sizes):
-                yield f"{self.session}/{n}/count/{level}/{group}"
-                yield from self._store.keys_of(f"{self.session}/{n}/log/{level}/{group}", range(size))
+            self._store.delete(dict.fromkeys(keys))
+            keys = []
+        self._stale_keys.leave(self.session, dict.fromkeys(keys))
 
     def _climb(self, label: str, data: bytes, combine: Combine, only: int | None) -> Outcome | None:
         """Post, and as long as this rank is the last to come to a log, combine what is in it and

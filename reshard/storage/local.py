@@ -15,6 +15,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -289,12 +290,12 @@ class LocalStorage(Storage):
             raise _explained(error, verb, name, self.url) from error
 
 
+@dataclass(eq=False)
 class _LocalWriter(Writer):
-    def __init__(self, storage: LocalStorage, name: str, path: Path, file: int) -> None:
-        self._storage = storage
-        self._name = name
-        self._path = path
-        self._file = file
+    _storage: LocalStorage
+    _name: str
+    _path: Path
+    _file: int
 
     def _write(self, data: memoryview) -> None:
         with self._storage._errors("write", self._name):

@@ -28,12 +28,12 @@ V = TypeVar("V")
 F = TypeVar("F", bound="Facts")
 
 
+@dataclass(eq=False, repr=False)
 class LazyMapping(Mapping[K, V], Generic[K, V]):
     """A mapping with known keys. Values are made once, when requested."""
 
-    def __init__(self, makers: Mapping[K, Callable[[], V]]) -> None:
-        self._makers = makers
-        self._made: dict[K, V] = {}
+    _makers: Mapping[K, Callable[[], V]]
+    _made: dict[K, V] = field(default_factory=dict)
 
     def __getitem__(self, name: K) -> V:
         if name not in self._made:

@@ -10,9 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
+from typing import NoReturn
 
 import numpy as np
 
@@ -240,7 +240,8 @@ class FileSource(Source):
         self.check(0, int(rows.max(initial=0)))
         bad = self.checksums.compare(view, rows)
         self.checking.add(compared=int((rows[:, 1] - rows[:, 0]).sum()))
-        self._refuse(bad)
+        if bad:
+            self._refuse(bad)
 
     def _judge(self, blocks: Iterable[tuple[Range, Iterable[bytes | memoryview]]]) -> None:
         """Raises CorruptCheckpointError unless each block, whose bytes are given in pieces, is
@@ -252,18 +253,19 @@ class FileSource(Source):
             if not self.checksums.is_right(block, pieces):
                 bad.append(block)
         self.checking.add(compared=compared)
-        self._refuse(bad)
-
-    def _refuse(self, bad: Sequence[Range]) -> None:
-        """Raises CorruptCheckpointError for blocks that have other checksums than were saved."""
         if bad:
-            more = f", and {len(bad) - 1} more blocks" if len(bad) > 1 else ""
-            error = CorruptCheckpointError(
-                f"{self.label}: some of bytes [{bad[0][0]}, {bad[0][1]}) were changed since they were written{more}: "
-                "restore the file, or load another checkpoint (check=False reads it as it is)"
-            )
-            error.places = tuple((self.name, start, stop) for start, stop in bad)
-            raise error
+            self._refuse(bad)
+
+    def _refuse(self, bad: Sequence[Range]) -> NoReturn:
+        """Raises CorruptCheckpointError for blocks that have other checksums than were saved."""
+        more = f", and {len(bad) - 1} more blocks" if len(bad) > 1 else ""
+        first, last = bad[0]
+        error = CorruptCheckpointError(
+            f"{self.label}: some of bytes [{first}, {last}) were changed since they were written{more}: "
+            "restore the file, or load another checkpoint (check=False reads it as it is)"
+        )
+        error.places = tuple((self.name, start, stop) for start, stop in bad)
+        raise error
 
     def compare_data(self, start: int, data: memoryview) -> int:
         """Compare the blocks that are within `data`, the bytes from `start`; returns how many bytes these have.
@@ -323,8 +325,8 @@ class FileSource(Source):
         if blocks is None:
             if wanted:
                 self._owe(sums, [(start, stop)], wanted)
-                wrong = sums.note(start, data)
-                self._refuse([] if wrong is None else [wrong])
+                if (wrong := sums.note(start, data)) is not None:
+                    self._refuse([wrong])
                 self._settle(sums)
             return
         rows = []
@@ -424,22 +426,16 @@ class FileSource(Source):
         return self._hash
 
 
+@dataclass(eq=False)
 class Files:
-    """The files of one checkpoint: one `FileSource` a name, so that each is mapped once, and is checked in one way.
+    """The files of one checkpoint: one `FileSource` a name, so that each is mapped once, and is
+    checked in one way."""
 
-    `listed`: sizes by name, relative to `storage`, as far as they are known.
-    """
-
-    def __init__(
-        self,
-        storage: Storage,
-        listed: Mapping[str, int] = MappingProxyType({}),
-        checking: Checking | None = None,
-    ) -> None:
-        self.storage = storage
-        self.listed = listed
-        self.checking = Checking() if checking is None else checking
-        self._sources: dict[str, FileSource] = {}
+    storage: Storage
+    listed: Mapping[str, int] = field(default_factory=dict)
+    """Sizes by name, relative to `storage`, as far as they are known."""
+    checking: Checking = field(default_factory=Checking)
+    _sources: dict[str, FileSource] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> FileSource:
         source = self._sources.get(name)
@@ -450,9 +446,7 @@ class Files:
 
     def some(self, names: Mapping[str, int]) -> Files:
         """The same files, of which only these are to be looked at."""
-        found = Files(self.storage, names, self.checking)
-        found._sources = self._sources
-        return found
+        return replace(self, listed=names)
 
 
 class BytesSource(Source):

@@ -50,7 +50,7 @@ def common(simulation: Simulation) -> Iterator[None]:
             simulation.process.spent_s += made[key][1]
         return made[key][0]
 
-    def planned(layout: Any, *, divide_above_bytes: int) -> SavePlan:
+    def planned(layout: Any, divide_above_bytes: int) -> SavePlan:
         def make() -> SavePlan:
             plan = SavePlan(layout, divide_above_bytes)
             for assigned in plan.assignments:
@@ -66,7 +66,7 @@ def common(simulation: Simulation) -> Iterator[None]:
 
     with (
         mock.patch.object(save_job, "plan_writes", planned),
-        mock.patch.object(reader, "plan_writes", planned),
+        mock.patch.object(reader, "SavePlan", planned),
         mock.patch.object(reader, "FileTable", Table),
     ):
         yield
