@@ -197,7 +197,7 @@ def _stage_views(rules: Sequence[Rule], specs: Dict[str, TensorSpec]) -> dict[st
 def _group_views(group: RuleGroup, sources: Sequence[TensorSpec], shapes: Dict[str, Shape]) -> dict[str, View]:
     if group.is_carried([s.shape for s in sources], shapes):
         count = None
-        if group.rule.targets and group.rule.targets[0].number is not None:
+        if group.rule.numbers_targets:
             if group.site.name not in shapes:
                 raise KeyMismatchError(_no_parameter(group.members[0], "the state"))
             count = len(views_of(group.rule, (shapes[group.site.name],), sources[0].dtype))
@@ -289,7 +289,7 @@ class MappingStage:
             self.renamed[first] = new
             self._put(self.made, new, first, lambda: self.tensors[first]().renamed(new))
             return
-        if len(group.members) == 1 and len(rule.targets) == 1 and rule.targets[0].number is None:
+        if len(group.members) == 1 and len(rule.targets) == 1 and not rule.numbers_targets:
             [self.renamed[first]] = group.target_names(None)
             self.change[first] = rule.renamed(lambda _: "")
         if isinstance(rule, Computing):
@@ -299,7 +299,7 @@ class MappingStage:
         if group.missing:
             self.warnings.append(_filled_note(group))
         count = None
-        if rule.targets and rule.targets[0].number is not None:  # how many there are is in the shape
+        if rule.numbers_targets:  # how many there are is in the shape
             source = self.tensors[first]()
             if not self._is_carried(group, [source.spec.shape]):
                 count = len(self._views(group, [source]))
@@ -380,7 +380,7 @@ class MappingStage:
             if group.missing:
                 self.warnings.append(_filled_note(group))
             number = counts.get(group.identity)
-            if group.rule.targets and group.rule.targets[0].number is not None and number is None:
+            if group.rule.numbers_targets and number is None:
                 number = self._count_at_parameter(group)
             for new in group.target_names(number):
                 self._put(self.objects, new, group.members[0], partial(self._carried_object, group))
@@ -410,7 +410,7 @@ class MappingStage:
         return list(out)
 
     def _counted(self, name: str, rule: Rule) -> int | None:
-        if not rule.targets or rule.targets[0].number is None or name not in self._parameters:
+        if not rule.numbers_targets or name not in self._parameters:
             return None
         spec = self.tensors[self._parameters[name]]().spec
         return len(views_of(rule, (spec.shape,), spec.dtype))
