@@ -181,14 +181,13 @@ class Hints:
                     "the hint 'param_names' is one list of names, but several optimizers, stages, or ranks number "
                     "their parameters separately: give {0: [names], 1: [names], ...}"
                 )
+        items: Any = None
         if isinstance(value, Mapping):
             items = value.items()
         elif isinstance(value, Sequence) and not isinstance(value, str):
             if value and all(isinstance(names, (list, tuple)) for names in value):  # of each group
                 value = [name for names in value for name in names]
-            items = list(enumerate(value))  # type: ignore[assignment]
-        else:
-            raise NormalizationError(f"the hint 'param_names' must be {HINTS['param_names']}; got {value!r:.80}")
+            items = enumerate(value)
         try:
             return {int(i): str(name) for i, name in items}
         except (TypeError, ValueError):

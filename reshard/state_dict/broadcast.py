@@ -82,14 +82,12 @@ def receive_model(live: LiveModel, given: Mapping[str, Any], options: StateDictO
         plan_model(live, _on_meta(mine), options, outlines=True)
     device = next((s.value.device for s in live.slots if s.value is not None and not s.value.is_meta), None)
     in_regions = {slot.name for item in live.items if isinstance(item, SelfLoadingModule) for slot in item.slots}
-    targets: dict[str, torch.Tensor] = {}
 
-    def target(path: Sequence[Any], one: Outline) -> torch.Tensor:
-        slot = live.by_name.get(one.path[1:])
-        targets[one.path] = _model_target(one, slot, device or torch.device("cpu"), one.path[1:] in in_regions)
-        return targets[one.path]
+    def target(_: Sequence[Any], one: Outline) -> torch.Tensor:
+        name = one.path[1:]
+        return _model_target(one, live.by_name.get(name), device or torch.device("cpu"), name in in_regions)
 
-    made: dict[str, Any] = _map_outlines(target, mine)
+    made, targets = _with_targets(target, mine)
     _fill(targets, sources, known, options.strict)
     return made
 
@@ -108,13 +106,11 @@ def receive_optimizer(live: LiveOptimizers, given: Mapping[str, Any], options: S
     mine = {"state": state, "param_groups": [*groups.values(), *({**f, "params": []} for f in saved.empty)]}
     with setting():
         plan_optimizers(live, _on_meta(mine), options, outlines=True)
-    targets: dict[str, torch.Tensor] = {}
 
     def target(path: Sequence[Any], one: Outline) -> torch.Tensor:
-        targets[one.path] = _optimizer_target(one, live.by_name[path[1]] if path[0] == "state" else None)
-        return targets[one.path]
+        return _optimizer_target(one, live.by_name[path[1]] if path[0] == "state" else None)
 
-    made: dict[str, Any] = _map_outlines(target, mine)
+    made, targets = _with_targets(target, mine)
     # of what is left to other optimizers of this model the rank knows at least the name
     leaves = leaves_of(outline).items()
     known = {one.path for path, one in leaves if isinstance(one, Outline) and _names_any(path, live)}
@@ -165,6 +161,19 @@ def _like(model: torch.Tensor, piece: FlatPiece | None, dtype: torch.dtype, devi
 def _map_outlines(make: Callable[[tuple[Any, ...], Outline], Any], nest: Any) -> Any:
     """The containers with `make(path, outline)` instead of each outline."""
     return map_leaves(lambda path, leaf: make(path, leaf) if isinstance(leaf, Outline) else leaf, nest)
+
+
+def _with_targets(
+    make: Callable[[Sequence[Any], Outline], torch.Tensor], nest: Any
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The containers with a tensor instead of each outline, and these tensors by path."""
+    targets: dict[str, torch.Tensor] = {}
+
+    def keep(path: Sequence[Any], one: Outline) -> torch.Tensor:
+        targets[one.path] = make(path, one)
+        return targets[one.path]
+
+    return _map_outlines(keep, nest), targets
 
 
 def _on_meta(nest: Any) -> Any:

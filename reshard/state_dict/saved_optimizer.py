@@ -300,9 +300,7 @@ def plan_groups(live: LiveOptimizers, saved: SavedOptimizer) -> list[GroupWrite]
         for one in live.parameters[k]:
             members[one.group].append(one)
         for g, group in enumerate(optimizer.param_groups):
-            given = _common(members[g], saved) if members[g] else matched.get((k, g))
-            if given is None:
-                given = {}
+            given = (_common(members[g], saved) if members[g] else matched.get((k, g))) or {}
             write = _group_write(k, g, group, given)
             if EXTRA not in given and loads_itself(optimizer) and extra_of(saved_by(optimizer)):
                 write = replace(write, kept=(*write.kept, EXTRA))
@@ -483,7 +481,7 @@ class StateKind:
         kind = (self._are_set, is_matrix, *values)
         found = self._checked.get(kind)
         if found is None or self._base == "LBFGS":
-            needed = self._needed(values, is_matrix, self._are_set)
+            needed = self._needed(values, is_matrix)
             lacking = tuple(name for name in needed if name not in values)
             unused = tuple(key for key in values if self._has_no_use_for(str(key)))
             found = self._checked[kind] = Misfit(lacking, unused) if lacking or unused else _FITS
@@ -540,11 +538,11 @@ class StateKind:
         owned = (own for of, own in state.items() if isinstance(of, torch.Tensor) and isinstance(own, dict))
         return {str(key) for own in owned for key in own}
 
-    def _needed(self, values: Mapping[Any, Any], is_matrix: bool, are_set: Sequence[bool]) -> list[str]:
+    def _needed(self, values: Mapping[Any, Any], is_matrix: bool) -> list[str]:
         if self._schema is None:
             return []
         needed = list(self._schema.always)
-        needed += [key for key, is_set in zip(self._schema.under.values(), are_set) if is_set]
+        needed += [key for key, is_set in zip(self._schema.under.values(), self._are_set) if is_set]
         if self._base == "Adafactor":
             needed += ["row_var", "col_var"] if is_matrix else ["variance"]
         if self._base == "LBFGS" and values.get("n_iter", 1):

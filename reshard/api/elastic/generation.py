@@ -296,10 +296,10 @@ class Survivors(Storage):
         self._records: dict[str, tuple[int, FileRecord]] = {}
         self._plan: SavePlan | None = None
 
-    def expect(self, manifest: Manifest, plan: SavePlan) -> None:
+    def expect(self, native: NativeFacts) -> None:
         """The files of which headers may be asked."""
-        self._records = {record.name: (int(rank), record) for rank, record in manifest.files.items()}
-        self._plan = plan
+        self._records = {record.name: (int(rank), record) for rank, record in native.manifest.files.items()}
+        self._plan = native.plan
 
     def path_of(self, name: str) -> Path:
         """Return where a file or its checksums are, or are to be written."""
@@ -479,11 +479,8 @@ def _mapped(path: Path, *, shared: bool) -> torch.Tensor:
 
 def _sync(path: Path) -> None:
     with os_errors(f"make {path} durable"):
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(file)
-        finally:
-            os.close(file)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
         sync_folder(path.parent)
 
 

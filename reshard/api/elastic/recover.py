@@ -283,7 +283,7 @@ class _JudgedGeneration:
         contents = reader.open(Files(storage, storage.list(), Checking(enabled=False)))
         native = contents.details(NativeFacts)
         assert native is not None
-        storage.expect(native.manifest, native.plan)
+        storage.expect(native)
         self = cls(settings, kept, group, hosts, Checkpoint(contents, storage.url), storage, native)
         self.checked = sum(stop - start for ranges in mine.values() for start, stop in ranges)
         for name, its in zip(hosts.names, group.gather(mine, kind=Held) or ()):
@@ -417,12 +417,6 @@ def _no_host(place: Path) -> str:
     return f" (the hosts' folders are in it: {format_some(inner)})" if inner else ""
 
 
-def _of_no_host(places: Sequence[Path]) -> list[str]:
-    """What to say of folders that have nothing of a host."""
-    empty = [place for place in places if not kept_in(place)]
-    return [f"{place} has nothing that a host kept{_no_host(place)}" for place in empty]
-
-
 def gather(
     folders: Sequence[AnyPath],
     out: AnyPath | Storage,
@@ -481,7 +475,8 @@ def gather(
         raise CheckpointExistsError(f"{storage.url} has {wanted} already: open it, or remove it first")
     commit.replaced_by_save(storage, names, overwrite)
     files, nbytes = look.write(storage, absolute(out), executor)
-    left = (*_of_no_host(places), *found.left_behind(wanted, (), step))
+    empty = (f"{place} has nothing that a host kept{_no_host(place)}" for place in places if not kept_in(place))
+    left = (*empty, *found.left_behind(wanted, (), step))
     return GatherReport(storage.url, wanted.number, wanted.step, files, nbytes, left)
 
 

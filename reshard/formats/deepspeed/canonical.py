@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,9 +65,14 @@ class _ModelParallelRank:
     optims: dict[int, tuple[str, TorchFile]] = field(default_factory=dict)
 
     @property
+    def first(self) -> TorchFile:
+        """The first model file."""
+        return self.models[min(self.models)]
+
+    @property
     def head(self) -> dict[str, Any]:
         """What the first model file says."""
-        value = self.models[min(self.models)].value if self.models else {}
+        value = self.first.value if self.models else {}
         return value if isinstance(value, dict) else {}
 
     def shapes(self) -> list[Shapes]:
@@ -135,13 +141,13 @@ def _master(fqn: str, tensor: StoredTensor, master: Value) -> StoredTensor:
 
 
 def _stages(files: Mapping[str, TorchFile]) -> dict[int, _ModelParallelRank]:
-    stages: dict[int, _ModelParallelRank] = {}
+    stages = defaultdict[int, _ModelParallelRank](_ModelParallelRank)
     for stem, file in files.items():
         if match := _MODEL.fullmatch(stem):
             # what we wrote has that of rank 0 under two names, the second one without tensors
-            stages.setdefault(int(match["mp"]), _ModelParallelRank()).models.setdefault(int(match["dp"] or 0), file)
+            stages[int(match["mp"])].models.setdefault(int(match["dp"] or 0), file)
         elif match := _OPTIM.fullmatch(stem):
-            stages.setdefault(int(match["mp"]), _ModelParallelRank()).optims[int(match["dp"])] = (stem, file)
+            stages[int(match["mp"])].optims[int(match["dp"])] = (stem, file)
     return stages
 
 
@@ -169,14 +175,12 @@ def _add_stage(parts: Parts, stage: _ModelParallelRank, mp: int, hints: Hints) -
     if stage.optims:
         _add_zero(parts, stage, shapes)
     _add_module(parts, stage, head)
-    optimizer = head.get("optimizer")
+    optimizer, file = head.get("optimizer"), stage.first
     if isinstance(optimizer, dict) and "state" in optimizer:
-        file = stage.models[min(stage.models)]
         state = {str(i): stored_values(i, of, file) for i, of in optimizer["state"].items()}
         parts.by_id = StoredOptimizer(state, saved_groups(optimizer, file))
     elif isinstance(optimizer, dict) and isinstance(optimizer.get("optimizer_state_dict"), dict):
         # of a 16-bit model
-        file = stage.models[min(stage.models)]
         shapes_of = {str(k): v.size for k, v in (head.get("module") or {}).items() if isinstance(v, TensorRef)}
         parts.by_id = read_mixed(optimizer, file, shapes_of, hints)
         parts.tied.update(_same_storage(head["module"]))
@@ -202,8 +206,7 @@ def _add_zero(parts: Parts, stage: _ModelParallelRank, shapes: list[Shapes]) -> 
         raise CorruptCheckpointError(f"{name}.pt is missing: there are files of the ranks {ordered}")
     if not shapes:
         raise CorruptCheckpointError(
-            f"{stage.models[min(stage.models)].source.label}: it has no param_shapes, which list the parameters in "
-            "the pieces"
+            f"{stage.first.source.label}: it has no param_shapes, which list the parameters in the pieces"
         )
     ranks = [read_rank(stage.optims[r][0], stage.optims[r][1], r) for r in ordered]
     cut = cut_stage3 if ranks[0].stage == 3 else cut_stage12
@@ -230,7 +233,7 @@ def _add_groups(parts: Parts, ranks: Sequence[Rank], shapes: list[Shapes]) -> No
 
 def _add_module(parts: Parts, stage: _ModelParallelRank, head: Mapping[str, Any]) -> None:
     """Weights that have no master: buffers, frozen parameters, everything without ZeRO."""
-    file = stage.models[min(stage.models)]
+    file = stage.first
     frozen = {str(k): tuple(map(int, v)) for k, v in (head.get("frozen_param_shapes") or {}).items()}
     trained = {fqn: shape for group in stage.shapes() for fqn, shape in group.items()}
     tied = head.get("shared_params") or {}
@@ -255,7 +258,7 @@ def _frozen(stage: _ModelParallelRank, fqn: str, shape: Shape) -> StoredTensor:
     """A frozen parameter of ZeRO-3 from the slices of all ranks."""
     for rank in range(max([*stage.models, *stage.optims]) + 1):
         if rank not in stage.models:
-            name = re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", stage.models[min(stage.models)].source.label)
+            name = re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", stage.first.source.label)
             raise CorruptCheckpointError(f"{name} is missing, which holds a part of the frozen parameter {fqn!r}")
     pieces, left = [], math.prod(shape)
     for rank, file in sorted(stage.models.items()):

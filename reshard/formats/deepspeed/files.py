@@ -81,24 +81,17 @@ def open(files: Files) -> Contents:
     storage, names = files.storage, files.listed
     folder = _folder(storage, names)
     opened: dict[KeyPath, TorchFile] = {}
-    for file in sorted(names):
-        inner = file.removeprefix(folder)
-        if not file.startswith(folder):
-            continue
+    there = {file.removeprefix(folder): file for file in sorted(names) if file.startswith(folder)}
+    for inner, file in there.items():
         universal = _UNIVERSAL.fullmatch(inner)
         if universal:
             opened["zero", universal[1], universal[2]] = read_torch_file(files[file])
         elif _STATES.fullmatch(inner) or inner == _UNIVERSAL_STATE:
             opened[tuple(inner.removesuffix(".pt").split("/"))] = read_torch_file(files[file])
-    there = {file.removeprefix(folder) for file in names if file.startswith(folder)}
     missing = tuple(
         f"{folder}{file} is missing: other files of this checkpoint show that it was saved"
         for file in sorted(
-            {
-                *_lost_of_ranks(there, _Counts.of(opened.values())),
-                *_lost_layers(there, opened.values()),
-                *_lost_states(there, opened.values()),
-            }
+            {file for lost in (_lost_of_ranks, _lost_layers, _lost_states) for file in lost(there, opened.values())}
         )
     )
     facts = DeepSpeedFacts({"/".join(map(str, path)): file for path, file in opened.items()}, missing)
@@ -138,10 +131,10 @@ class _Counts:
         return cls(max(partitions), max(models), shards_models)
 
 
-def _lost_of_ranks(there: Collection[str], stated: _Counts) -> Iterator[str]:
+def _lost_of_ranks(there: Collection[str], files: Iterable[TorchFile]) -> Iterator[str]:
     """Files that are missing among those of ranks: where there is one of a kind, every rank has one."""
-    if any(map(_UNIVERSAL.fullmatch, there)):
-        stated = _Counts()  # it has copies of some files, whatever these say
+    is_universal = any(map(_UNIVERSAL.fullmatch, there))  # it has copies of some files, whatever these say
+    stated = _Counts.of(() if is_universal else files)
     matches = [*filter(None, map(_OF_RANK.fullmatch, there))]
     models = [int(match[1]) for match in map(_OF_MODEL.fullmatch, there) if match] + [int(m["mp"]) for m in matches]
     kinds = {match["kind"]: match[0] for match in matches}

@@ -199,8 +199,7 @@ def _mapped_parts(ranks: Sequence[Rank], g: int, group: Shapes) -> _Parts:
 
 def _even_parts(ranks: Sequence[Rank], g: int, group: Shapes) -> _Parts:
     """All pieces but the last have the length of the first; the parameters follow one another."""
-    first = ranks[0].flats[g][MASTER]
-    piece = first.spec.numel if isinstance(first, StoredTensor) else 0
+    piece = _numel(ranks[0].flats[g][MASTER])
     parts: _Parts = {}
     start = stop = 0
     paddings = ranks[0].paddings[g] if g < len(ranks[0].paddings) else []

@@ -23,11 +23,9 @@ from reshard.formats.megatron.names import (
     canonical_key,
     is_buffer,
     is_expert,
-    is_gated,
     is_vocabulary,
-    join_shards,
+    join_by_name,
     skipped,
-    tp_dim,
 )
 from reshard.formats.megatron.optimizer import bucket_limit, decays, place_joined, place_params
 from reshard.formats.torch_save.pickles import TensorRef
@@ -187,7 +185,7 @@ def _take(
 
 def _join(name: str, by_tp: Mapping[int, StoredTensor], shapes: Mapping[str, Shape], hints: Hints) -> StoredTensor:
     shards = [by_tp[tp] for tp in sorted(by_tp)]
-    return join_shards(name, shards, tp_dim(name, hints, len(shards)), is_gated(name, shapes))
+    return join_by_name(name, shards, shapes, hints)
 
 
 def _join_states(
