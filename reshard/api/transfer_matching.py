@@ -455,15 +455,16 @@ def _common_device(found: list[tuple[_TransferDescription, Sequence[int]]]) -> s
 # plain data.
 
 
+@dataclass(frozen=True)
 class Values:
     """The plain data of a transfer. False if no target of the job wants any."""
 
-    def __init__(self, source: Targets, target: Targets, pairs: dict[str, str], mapping: Any) -> None:
-        """`pairs`: target -> source, of the whole job.
-
-        `mapping`: see `redistribute`.
-        """
-        self._source, self._target, self._pairs, self._mapping = source, target, pairs, mapping
+    _source: Targets
+    _target: Targets
+    _pairs: dict[str, str]
+    """Target -> source, of the whole job."""
+    _mapping: Any
+    """See `redistribute`."""
 
     def __bool__(self) -> bool:
         return bool(self._pairs)

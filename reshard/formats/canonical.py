@@ -59,6 +59,12 @@ class Canonical:
             raise NormalizationError(f"two values of the checkpoint would be the state {name!r} of {fqn!r}")
         known[name] = value.renamed(f"{fqn}.{name}") if isinstance(value, StoredTensor) else value
 
+    def add_step(self, step: Value) -> None:
+        """Give all parameters with states this number of steps, unless they have one."""
+        for fqn, states in self.state.items():
+            if "step" not in states:
+                self.add_state(fqn, "step", step)
+
     def rename(self) -> Canonical:
         """The same with every tensor of the model named as its key."""
         self.model = {fqn: t if t.fqn == fqn else t.renamed(fqn) for fqn, t in self.model.items()}

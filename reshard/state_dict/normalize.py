@@ -124,11 +124,10 @@ class _Normalizing:
         return {**extra_of(raw), "state": state, "param_groups": packed}
 
     def flat_optimizer(self, raw: Mapping[str, Any], what: str) -> dict[str, Any]:
-        parts = [key.partition(".") for key in raw]
-        bare = {rest: raw[section + dot + rest] for section, dot, rest in parts if section == "state"}
-        fields = {rest: raw[section + dot + rest] for section, dot, rest in parts if section != "state"}
-        out = {f"state.{name}": value for name, value in self.renamed_keys(bare, what).items()}
-        out.update((f"param_groups.{name}", value) for name, value in self.renamed_keys(fields, what).items())
+        out: dict[str, Any] = {}
+        for front in ("state.", "param_groups."):
+            bare = {key.removeprefix(front): value for key, value in raw.items() if key.startswith(front)}
+            out.update((front + name, value) for name, value in self.renamed_keys(bare, what).items())
         return out
 
     def renamed_keys(self, raw: Mapping[str, Any], what: str) -> dict[str, Any]:

@@ -452,8 +452,7 @@ def gather(
         raise OptionError(f"folders must be a list of the folders of hosts, such as [{os.fspath(folders)!r}]")
     storage, places = open_storage(out), [Path(absolute(folder) if executor else folder) for folder in folders]
     found = FoundGenerations.of((str(place), kept_in(place)) for place in places)
-    order = found.order(step=step)
-    if not order.newest:
+    if not (order := found.order(step=step)).newest:
         steps = ", ".join(f"step {kept.step}" for kept in sorted(found.made, reverse=True))
         what = f"no complete in-memory checkpoint{'' if step is None else f' of step {step}'}"
         where = f"{_shown(places)}; found there: {steps}" if steps else _shown(places)
@@ -476,8 +475,8 @@ def gather(
     commit.replaced_by_save(storage, names, overwrite)
     files, nbytes = look.write(storage, absolute(out), executor)
     empty = (f"{place} has nothing that a host kept{_no_host(place)}" for place in places if not kept_in(place))
-    left = (*empty, *found.left_behind(wanted, (), step))
-    return GatherReport(storage.url, wanted.number, wanted.step, files, nbytes, left)
+    left = found.left_behind(wanted, (), step)
+    return GatherReport(storage.url, wanted.number, wanted.step, files, nbytes, (*empty, *left))
 
 
 class _CompareFile(NamedTuple):

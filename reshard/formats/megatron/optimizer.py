@@ -419,9 +419,7 @@ def assign_groups(result: Canonical, settings: list[dict[str, Any]], own_rate: A
             if "step" not in result.state.get(fqn, {"step": 0}):
                 result.add_state(fqn, "step", step)
     if steps and steps[0] is not None and all(step == steps[0] for step in steps):
-        for fqn, states in result.state.items():  # those of no known group, too
-            if "step" not in states:
-                result.add_state(fqn, "step", steps[0])
+        result.add_step(steps[0])  # to those of no known group, too
 
 
 def _has_own_rate(group: Mapping[str, Any], own_rate: Any) -> bool:
