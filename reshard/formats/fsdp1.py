@@ -302,7 +302,7 @@ def _first_copy(section: str, files: Mapping[int, TorchFile], hints: Hints) -> d
 def _find(files: dict[int, TorchFile]) -> _RankStates:
     found = _RankStates(files)
     for file in files.values():
-        value = file.value if isinstance(file.value, dict) else {}
+        value = file.entries
         model = next((value[key] for key in _MODELS if isinstance(value.get(key), dict)), None)
         optim = next((value[key] for key in _OPTIMIZERS if isinstance(value.get(key), dict)), None)
         if model is None and optim is None:

@@ -44,6 +44,10 @@ class Outline(NamedTuple):
     shape: Shape
     dtype: torch.dtype
 
+    def made(self, device: torch.device | str) -> torch.Tensor:
+        """New memory for all of it."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
 
 @contextlib.contextmanager
 def setting(options: StateDictOptions | None = None, *, alone: bool = False) -> Iterator[None]:
@@ -133,16 +137,16 @@ def _names_any(path: Sequence[Any], live: LiveOptimizers) -> bool:
 
 def _optimizer_target(one: Outline, owner: OptimizedParameter | None) -> torch.Tensor:
     if owner is None or not one.shape:
-        return torch.empty(one.shape, dtype=one.dtype, device="cpu")
+        return one.made("cpu")
     device = owner.parameter.device
     if one.shape == owner.shape:
         return _like(owner.parameter, owner.piece, one.dtype, device)
-    return torch.empty(one.shape, dtype=one.dtype, device=device)
+    return one.made(device)
 
 
 def _model_target(one: Outline, slot: StateEntry | None, device: torch.device, in_region: bool) -> torch.Tensor:
     if slot is None or slot.value is None or one.shape != slot.shape:
-        return torch.empty(one.shape, dtype=one.dtype, device=device)
+        return one.made(device)
     if not slot.value.is_meta and slot.value.dtype == one.dtype and not in_region:
         return slot.tensor()
     return _like(slot.value, slot.piece, one.dtype, device if slot.value.is_meta else slot.value.device)
@@ -178,7 +182,7 @@ def _with_targets(
 
 def _on_meta(nest: Any) -> Any:
     """The containers with tensors without memory for outlines."""
-    return _map_outlines(lambda _, one: torch.empty(one.shape, dtype=one.dtype, device="meta"), nest)
+    return _map_outlines(lambda _, one: one.made("meta"), nest)
 
 
 def _share_outline(given: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -72,8 +72,7 @@ class _ModelParallelRank:
     @property
     def head(self) -> dict[str, Any]:
         """What the first model file says."""
-        value = self.first.value if self.models else {}
-        return value if isinstance(value, dict) else {}
+        return self.first.entries if self.models else {}
 
     def shapes(self) -> list[Shapes]:
         """Shapes of the trainable parameters of each group; [] if ZeRO is off."""
@@ -274,10 +273,10 @@ def _frozen(stage: _ModelParallelRank, fqn: str, shape: Shape) -> StoredTensor:
 def _add_layer(parts: Parts, stem: str, file: TorchFile) -> None:
     """Weights of a pipeline's layer, or of an expert."""
     layer, expert = _LAYER.fullmatch(stem), _EXPERT.fullmatch(stem)
-    if (layer is None and expert is None) or not isinstance(file.value, dict):
+    if layer is None and expert is None:
         return
     front = "" if layer is None else f"{int(layer['layer'])}."
-    for fqn, ref in file.value.items():
+    for fqn, ref in file.entries.items():
         if isinstance(ref, TensorRef) and front + str(fqn) not in parts.model:
             parts.model[front + str(fqn)] = stored_tensor(front + str(fqn), file, ref)
 
@@ -299,12 +298,7 @@ def _add_universal(
         if isinstance(stored, StoredTensor) and bare and fqn in shapes and stored.spec.shape != shapes[fqn]:
             stored = unflatten(stored, shapes[fqn], fqn)  # of stage 3
         rows = hints.get("vocab_size")
-        if (
-            isinstance(stored, StoredTensor)
-            and rows
-            and isinstance(file.value, dict)
-            and file.value.get("vocab_tensor")
-        ):
+        if isinstance(stored, StoredTensor) and rows and file.entries.get("vocab_tensor"):
             stored = narrow(stored, 0, 0, min(int(rows), stored.spec.shape[0]))
         if state == "fp32" and isinstance(stored, StoredTensor):
             parts.model[fqn] = stored  # of buffers, the module has the better copy
@@ -314,15 +308,15 @@ def _add_universal(
     common = files.get("zero/optimizer_state")
     if found and common is not None:
         _add_common_step(parts, common)
-    if found and common is not None and isinstance(common.value, dict) and not parts.groups:
-        rank = Rank(common.source.label, groups=saved_groups(common.value, common))
+    if found and common is not None and common.entries and not parts.groups:
+        rank = Rank(common.source.label, groups=saved_groups(common.entries, common))
         for stage in stages.values():
             _add_groups(parts, [rank], stage.shapes())
 
 
 def _add_common_step(parts: Parts, common: TorchFile) -> None:
     """The number of steps for parameters that have no file of it, as those of stage 3; its groups have one each."""
-    inner = common.value.get("optimizer_state_dict") if isinstance(common.value, dict) else None
+    inner = common.entries.get("optimizer_state_dict")
     states = inner.get("state") if isinstance(inner, dict) else None
     steps = [of["step"] for of in states.values() if "step" in of] if isinstance(states, dict) else []
     if not steps or any(common.plain(step) != common.plain(steps[0]) for step in steps):

@@ -122,7 +122,7 @@ class _Counts:
     def of(cls, files: Iterable[TorchFile]) -> _Counts:
         partitions, models, shards_models = [0], [0], False
         for file in files:
-            value = file.value if isinstance(file.value, dict) else {}
+            value = file.entries
             state = value.get("optimizer_state_dict")
             counts = state.get("partition_count") if isinstance(state, dict) else None
             partitions += [n for n in (counts if isinstance(counts, list) else [counts]) if isinstance(n, int)]
@@ -156,7 +156,7 @@ def _lost_layers(there: Collection[str], files: Iterable[TorchFile]) -> Iterator
     """Files of a pipeline's layers that are missing: names of parameters begin with the number of their layer."""
     found = {int(match[1]) for match in map(_OF_LAYER.match, there) if match}
     for file in files:
-        value = file.value if isinstance(file.value, dict) else {}
+        value = file.entries
         shapes = value.get("param_shapes")
         if isinstance(shapes, list) and value.get("module", 0) is None:  # the layers' files have the module
             named = {str(name).partition(".")[0] for group in shapes if isinstance(group, Mapping) for name in group}
@@ -169,7 +169,7 @@ def _lost_states(there: Collection[str], files: Iterable[TorchFile]) -> Iterator
     held: dict[str, set[str]] = {}
     for match in filter(None, map(_UNIVERSAL.fullmatch, there)):
         held.setdefault(match[1], set()).add(match[2])
-    given = [file.value.get("param_shapes") for file in files if isinstance(file.value, dict)] if held else []
+    given = [file.entries.get("param_shapes") for file in files] if held else []
     groups = [group for one in given for group in (one if isinstance(one, list | tuple) else [one])]
     trained = {str(name) for group in groups if isinstance(group, Mapping) for name in group}
     kinds = [held[name] for name in trained & held.keys()]

@@ -53,7 +53,7 @@ class Rank:
 def read_rank(stem: str, file: TorchFile, rank: int) -> Rank:
     """Raises CorruptCheckpointError if the file is not what DeepSpeed writes."""
     label = file.source.label
-    value = file.value.get("optimizer_state_dict") if isinstance(file.value, dict) else None
+    value = file.entries.get("optimizer_state_dict")
     if not isinstance(value, dict):
         raise CorruptCheckpointError(f"{label}: it holds no optimizer_state_dict of ZeRO")
     third = "fp32_flat_groups" in value

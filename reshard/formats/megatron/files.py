@@ -146,8 +146,7 @@ def open_folder(files: Files, folder: str) -> Contents:
         )
     if common in names:
         file = read_torch_file(files[common])
-        if isinstance(file.value, dict):
-            shared = {key: file.plain(value) for key, value in file.value.items() if key != "rng_state"}
+        shared = {key: file.plain(value) for key, value in file.entries.items() if key != "rng_state"}
         parts.append(("common", _only_here(contents_of("megatron", {(): file}), sharded, file.source.label)))
     known = sharded.details(dcp.DcpFacts)
     assert known is not None
@@ -285,7 +284,7 @@ def _place(at: tuple[int, ...], of: Mapping[str, TorchFile], url: str) -> RankFi
 
 def arguments(file: TorchFile) -> dict[str, Any]:
     """The program's arguments that a file holds, as far as they are plain."""
-    args = file.plain(file.value.get("args")) if isinstance(file.value, dict) else None
+    args = file.plain(file.entries.get("args"))
     return args if isinstance(args, dict) else {}
 
 
