@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -428,11 +429,10 @@ def _join(name: str, parties: list[tuple[_SideDescription, Sequence[int]]]) -> S
 
 def _devices(tensors: list[LiveTensor], process_group: dist.ProcessGroup | None) -> list[str]:
     """Return the kinds of device that this rank can send from, the one with most of its bytes first."""
-    held: dict[str, int] = {}
-    for tensor in tensors:
-        for local in tensor.local:
-            held[local.device.type] = held.get(local.device.type, 0) + local.nbytes
-    return sorted(sending_kinds(process_group), key=lambda kind: -held.get(kind, 0))
+    held = Counter[str]()
+    for local in (local for tensor in tensors for local in tensor.local):
+        held[local.device.type] += local.nbytes
+    return sorted(sending_kinds(process_group), key=lambda kind: -held[kind])
 
 
 def _common_device(found: list[tuple[_TransferDescription, Sequence[int]]]) -> str:

@@ -149,12 +149,11 @@ def _by_prefix(name: str, flat_names: Sequence[str], hints: Hints) -> list[tuple
         return None
     fronts = sorted((flat.removesuffix(FLAT) for flat in flat_names), key=len, reverse=True)
     mine = name.removesuffix(FLAT)
-    out = []
-    for param, shape in shapes.items():
-        front = next((f for f in fronts if str(param).startswith(f)), None)
-        if front == mine:
-            out.append((str(param), tuple(map(int, shape))))
-    return out
+    return [
+        (str(param), tuple(map(int, shape)))
+        for param, shape in shapes.items()
+        if next(filter(str(param).startswith, fronts), None) == mine
+    ]
 
 
 # The files.

@@ -611,11 +611,8 @@ def _objects(
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, tuple[Any, ...]]]:
     """Return what the first file knows of the model, and the types of quantized tensors, under
     names of their own."""
-    objects: dict[str, Callable[[], Any]] = {}
-    paths: dict[str, tuple[Any, ...]] = {}
-    for key, value in header.values.items():
-        objects[f"{_METADATA}.{key}"] = value
-        paths[f"{_METADATA}.{key}"] = (_METADATA, key)
+    objects = {f"{_METADATA}.{key}": value for key, value in header.values.items()}
+    paths: dict[str, tuple[Any, ...]] = {f"{_METADATA}.{key}": (_METADATA, key) for key in header.values}
     quantized = {key: of for key, of in types.items() if of in _BLOCKS}
     if quantized:
         objects["quantized"] = lambda: quantized

@@ -47,9 +47,7 @@ class _Strip:
 def assembled(view: View, sources: Sequence[StoredTensor], fqn: str) -> StoredTensor:
     """The tensor that `view` makes of its sources, which are given by their number: view source "2" is `sources[2]`."""
     given = [sources[int(spec.fqn)] for spec in view.sources]
-    chunks: list[StoredChunk] = []
-    for strip in _strips(view.geometry):
-        chunks += _chunks(strip, given[strip.tensor])
+    chunks = [chunk for strip in _strips(view.geometry) for chunk in _chunks(strip, given[strip.tensor])]
     spec = TensorSpec(fqn, view.shape, view.spec.dtype)
     chunks += [_constant(fill, spec) for fill in view.fills if not fill.target.is_empty]
     return StoredTensor(spec, tuple(chunks))
@@ -119,9 +117,10 @@ def _chunks(strip: _Strip, source: StoredTensor) -> Iterator[StoredChunk]:
     if hull.is_empty:
         return
     for chunk, _ in source.meeting(hull):
-        ranges = []  # of the strip's own indexes, those that the chunk has
-        for (start, n, step), low, high in zip(strip.ranges(), chunk.box.offsets, chunk.box.stops, strict=True):
-            ranges.append((max(0, -(-(low - start) // step)), min(n, -(-(high - start) // step))))
+        ranges = [  # of the strip's own indexes, those that the chunk has
+            (max(0, -(-(low - start) // step)), min(n, -(-(high - start) // step)))
+            for (start, n, step), low, high in zip(strip.ranges(), chunk.box.offsets, chunk.box.stops, strict=True)
+        ]
         if all(first < stop for first, stop in ranges):
             yield _cut(strip, chunk, ranges)
 

@@ -355,12 +355,14 @@ def _awaiting(
 ) -> dict[str, Any]:
     """The state dict of an optimizer that has no state of some parameters, in which a load sees
     where it is to go."""
-    parameters: dict[str, Any] = {}
-    for one in cold.values():
-        if options.full_state_dict:
-            parameters[one.name] = torch.empty(one.shape, dtype=one.parameter.dtype, device="meta")
-        else:
-            parameters[one.name] = one.parameter.detach() if one.piece is None else one.piece.value()
+    parameters = {
+        one.name: torch.empty(one.shape, dtype=one.parameter.dtype, device="meta")
+        if options.full_state_dict
+        else one.parameter.detach()
+        if one.piece is None
+        else one.piece.value()
+        for one in cold.values()
+    }
     if options.flatten_optimizer_state_dict:
         return LazyOptimizerState(state, parameters, offered, has_own=has_own)
     return {**state, "state": LazyOptimizerState(state["state"], parameters, offered, has_own=has_own)}
@@ -391,8 +393,9 @@ def _by_name(live: LiveModel, given: Mapping[Any, Any]) -> Mapping[str, Any]:
         )
     if not any(isinstance(key, nn.Module) for key in given):
         return given
-    out: dict[str, Any] = {}
-    for module, state in given.items():
-        for prefix in live.prefixes([module])[:1]:
-            out.update((prefix + name, value) for name, value in state.items())
-    return out
+    return {
+        prefix + name: value
+        for module, state in given.items()
+        for prefix in live.prefixes([module])[:1]
+        for name, value in state.items()
+    }

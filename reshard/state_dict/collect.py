@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from planners.geometry.arrays import grouped
 from reshard.arguments import renamed
 from reshard.errors import NormalizationError, format_ranks
 from reshard.live.copy_streams import to_host
@@ -229,10 +230,7 @@ def _owners(
     answers = group.distinct_answers(sorted(names))
     if len(answers) == 1:
         return lambda name: prefer
-    holders: dict[str, list[int]] = {}
-    for held, ranks in answers:
-        for name in held:
-            holders.setdefault(name, []).extend(ranks)
+    holders = grouped((name, rank) for held, ranks in answers for name in held for rank in ranks)
     return {name: min(ranks, key=lambda rank: (rank != prefer, rank)) for name, ranks in holders.items()}.__getitem__
 
 

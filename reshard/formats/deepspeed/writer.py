@@ -166,10 +166,8 @@ def deepspeed_form(
     _check(found, trained, groups, what)
     tied = ties(found.model, trained)
     tensors: dict[str, StoredTensor] = {}
-    lost: list[str] = []
-    for fqn in found.state:
-        if fqn not in found.model:  # a parameter that is saved under other names
-            lost += [f"optim.state.{fqn}.{name}" for name in found.state[fqn]]
+    elsewhere = (fqn for fqn in found.state if fqn not in found.model)  # which are saved under other names
+    lost = [f"optim.state.{fqn}.{name}" for fqn in elsewhere for name in found.state[fqn]]
     for fqn in trained:
         states, parameter = found.state[fqn], found.model[fqn]
         master = next((states[name] for name in _MASTERS if name in states), parameter)

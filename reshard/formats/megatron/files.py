@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -311,17 +312,15 @@ def _has_experts(value: Any) -> bool:
 def _check_grid(ranks: list[RankFiles], files: Files) -> None:
     """Raises CorruptCheckpointError unless the ranks fill their grid."""
     args = arguments(ranks[0].model)
-    sizes = {
-        "tp": max(int(args.get("tensor_model_parallel_size") or 0), max(r.tp for r in ranks) + 1),
-        "pp": max(int(args.get("pipeline_model_parallel_size") or 0), max(r.pp for r in ranks) + 1),
-        "ep": max(r.ep for r in ranks) + 1,
-    }
+    sizes = (
+        max(int(args.get("tensor_model_parallel_size") or 0), max(r.tp for r in ranks) + 1),
+        max(int(args.get("pipeline_model_parallel_size") or 0), max(r.pp for r in ranks) + 1),
+        max(r.ep for r in ranks) + 1,
+    )
     held = {(r.tp, r.pp, r.ep) for r in ranks}
-    for tp in range(sizes["tp"]):
-        for pp in range(sizes["pp"]):
-            for ep in range(sizes["ep"]):
-                if (tp, pp, ep) not in held:
-                    place = f"tensor parallel rank {tp}, pipeline stage {pp}, expert rank {ep}"
-                    there = ", ".join(r.folder for r in ranks[:6])
-                    words = f"{files.storage.url}: the folder of {place} is missing; there are {there}"
-                    files.checking.refuse(CorruptCheckpointError(words))
+    for tp, pp, ep in product(*map(range, sizes)):
+        if (tp, pp, ep) not in held:
+            place = f"tensor parallel rank {tp}, pipeline stage {pp}, expert rank {ep}"
+            there = ", ".join(r.folder for r in ranks[:6])
+            words = f"{files.storage.url}: the folder of {place} is missing; there are {there}"
+            files.checking.refuse(CorruptCheckpointError(words))
