@@ -131,8 +131,7 @@ class _Pairer:
             if source not in self.before:
                 self.out.missing.append(key)
                 return
-            held = self.before[source].spec
-            view = View.of(held).rename(key)
+            view = View.of(self.before[source].spec).rename(key)
         else:
             lost = [s.fqn for s in view.sources if s.fqn not in self.before]
             if lost:

@@ -287,8 +287,7 @@ class FileSystemReader(StorageReader):
         if self._checkpoint is None:
             undo = None if self.extension_registry is None else partial(_undo, self.extension_registry)
             format = dataclasses.replace(FORMAT, open=lambda files: open_folder(files, "", undo))
-            found = open_contents(self.path, preferred=format)
-            self._checkpoint = Checkpoint(*found, self.path)
+            self._checkpoint = Checkpoint(*open_contents(self.path, preferred=format), self.path)
         return self._checkpoint
 
     @cached_property

@@ -191,7 +191,7 @@ class Hints:
         if isinstance(value, Mapping):
             items = value.items()
         elif isinstance(value, Sequence) and not isinstance(value, str):
-            if value and all(isinstance(names, (list, tuple)) for names in value):  # of each group
+            if value and all(isinstance(names, list | tuple) for names in value):  # of each group
                 value = [name for names in value for name in names]
             items = enumerate(value)
         try:
@@ -439,7 +439,7 @@ def _stored_names(saved: StoredOptimizer) -> dict[int, str] | None:
     names: dict[int, str] = {}
     for group in saved.groups:
         given = group.get("param_names")
-        if not isinstance(given, (list, tuple)) or len(given) != len(group.get("params", ())):
+        if not isinstance(given, list | tuple) or len(given) != len(group.get("params", ())):
             return None
         names.update(zip(group["params"], map(str, given)))
     return names or None

@@ -268,8 +268,7 @@ def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     """
     facts = contents.facts
     assert isinstance(facts, Fsdp1Facts)
-    sections = facts.sections
-    found = [_find(_first_copy(name, files, hints)) for name, files in sections.items()]
+    found = [_find(_first_copy(name, files, hints)) for name, files in facts.sections.items()]
     models = [one for one in found if one.model]
     flat_names = [name for one in models for name in one.model[0] if name.endswith(FLAT)]
     model: dict[str, StoredTensor] = {}
@@ -328,7 +327,7 @@ def _model(found: _RankStates, flat_names: Sequence[str], hints: Hints) -> dict[
                 out[name] = whole
             elif not original:
                 out.update(cut_flat(name, whole, flat_names, hints))
-        elif value is None or isinstance(value, (int, float, str, bytes)):
+        elif value is None or isinstance(value, int | float | str | bytes):
             continue  # no part of a model, such as extra state
         elif (
             isinstance(value, TensorRef) and name in shapes and (value.size != shapes[name] or _differs(value, values))

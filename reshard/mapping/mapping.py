@@ -252,8 +252,7 @@ class MappingStage:
             self.renamed[name] = name
         for group in groups:
             self._add_group(group)
-        counts = {group.identity: len(group.numbers) for group in groups if group.numbers}
-        self._add_objects(counts)
+        self._add_objects({group.identity: len(group.numbers) for group in groups if group.numbers})
         aliases = {
             self.renamed[alias]: self.renamed[kept]
             for alias, kept in self.given.aliases.items()
@@ -395,7 +394,7 @@ class MappingStage:
 
     def _object(self, key: str) -> Any:
         value = self.given.objects[key]
-        is_list = key.endswith(".params") and isinstance(value, (list, tuple))
+        is_list = key.endswith(".params") and isinstance(value, list | tuple)
         if not is_list or not all(isinstance(name, str) for name in value):
             return value
         return self._translated(value)
@@ -644,8 +643,7 @@ class _ExactMatcher(Matcher):
     def _best(self, found: Iterable[Site]) -> Hit | None:
         for site in sorted(found, key=lambda site: site.is_state):  # a state may be named itself
             if site.name in self._names and (site.is_state or not site.prefix):
-                rule = Rename(site.name, self._names[site.name])
-                return Hit(0, rule, site, {"": site.name}, 0)
+                return Hit(0, Rename(site.name, self._names[site.name]), site, {"": site.name}, 0)
         return None
 
 

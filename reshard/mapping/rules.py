@@ -302,8 +302,7 @@ class Transpose(Rule):
         return [view.transpose(*(self.dims or (*range(n - 2), n - 1, n - 2)))]
 
     def inverse(self) -> Rule:
-        back = tuple(self.dims.index(d) for d in range(len(self.dims)))
-        return self._swapped(Transpose, back)
+        return self._swapped(Transpose, tuple(self.dims.index(d) for d in range(len(self.dims))))
 
 
 @dataclass(frozen=True, init=False)
@@ -389,8 +388,7 @@ class Rope(Rule):
         return [change(self.head_size)]
 
     def inverse(self) -> Rule:
-        other = "pairs" if self.to == "halves" else "halves"
-        return self._swapped(Rope, self.head_size, other)
+        return self._swapped(Rope, self.head_size, "pairs" if self.to == "halves" else "halves")
 
 
 def _reshaped(view: View, new: Shape) -> View:

@@ -381,11 +381,11 @@ def _as_stages(models: Any) -> tuple[Stage, ...]:
         kinds = "a module, a Stage, or a list of them"
         words = f"the first argument must be the model ({kinds}), got {type(models).__name__}"
         raise option_error(words, NormalizationError)
-    given = [models] if isinstance(models, (nn.Module, Stage)) else list(models)
+    given = [models] if isinstance(models, nn.Module | Stage) else list(models)
     if not given:
         raise NormalizationError("model is an empty list: give a module, or one module per stage")
     for one in given:
-        if not isinstance(one, (nn.Module, Stage)):
+        if not isinstance(one, nn.Module | Stage):
             raise NormalizationError(f"model must be a module, a Stage, or a list of them, got {type(one).__name__}")
     return tuple(one if isinstance(one, Stage) else Stage(one) for one in given)
 

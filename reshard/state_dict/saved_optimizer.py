@@ -91,7 +91,7 @@ def read_saved(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer
     if "param_groups" not in given and "state" not in given:
         return _read_flat(given, live)
     state, groups = given.get("state", {}), given.get("param_groups", [])
-    if not isinstance(groups, (list, tuple)) or not is_nested({"state": state, "param_groups": groups}):
+    if not isinstance(groups, list | tuple) or not is_nested({"state": state, "param_groups": groups}):
         raise NormalizationError(
             "an optimizer state dict must hold a dict 'state' and a list 'param_groups' of dicts with 'params'"
         )
@@ -370,18 +370,18 @@ def _as_live(live: Any, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if isinstance(live, torch.Tensor):
             return value.detach().to(live).reshape(live.shape).clone()
-        return value.item() if isinstance(live, (bool, int, float)) else value.detach().clone()
+        return value.item() if isinstance(live, bool | int | float) else value.detach().clone()
     if isinstance(live, torch.Tensor):
         return torch.full_like(live, value)
-    if isinstance(live, (int, float)) and isinstance(value, str):
+    if isinstance(live, int | float) and isinstance(value, str):
         raise TypeError("text is not a number")
-    if isinstance(live, (list, tuple)) and isinstance(value, (int, float, str)):
+    if isinstance(live, list | tuple) and isinstance(value, int | float | str):
         raise TypeError("one value is not a list of values")
-    if isinstance(live, float) and isinstance(value, (list, tuple)):
+    if isinstance(live, float) and isinstance(value, list | tuple):
         raise TypeError("a list of values is not a number")
     if isinstance(live, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if isinstance(live, (list, tuple)) and isinstance(value, (list, tuple)):
+    if isinstance(live, list | tuple) and isinstance(value, list | tuple):
         items = [_as_live(live[i], item) if i < len(live) else copy.deepcopy(item) for i, item in enumerate(value)]
         return items if isinstance(live, list) else tuple(items)
     return copy.deepcopy(value)

@@ -558,8 +558,7 @@ def meet(folder: Path, host: str, group: Group) -> Hosts:
     Raises StorageError if another job that is running has it, or if ranks that name one host do not
     share its folder.
     """
-    names = tuple(group.exchange(host))
-    hosts = Hosts(names, group.rank, folder / host)
+    hosts = Hosts(tuple(group.exchange(host)), group.rank, folder / host)
     storage, work = LocalStorage(hosts.folder), f"elastic {hosts.folder}"
     pids = set(group.exchange_within(host, os.getpid()).values())
     if hosts.leads:

@@ -207,7 +207,7 @@ def _tensor(key: str, metas: list[Record], stored: Mapping[Shape | None, Item], 
         if any(_spec(key, meta) != spec for meta in metas[1:]):
             raise CorruptCheckpointError(f"tensor {key!r}: the ranks' metadata disagree about its shape or dtype")
     except (AttributeError, KeyError, TypeError, ValueError, PlanError) as error:
-        if isinstance(error, (CorruptCheckpointError, FormatError)):
+        if isinstance(error, CorruptCheckpointError | FormatError):
             raise
         raise CorruptCheckpointError(f"tensor {key!r}: its entry in .metadata is malformed: {error}") from None
     chunks = []

@@ -192,8 +192,7 @@ def _add_stage(parts: Parts, stage: _ModelParallelRank, mp: int, hints: Hints) -
 def _same_storage(module: Mapping[str, Any]) -> dict[str, str]:
     """Names of tensors that are the same elements, each with those of the others: parameters that are tied."""
     refs = ((ref, str(name)) for name, ref in module.items() if isinstance(ref, TensorRef) and 0 not in ref.size)
-    found = grouped(refs)
-    return {a: b for names in found.values() for a in names for b in names if a != b}
+    return {a: b for names in grouped(refs).values() for a in names for b in names if a != b}
 
 
 def _add_zero(parts: Parts, stage: _ModelParallelRank, shapes: list[Shapes]) -> None:
@@ -222,8 +221,7 @@ def _add_groups(parts: Parts, ranks: Sequence[Rank], shapes: list[Shapes]) -> No
     before, rank = len(parts.groups), ranks[0]
     for g, group in enumerate(shapes):
         names = [shifted(name, by) for by in experts_shifts(ranks, g, group) for name in group]
-        settings = rank.groups[g] if g < len(rank.groups) else {}
-        bare = settings_of(settings)
+        bare = settings_of(rank.groups[g] if g < len(rank.groups) else {})
         if g < before and bare == settings_of(parts.groups[g]):
             parts.groups[g]["params"] += [name for name in names if name not in parts.groups[g]["params"]]
         else:

@@ -60,7 +60,7 @@ def read_rank(stem: str, file: TorchFile, rank: int) -> Rank:
     out = Rank(label, stage=_number(value.get("zero_stage", 3 if third else 1), label))
     masters = value.get("fp32_flat_groups" if third else "single_partition_of_fp32_groups")
     base = value.get("optimizer_state_dict" if third else "base_optimizer_state")
-    if not isinstance(masters, (list, tuple)):
+    if not isinstance(masters, list | tuple):
         raise CorruptCheckpointError(
             f"{label}: it holds no flat fp32 groups, which every stage of ZeRO from 1 on writes"
         )
@@ -70,14 +70,14 @@ def read_rank(stem: str, file: TorchFile, rank: int) -> Rank:
         out.flats.append(stored_values(f"{stem}.{g}", {MASTER: master, **states.get(g, {})}, file, rank))
     counts = value.get("partition_count", ())
     out.partition_counts = (
-        [int(c) for c in counts] if isinstance(counts, (list, tuple)) else [int(counts)] * len(masters)
+        [int(c) for c in counts] if isinstance(counts, list | tuple) else [int(counts)] * len(masters)
     )
     config = file.value.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     out.round_robin = isinstance(zero, dict) and zero.get("round_robin_gradients") is True
     out.paddings = [list(map(int, of)) for of in value.get("param_alignment_paddings") or ()]
     mappings = value.get("param_slice_mappings")
-    if isinstance(mappings, (list, tuple)):
+    if isinstance(mappings, list | tuple):
         out.mappings = [{str(k): _fragment(v, label) for k, v in of.items()} for of in mappings]
     return out
 

@@ -59,7 +59,7 @@ def gathered_buffers(contents: Contents) -> Iterator[tuple[BufferKey, dict[str, 
         if match is None:
             continue
         file = facts.object_file(key)
-        value = file.value[0] if isinstance(file.value, (list, tuple)) and len(file.value) == 1 else file.value
+        value = file.value[0] if isinstance(file.value, list | tuple) and len(file.value) == 1 else file.value
         if not isinstance(value, dict):
             raise CorruptCheckpointError(f"{file.source.label}: the object {key!r} holds no optimizer states")
         for number in sorted(n for n in value if type(n) is int):
@@ -393,11 +393,11 @@ def find_groups(contents: Contents, common: Mapping[str, Any]) -> list[dict[str,
 def _search(value: Any) -> Iterator[dict[str, Any]]:
     if isinstance(value, dict):
         for key, inner in value.items():
-            if key == "param_groups" and isinstance(inner, (list, tuple)):
+            if key == "param_groups" and isinstance(inner, list | tuple):
                 yield from (group for group in inner if isinstance(group, dict))
             else:
                 yield from _search(inner)
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, list | tuple):
         for inner in value:
             yield from _search(inner)
 

@@ -71,8 +71,7 @@ class TorchCheckpointingWriter(NestsWriter):
             }
             if rows:
                 items[item] = {"nested_path_to_metadata": rows, "rank_to_layout_info": {0: None}}
-        text = pickle.dumps({"metadata": items, "world_size": 1, "version": _VERSION})
-        out.publish(METADATA, text)
+        out.publish(METADATA, pickle.dumps({"metadata": items, "world_size": 1, "version": _VERSION}))
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """The list of items, or a file that would be taken for one of them."""

@@ -244,8 +244,7 @@ def _scan_head(head: bytes) -> tuple[bytes, int, str] | None:
     if len(head) < _LOCAL.size or head[:4] != ZIP_MAGIC:
         return None
     fields = _LOCAL.unpack_from(head)
-    name = head[_LOCAL.size : _LOCAL.size + fields[9]]
-    folder, _, file = name.partition(b"/")
+    folder, _, file = head[_LOCAL.size : _LOCAL.size + fields[9]].partition(b"/")
     pickle_at = _LOCAL.size + fields[9] + fields[10]
     if file != b"data.pkl" or fields[3] != 0:
         return None

@@ -299,8 +299,7 @@ class _Unpickler(pickle.Unpickler):
         kind, key, numel = pid[1], pid[2], pid[4]
         if not isinstance(kind, StorageType) or not isinstance(key, str) or type(numel) is not int or numel < 0:
             raise CorruptCheckpointError(f"{self._where}: the reference {pid!r:.120} to a storage is malformed")
-        view = pid[5] if len(pid) == 6 else None
-        if view is not None:
+        if len(pid) == 6 and pid[5] is not None:
             raise FormatError("its storages are views of other storages, a form that torch left before version 0.4")
         ref = StorageRef(key, kind.dtype, numel)
         self._seen.append(ref)
@@ -631,7 +630,7 @@ def read_dtensor(key: str, record: Record, rank: int, read: Callable[[TensorRef]
         placements = [_placement(p, len(shape)) for p in spec["placements"]]
         layout = TensorLayout(TensorSpec(key, shape, dtype), mesh, placements)
     except (KeyError, AttributeError, TypeError, ValueError, IndexError) as error:
-        if isinstance(error, (FormatError, CorruptCheckpointError)):
+        if isinstance(error, FormatError | CorruptCheckpointError):
             raise type(error)(f"{where}: tensor {key!r}: {error}") from None
         what = str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
         raise CorruptCheckpointError(f"{where}: the DTensor {key!r} is malformed: {what}") from None
@@ -648,8 +647,7 @@ def _placement(record: Record, ndim: int) -> Placement:
         raise FormatError(
             f"a placement {name}, which is not supported: redistribute to Shard or Replicate before saving"
         )
-    args = list(record.args)
-    dim = int(fields["dim"] if "dim" in fields else args[0]) % max(ndim, 1)
+    dim = int(fields["dim"] if "dim" in fields else record.args[0]) % max(ndim, 1)
     if name == "Shard":
         return Shard(dim)
     return StridedShard(dim, int(fields["split_factor"] if "split_factor" in fields else record.kwargs["split_factor"]))
@@ -683,7 +681,7 @@ def _axes(layout: Record) -> list[list[tuple[int, int]]]:
 
 
 def _flat(value: Any) -> list[int]:
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, tuple | list):
         return [n for part in value for n in _flat(part)]
     return [int(value)]
 

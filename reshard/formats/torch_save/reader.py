@@ -287,8 +287,7 @@ def open(files: Files) -> Contents:
             f"{storage.url} holds {len(found)} files of torch.save and no index that lists them: "
             f"{', '.join(sorted(found)[:5])}; open one by its path"
         )
-    file = read_torch_file(files[found[0]])
-    return contents_of("torch_save", {(): file})
+    return contents_of("torch_save", {(): read_torch_file(files[found[0]])})
 
 
 def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Contents:
