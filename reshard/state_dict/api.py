@@ -355,14 +355,12 @@ def _awaiting(
 ) -> dict[str, Any]:
     """The state dict of an optimizer that has no state of some parameters, in which a load sees
     where it is to go."""
-    parameters = {
-        one.name: torch.empty(one.shape, dtype=one.parameter.dtype, device="meta")
-        if options.full_state_dict
-        else one.parameter.detach()
-        if one.piece is None
-        else one.piece.value()
-        for one in cold.values()
-    }
+    parameters: dict[str, Any] = {}
+    for one in cold.values():
+        if options.full_state_dict:
+            parameters[one.name] = torch.empty(one.shape, dtype=one.parameter.dtype, device="meta")
+        else:
+            parameters[one.name] = one.parameter.detach() if one.piece is None else one.piece.value()
     if options.flatten_optimizer_state_dict:
         return LazyOptimizerState(state, parameters, offered, has_own=has_own)
     return {**state, "state": LazyOptimizerState(state["state"], parameters, offered, has_own=has_own)}
