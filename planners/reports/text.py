@@ -192,10 +192,8 @@ class PlanDiff:
     def __str__(self) -> str:
         if self.is_empty:
             return "no difference"
-        lines = []
-        for names, verb in ((self.only_a, "only in the first"), (self.only_b, "only in the second")):
-            if names:
-                lines.append(f"{verb}: {format_some(names, _LISTED)}")
+        only = ((self.only_a, "only in the first"), (self.only_b, "only in the second"))
+        lines = [f"{verb}: {format_some(names, _LISTED)}" for names, verb in only if names]
         hows = grouped((how, fqn) for fqn, how in self.changed.items())
         lines += [f"{how}: {format_some(names, _LISTED)}" for how, names in hows.items()]
         a, b = self.rank_bytes

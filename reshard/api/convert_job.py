@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from glob import escape
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import xxhash
@@ -314,6 +314,7 @@ class FileTasks:
 # convert-<digest>/<file>.json   a file that is whole: its length and checksum
 
 
+T = TypeVar("T")
 _HEAD = "job"
 _CLAIM = "claim"
 _PIECE_BYTES = 16 << 20
@@ -418,7 +419,9 @@ class Journal:
             return
         names = self.names()
         records = [name for name in names if name.startswith(f"{self.folder}/") and name.endswith(".json")]
-        whole = tuple(done.name for done in map(self._record, records) if done is not None)
+        whole = tuple(
+            done.name for done in (_decoded(self.storage, name, WrittenFile) for name in records) if done is not None
+        )
         for name in _unpublished(self.storage, names, self._job_id):
             is_claim = name.endswith(f"/{commit.CLAIM}")
             if not (whole and is_claim) and not (whole and name.startswith(whole)):
@@ -437,17 +440,10 @@ class Journal:
 
     def is_finished(self, file: str) -> bool:
         """Return True if a file has a record, with the length and checksum that the record gives."""
-        done = self._record(f"{self.folder}/{_flat(file)}.json")
+        done = _decoded(self.storage, f"{self.folder}/{_flat(file)}.json", WrittenFile)
         if done is None or self.storage.list(done.name).get(done.name) != done.nbytes:
             return False
         return self._digest(done.name, done.nbytes) == done.digest
-
-    def _record(self, name: str) -> WrittenFile | None:
-        """Read a record; None if there is none that can be read."""
-        try:
-            return msgspec.json.decode(self.storage.read(name), type=WrittenFile)
-        except (CheckpointNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
-            return None
 
     def records(self, files: Iterable[str]) -> dict[str, WrittenFile]:
         """Return the records of all files. Raises StorageError if one is missing, or its file has
@@ -455,7 +451,7 @@ class Journal:
         out, seen = {}, self.names()
         for file in files:
             name = f"{self.folder}/{_flat(file)}.json"
-            done = self._record(name) if name in seen else None
+            done = _decoded(self.storage, name, WrittenFile) if name in seen else None
             if done is None or seen.get(done.name) != done.nbytes:
                 raise StorageError(
                     f"{file} was written by another process, but is not visible in {self.storage.url}: all "
@@ -484,6 +480,14 @@ class Journal:
 
 def _flat(file: str) -> str:
     return file.replace("/", "~")
+
+
+def _decoded(storage: Storage, name: str, kind: type[T]) -> T | None:
+    """Read a record; None if there is none that can be read."""
+    try:
+        return msgspec.json.decode(storage.read(name), type=kind)
+    except (CheckpointNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
 
 
 def remove_dead_jobs(storage: Storage, names: Collection[str], *, spare: str = "") -> list[str]:
@@ -516,11 +520,9 @@ def _jobs(storage: Storage, names: Iterable[str]) -> list[tuple[str, WriterLease
     """Return the folder, claim, and id of each job that has records; "" if its id is unknown."""
     found = []
     for folder in {match[0] for name in names if (match := JOB_FOLDER.match(name))}:
-        try:
-            job_id = msgspec.json.decode(storage.read(f"{folder}{_HEAD}"), type=_Head).job_id
-        except (CheckpointNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
-            job_id = ""
-        found.append((folder.rstrip("/"), liveness.read_lease(storage, f"{folder}{_CLAIM}"), job_id))
+        head = _decoded(storage, f"{folder}{_HEAD}", _Head)
+        claim = liveness.read_lease(storage, f"{folder}{_CLAIM}")
+        found.append((folder.rstrip("/"), claim, "" if head is None else head.job_id))
     return found
 
 

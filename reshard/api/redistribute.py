@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from planners.findings import Finding, Report
 from planners.geometry.box import Box
-from planners.geometry.layout import Part
+from planners.geometry.layout import Part, TensorSpec
 from planners.geometry.views import Patch, filled_slots
 from planners.plans.schedule import Schedule
 from planners.plans.transfer import TransferPlan
@@ -96,7 +96,9 @@ class Prepared:
         self._group, self._process_group = group, process_group
         self._device = device_of_kind(agreed.device, self._tensors())
         self._on_device = agreed.on_device or agreed.onto_device
-        _meet_on(self._device, process_group)
+        if self._device.type != "cpu":
+            # the backend of a device connects all ranks: the rounds of a transfer may involve only some of them
+            dist.all_reduce(torch.zeros(1, dtype=torch.uint8, device=self._device), group=process_group)
         self._rank = group.job_rank
         key = (agreed.key, self._rank, digest_of(options))
         found = _cache.get(key)
@@ -291,11 +293,10 @@ class Prepared:
         self._others = {tensor.device for tensor in self._tensors()} - {self._device}
 
     def _places_checked(self) -> None:
-        for key in {
-            transfer.source for transfer in self.pairing.transfers.values()
-        } & self._source.state.tensors.keys():
-            if self._source.state.tensors[key].is_meta:
-                raise LayoutError(f"the source {key!r} is a meta tensor: it has no values")
+        for transfer in self.pairing.transfers.values():
+            live = self._source.state.tensors.get(transfer.source)
+            if live is not None and live.is_meta:
+                raise LayoutError(f"the source {transfer.source!r} is a meta tensor: it has no values")
 
     def _places(self) -> list[tuple[Any, ...]]:
         """Return where all local tensors are, and how they are seen: equal as long as none got other memory."""
@@ -328,13 +329,6 @@ class Prepared:
             planned=planned,
             phases=span,
         )
-
-
-def _meet_on(device: torch.device, process_group: dist.ProcessGroup | None) -> None:
-    """Collective: let the backend of a device connect all ranks. The rounds of a transfer may involve only some of
-    them."""
-    if device.type != "cpu":
-        dist.all_reduce(torch.zeros(1, dtype=torch.uint8, device=device), group=process_group)
 
 
 @renamed(deadline_s="timeout")
@@ -478,7 +472,7 @@ def _as_it_is(pairing: TensorMatches, key: str, wanted: TransferSide, rank: int)
     for elements, part in held_parts(tensor, layout, rank):
         if part.numel:
             found = _one_nan(elements) if key in pairing.cast else elements
-            yield _holding(key, spec.dtype, spec.shape, found, replace(part, flat_start=None))
+            yield _holding(spec, found, replace(part, flat_start=None))
 
 
 def _as_target(pairing: TensorMatches, key: str, mine: TransferSide, rank: int) -> Iterator[Holding]:
@@ -488,11 +482,11 @@ def _as_target(pairing: TensorMatches, key: str, mine: TransferSide, rank: int) 
     yield Holding.nothing(spec)
     for piece, box in _taken(pairing, key, mine, rank):
         converted = piece if piece.dtype == dtype else _one_nan(piece.to(dtype))
-        yield _holding(key, spec.dtype, spec.shape, converted, box)
+        yield _holding(spec, converted, box)
     for fill in view.fills:
         constant = torch.full((), fill.value, dtype=dtype, device="cpu")
         constant = (_one_nan(constant) if key in pairing.cast else constant).expand(fill.target.sizes)
-        yield _holding(key, spec.dtype, spec.shape, constant, fill.target)
+        yield _holding(spec, constant, fill.target)
 
 
 def _taken(pairing: TensorMatches, key: str, mine: TransferSide, rank: int) -> Iterator[tuple[torch.Tensor, Box]]:
@@ -532,10 +526,10 @@ def _pieces(elements: torch.Tensor, part: Part, patches: Sequence[Patch]) -> Ite
                 yield turned(elements[at.slices], patch.dims), patch.to_target(common)
 
 
-def _holding(key: str, dtype: str, shape: tuple[int, ...], piece: torch.Tensor, where: Box | Part) -> Holding:
+def _holding(spec: TensorSpec, piece: torch.Tensor, where: Box | Part) -> Holding:
     dims = where.dims if isinstance(where, Part) else where
     place = hashlib.blake2b(repr(dims).encode(), digest_size=8).digest()
     try:
-        return Holding(key, dtype, shape, place, partial_sum(piece, where, shape).to_bytes())
+        return Holding(spec.fqn, spec.dtype, spec.shape, place, partial_sum(piece, where, spec.shape).to_bytes())
     except LayoutError as error:
-        raise LayoutError(f"tensor {key!r}, {where}: {error}") from None
+        raise LayoutError(f"tensor {spec.fqn!r}, {where}: {error}") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -130,8 +131,7 @@ class _Pairer:
             if source not in self.before:
                 self.out.missing.append(key)
                 return
-            held = self.before[source].spec
-            view = View.of(held).rename(key)
+            view = View.of(self.before[source].spec).rename(key)
         else:
             lost = [s.fqn for s in view.sources if s.fqn not in self.before]
             if lost:
@@ -428,11 +428,10 @@ def _join(name: str, parties: list[tuple[_SideDescription, Sequence[int]]]) -> S
 
 def _devices(tensors: list[LiveTensor], process_group: dist.ProcessGroup | None) -> list[str]:
     """Return the kinds of device that this rank can send from, the one with most of its bytes first."""
-    held: dict[str, int] = {}
-    for tensor in tensors:
-        for local in tensor.local:
-            held[local.device.type] = held.get(local.device.type, 0) + local.nbytes
-    return sorted(sending_kinds(process_group), key=lambda kind: -held.get(kind, 0))
+    held = Counter[str]()
+    for local in (local for tensor in tensors for local in tensor.local):
+        held[local.device.type] += local.nbytes
+    return sorted(sending_kinds(process_group), key=lambda kind: -held[kind])
 
 
 def _common_device(found: list[tuple[_TransferDescription, Sequence[int]]]) -> str:
@@ -455,15 +454,16 @@ def _common_device(found: list[tuple[_TransferDescription, Sequence[int]]]) -> s
 # plain data.
 
 
+@dataclass(frozen=True)
 class Values:
     """The plain data of a transfer. False if no target of the job wants any."""
 
-    def __init__(self, source: Targets, target: Targets, pairs: dict[str, str], mapping: Any) -> None:
-        """`pairs`: target -> source, of the whole job.
-
-        `mapping`: see `redistribute`.
-        """
-        self._source, self._target, self._pairs, self._mapping = source, target, pairs, mapping
+    _source: Targets
+    _target: Targets
+    _pairs: dict[str, str]
+    """Target -> source, of the whole job."""
+    _mapping: Any
+    """See `redistribute`."""
 
     def __bool__(self) -> bool:
         return bool(self._pairs)

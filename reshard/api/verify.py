@@ -158,9 +158,8 @@ def _deep_findings(
     skipped = {name for name, _, _ in places}
     opening = Opening.of(checkpoint) if executor is not None else None
     native = checkpoint.contents.details(NativeFacts)
-    sizes = {source.name: source.nbytes for source in checkpoint.contents.files} if native is None else {}
-    sizes = {name: record.nbytes for name, record in native.files.items()} if native is not None else sizes
-    sizes = {name: nbytes for name, nbytes in sizes.items() if not {name, f"{name}.sums"} & skipped}
+    files = checkpoint.contents.files if native is None else native.files.values()
+    sizes = {file.name: file.nbytes for file in files if not {file.name, f"{file.name}.sums"} & skipped}
     with Progress(show=progress) as bar, bar.phase("verify", total_bytes, checkpoint) as step:
         with bar.phase("checksums", total_bytes=sum(sizes.values())) as blocks:
             findings = _block_findings(checkpoint, opening, sizes, executor, blocks)

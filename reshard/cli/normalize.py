@@ -43,9 +43,7 @@ def normalize(
         return
     screen = console()
     print_text(screen, f"format {checkpoint.format}", checkpoint.url, "bold")
-    leaves: dict[Any, PrintedLeaf] = {}
-    for fqn, tensor in model.items():
-        leaves[("model", *fqn.split("."))] = _leaf(tensor)
+    leaves: dict[Any, PrintedLeaf] = {("model", *fqn.split(".")): _leaf(tensor) for fqn, tensor in model.items()}
     for fqn, of in moments.items():
         for name, value in of.items():
             leaves[("optim", "state", *fqn.split("."), name)] = _leaf(value)

@@ -334,13 +334,14 @@ class DefaultSavePlanner(SavePlanner):
         table: dict[str, Any] = {}
         for item in items:
             fqn, data = item.index.fqn, item.tensor_data
-            if data is None:
-                if not isinstance(table.setdefault(fqn, BytesStorageMetadata()), BytesStorageMetadata):
-                    raise KeyMismatchError(f"the key {fqn!r} is a tensor on some ranks and an object on others")
-                continue
-            entry = table.setdefault(fqn, TensorStorageMetadata(data.properties, data.size, []))
-            if not isinstance(entry, TensorStorageMetadata):
+            made: Any = BytesStorageMetadata()
+            if data is not None:
+                made = TensorStorageMetadata(data.properties, data.size, [])
+            entry = table.setdefault(fqn, made)
+            if type(entry) is not type(made):
                 raise KeyMismatchError(f"the key {fqn!r} is a tensor on some ranks and an object on others")
+            if data is None:
+                continue
             if entry.size != data.size:
                 raise LayoutError(f"tensor {fqn!r} has shapes {list(entry.size)} and {list(data.size)} on two ranks")
             entry.chunks.append(data.chunk)

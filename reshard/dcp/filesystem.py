@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.planner import (
     ReadItem as TorchReadItem,
     SavePlan,
     SavePlanner,
-    WriteItem,
     WriteItem as TorchWriteItem,
     WriteItemType,
 )
@@ -49,7 +48,7 @@ from reshard.errors import (
     UnsafeDataError,
 )
 from reshard.execute.reading import Copy, Staged, in_pieces
-from reshard.formats.dcp.reader import FORMAT, DcpFacts, Item, open_folder
+from reshard.formats.dcp.reader import FORMAT, DcpFacts, open_folder
 from reshard.formats.dcp.writer import object_to_bytes, paths_of, tensor_metadata, versioned
 from reshard.formats.opening import kind_beside, open_contents
 from reshard.formats.torch_save.writer import save_tensor
@@ -243,8 +242,8 @@ class FileSystemWriter(StorageWriter):
         return bool(os.fspath(checkpoint_id))
 
 
-def _stored_at(item: Item) -> _StorageInfo:
-    return _StorageInfo(item.file, item.offset, item.length, *([item.transforms] if item.transforms else []))
+def _stored_at(name: str, start: int, nbytes: int, transforms: Sequence[str]) -> _StorageInfo:
+    return _StorageInfo(name, start, nbytes, *([transforms] if transforms else []))
 
 
 def _is_there(storage: Storage, name: str) -> bool:
@@ -288,8 +287,7 @@ class FileSystemReader(StorageReader):
         if self._checkpoint is None:
             undo = None if self.extension_registry is None else partial(_undo, self.extension_registry)
             format = dataclasses.replace(FORMAT, open=lambda files: open_folder(files, "", undo))
-            found = open_contents(self.path, preferred=format)
-            self._checkpoint = Checkpoint(*found, self.path)
+            self._checkpoint = Checkpoint(*open_contents(self.path, preferred=format), self.path)
         return self._checkpoint
 
     @cached_property
@@ -297,7 +295,9 @@ class FileSystemReader(StorageReader):
         """File, offset, and length of each item, as torch's reader has them; empty for other formats than DCP."""
         facts = self.checkpoint.contents.details(DcpFacts)
         return {
-            MetadataIndex(fqn, None if at is None else torch.Size(at)): _stored_at(item)
+            MetadataIndex(fqn, None if at is None else torch.Size(at)): _stored_at(
+                item.file, item.offset, item.length, item.transforms
+            )
             for fqn, items in (facts.index.items if facts is not None else {}).items()
             for at, item in items.items()
         }
@@ -456,7 +456,7 @@ class _Gathered:
 def write_items(
     storage: Storage,
     name: str,
-    items: Iterable[WriteItem],
+    items: Iterable[TorchWriteItem],
     planner: SavePlanner,
     extensions: Sequence[Any],
     callers: CopyStreams,
@@ -481,7 +481,7 @@ def write_items(
             else:
                 save_tensor(_compact(data, callers), stream)  # type: ignore[arg-type]
             stream.close()
-            info = _StorageInfo(name, start, out.nbytes - start, *([transforms] if transforms else []))
+            info = _stored_at(name, start, out.nbytes - start, transforms)
             rows.append(WriteResult(index=item.index, size_in_bytes=out.nbytes - start, storage_data=info))
         out.let_go()
     return rows

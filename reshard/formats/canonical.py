@@ -59,6 +59,12 @@ class Canonical:
             raise NormalizationError(f"two values of the checkpoint would be the state {name!r} of {fqn!r}")
         known[name] = value.renamed(f"{fqn}.{name}") if isinstance(value, StoredTensor) else value
 
+    def add_step(self, step: Value) -> None:
+        """Give all parameters with states this number of steps, unless they have one."""
+        for fqn, states in self.state.items():
+            if "step" not in states:
+                self.add_state(fqn, "step", step)
+
     def rename(self) -> Canonical:
         """The same with every tensor of the model named as its key."""
         self.model = {fqn: t if t.fqn == fqn else t.renamed(fqn) for fqn, t in self.model.items()}
@@ -181,14 +187,13 @@ class Hints:
                     "the hint 'param_names' is one list of names, but several optimizers, stages, or ranks number "
                     "their parameters separately: give {0: [names], 1: [names], ...}"
                 )
+        items: Any = None
         if isinstance(value, Mapping):
             items = value.items()
         elif isinstance(value, Sequence) and not isinstance(value, str):
-            if value and all(isinstance(names, (list, tuple)) for names in value):  # of each group
+            if value and all(isinstance(names, list | tuple) for names in value):  # of each group
                 value = [name for names in value for name in names]
-            items = list(enumerate(value))  # type: ignore[assignment]
-        else:
-            raise NormalizationError(f"the hint 'param_names' must be {HINTS['param_names']}; got {value!r:.80}")
+            items = enumerate(value)
         try:
             return {int(i): str(name) for i, name in items}
         except (TypeError, ValueError):
@@ -434,7 +439,7 @@ def _stored_names(saved: StoredOptimizer) -> dict[int, str] | None:
     names: dict[int, str] = {}
     for group in saved.groups:
         given = group.get("param_names")
-        if not isinstance(given, (list, tuple)) or len(given) != len(group.get("params", ())):
+        if not isinstance(given, list | tuple) or len(given) != len(group.get("params", ())):
             return None
         names.update(zip(group["params"], map(str, given)))
     return names or None

@@ -49,7 +49,7 @@ from reshard.stored.source import Files
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import concat, cut, unflatten
 
-__all__ = ["FLAT", "FORMAT", "cut_flat", "numbered"]
+__all__ = ["FLAT", "FORMAT", "cut_flat", "numbered", "refuse_missing"]
 
 
 # The inside of flat parameters: where each parameter is in one.
@@ -91,8 +91,8 @@ def layout_of(
     Raises NormalizationError if no hint says it, or what it says has other sizes.
     """
     what = f"the flat parameter {name!r}" if key is None or name is not None else f"the flat parameter of id {key}"
-    hinted = [found for scope in (name, key) if scope is not None and (found := hinted_params(scope, hints))]
-    params = hinted[0] if hinted else None
+    hinted = (hinted_params(scope, hints) for scope in (name, key) if scope is not None)
+    params = next(filter(None, hinted), None)
     if params is None and name is not None:
         params = _by_prefix(name, flat_names, hints)
     if params is None:
@@ -149,12 +149,11 @@ def _by_prefix(name: str, flat_names: Sequence[str], hints: Hints) -> list[tuple
         return None
     fronts = sorted((flat.removesuffix(FLAT) for flat in flat_names), key=len, reverse=True)
     mine = name.removesuffix(FLAT)
-    out = []
-    for param, shape in shapes.items():
-        front = next((f for f in fronts if str(param).startswith(f)), None)
-        if front == mine:
-            out.append((str(param), tuple(map(int, shape))))
-    return out
+    return [
+        (str(param), tuple(map(int, shape)))
+        for param, shape in shapes.items()
+        if next(filter(str(param).startswith, fronts), None) == mine
+    ]
 
 
 # The files.
@@ -218,20 +217,24 @@ def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...]
 
 def open(files: Files) -> Contents:
     """The files of all ranks. Raises CorruptCheckpointError if that of a rank is missing."""
-    storage, names = files.storage, files.listed
-    sections: dict[str, dict[int, TorchFile]] = {}
-    world = max(len(ranks) for ranks in numbered(names).values())
+    found, sections = numbered(files.listed), dict[str, dict[int, TorchFile]]()
+    world = max(map(len, found.values()))
     files.checking.leave_number_open()
-    for section, ranks in sorted(numbered(names).items()):
-        missing = sorted(set(range(max(world, max(ranks) + 1))) - set(ranks))
-        if missing:
-            words = f"the file of rank {missing[0]} is missing; there is {ranks[min(ranks)]}, which opens by its path"
-            files.checking.refuse(CorruptCheckpointError(f"{storage.url}: {words}"))
+    for section, ranks in sorted(found.items()):
+        refuse_missing(files, "rank", ranks, max(world, max(ranks) + 1))
         sections[section] = {rank: read_torch_file(files[ranks[rank]]) for rank in sorted(ranks)}
     opened: dict[KeyPath, TorchFile] = {
         (f"{s}_{rank}",): file for s, ranks in sections.items() for rank, file in ranks.items()
     }
     return contents_of("fsdp1", opened, Fsdp1Facts(sections))
+
+
+def refuse_missing(files: Files, what: str, found: Mapping[int, str], count: int) -> None:
+    """Refuse the checkpoint if not all of `count` numbered files are there."""
+    missing = sorted(set(range(count)) - set(found))
+    if missing:
+        words = f"the file of {what} {missing[0]} is missing; there is {found[min(found)]}, which opens by its path"
+        files.checking.refuse(CorruptCheckpointError(f"{files.storage.url}: {words}"))
 
 
 # Canonical names: flat parameters and their optimizer states, split again.
@@ -265,8 +268,7 @@ def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     """
     facts = contents.facts
     assert isinstance(facts, Fsdp1Facts)
-    sections = facts.sections
-    found = [_find(_first_copy(name, files, hints)) for name, files in sections.items()]
+    found = [_find(_first_copy(name, files, hints)) for name, files in facts.sections.items()]
     models = [one for one in found if one.model]
     flat_names = [name for one in models for name in one.model[0] if name.endswith(FLAT)]
     model: dict[str, StoredTensor] = {}
@@ -298,7 +300,7 @@ def _first_copy(section: str, files: Mapping[int, TorchFile], hints: Hints) -> d
 def _find(files: dict[int, TorchFile]) -> _RankStates:
     found = _RankStates(files)
     for file in files.values():
-        value = file.value if isinstance(file.value, dict) else {}
+        value = file.entries
         model = next((value[key] for key in _MODELS if isinstance(value.get(key), dict)), None)
         optim = next((value[key] for key in _OPTIMIZERS if isinstance(value.get(key), dict)), None)
         if model is None and optim is None:
@@ -325,7 +327,7 @@ def _model(found: _RankStates, flat_names: Sequence[str], hints: Hints) -> dict[
                 out[name] = whole
             elif not original:
                 out.update(cut_flat(name, whole, flat_names, hints))
-        elif value is None or isinstance(value, (int, float, str, bytes)):
+        elif value is None or isinstance(value, int | float | str | bytes):
             continue  # no part of a model, such as extra state
         elif (
             isinstance(value, TensorRef) and name in shapes and (value.size != shapes[name] or _differs(value, values))
@@ -432,14 +434,13 @@ def _flat_of(
 ) -> FlatLayout | None:
     """Return what is in the flat parameter of an id; None if ids are those of parameters."""
     total = _length(key, states)
-    given = hints.mapping("flat_params")
-    if given:
-        return layout_of(None, key, total, 4, len(states), flat_names, hints)
-    # without use_orig_params the optimizer has as many parameters as the model has flat ones
-    if flat_names and len(listed) == len(flat_names) and "param_shapes" in hints and "param_names" not in hints:
-        at = listed.index(key) if key in listed else position
-        return layout_of(flat_names[at], key, total, 4, len(states), flat_names, hints)
-    return None
+    name = None
+    if not hints.mapping("flat_params"):
+        # without use_orig_params the optimizer has as many parameters as the model has flat ones
+        if not flat_names or len(listed) != len(flat_names) or "param_shapes" not in hints or "param_names" in hints:
+            return None
+        name = flat_names[listed.index(key) if key in listed else position]
+    return layout_of(name, key, total, 4, len(states), flat_names, hints)
 
 
 def _length(key: int, states: _OfRanks) -> int:

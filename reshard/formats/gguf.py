@@ -60,12 +60,16 @@ class Block:
     numel: int
     nbytes: int
     values: Callable[[Bytes], Floats] | None = None
-    """Of blocks, a row each, the elements that they stand for; None where that is not known here."""
+    """Of blocks, a row each, the elements that they stand for, in any shape; None where that is not known here."""
 
 
-def _half(data: Bytes) -> Floats:
-    """The float16 numbers in bytes of each row, as float32."""
-    return np.ascontiguousarray(data).view("<f2").astype(np.float32)
+_TWO_BITS = np.array([0, 2, 4, 6], dtype=np.uint8)
+"""Where each of four numbers in a byte begins."""
+
+
+def _half(data: Bytes, dtype: str = "<f2") -> Floats:
+    """The float16 numbers in bytes of each row, or those of another dtype, as float32."""
+    return np.ascontiguousarray(data).view(dtype).astype(np.float32)
 
 
 def _nibbles(data: Bytes) -> Bytes:
@@ -75,6 +79,12 @@ def _nibbles(data: Bytes) -> Bytes:
 
 def _bits(data: Bytes) -> Bytes:
     return np.unpackbits(data, axis=1, bitorder="little")
+
+
+def _bit_planes(data: Bytes) -> Bytes:
+    """Eight rows: the lowest bits of all bytes, the next ones, and so on."""
+    planes: Bytes = data[:, None] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
+    return planes
 
 
 def _q4_0(blocks: Bytes) -> Floats:
@@ -96,7 +106,7 @@ def _q5_1(blocks: Bytes) -> Floats:
 
 
 def _q8_0(blocks: Bytes) -> Floats:
-    return _half(blocks[:, :2]) * np.ascontiguousarray(blocks[:, 2:]).view(np.int8).astype(np.float32)
+    return _half(blocks[:, :2]) * _half(blocks[:, 2:], "i1")
 
 
 def _scaled(blocks: Bytes, quants: Bytes) -> Floats:
@@ -106,8 +116,8 @@ def _scaled(blocks: Bytes, quants: Bytes) -> Floats:
     scales = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=1).astype(np.float32)
     offsets = np.concatenate([middle & 63, high >> 4 | middle >> 6 << 4], axis=1).astype(np.float32)
     steps, starts = _half(blocks[:, :2]) * scales, _half(blocks[:, 2:4]) * offsets
-    values = steps[:, :, None] * quants.astype(np.float32) - starts[:, :, None]
-    return values.reshape(len(blocks), -1)
+    values: Floats = steps[:, :, None] * quants.astype(np.float32) - starts[:, :, None]
+    return values
 
 
 def _pairs(data: Bytes) -> Bytes:
@@ -122,9 +132,7 @@ def _q4_k(blocks: Bytes) -> Floats:
 
 
 def _q5_k(blocks: Bytes) -> Floats:
-    fifth: Bytes = blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[None, :, None] & np.uint8(1)
-    five: Bytes = _pairs(blocks[:, 48:]) | fifth << np.uint8(4)
-    return _scaled(blocks, five)
+    return _scaled(blocks, _pairs(blocks[:, 48:]) | _bit_planes(blocks[:, 16:48]) << np.uint8(4))
 
 
 def _q6_k(blocks: Bytes) -> Floats:
@@ -132,17 +140,15 @@ def _q6_k(blocks: Bytes) -> Floats:
     16 elements."""
     low = blocks[:, :128].reshape(len(blocks), 2, 64)
     high = blocks[:, 128:192].reshape(len(blocks), 2, 1, 32)
-    upper = high >> np.array([0, 2, 4, 6], dtype=np.uint8)[None, None, :, None] & 3
+    upper = high >> _TWO_BITS[:, None] & 3
     lower = np.concatenate([low & 15, low >> 4], axis=2).reshape(len(blocks), 2, 4, 32)
     six = (lower | upper << 4).astype(np.float32) - np.float32(32)
-    scales = np.ascontiguousarray(blocks[:, 192:208]).view(np.int8).astype(np.float32)
-    return _sixteens(blocks, _half(blocks[:, 208:]) * scales, six).reshape(len(blocks), -1)
+    return _sixteens(blocks, _half(blocks[:, 208:]) * _half(blocks[:, 192:208], "i1"), six)
 
 
 def _twos(data: Bytes) -> Bytes:
     """Divide 64 bytes into 256 numbers of two bits: 32 bytes give four rows of 32, the lowest bits first."""
-    shifts = np.array([0, 2, 4, 6], dtype=np.uint8)[None, None, :, None]
-    return data.reshape(len(data), 2, 1, 32) >> shifts & np.uint8(3)
+    return data.reshape(len(data), 2, 1, 32) >> _TWO_BITS[:, None] & np.uint8(3)
 
 
 def _sixteens(blocks: Bytes, steps: Floats, quants: Any) -> Floats:
@@ -154,19 +160,18 @@ def _sixteens(blocks: Bytes, steps: Floats, quants: Any) -> Floats:
 def _q2_k(blocks: Bytes) -> Floats:
     steps = _half(blocks[:, 80:82]) * (blocks[:, :16] & 15).astype(np.float32)
     starts = _half(blocks[:, 82:84]) * (blocks[:, :16] >> 4).astype(np.float32)
-    values: Floats = _sixteens(blocks, steps, _twos(blocks[:, 16:80])) - starts[:, :, None]
-    return values.reshape(len(blocks), -1)
+    return _sixteens(blocks, steps, _twos(blocks[:, 16:80])) - starts[:, :, None]
 
 
 def _q3_k(blocks: Bytes) -> Floats:
     """The third bit, where it is not set, takes away 4; scales of 6 bits keep their upper two
     behind the lower four."""
-    third = blocks[:, None, :32] >> np.arange(8, dtype=np.uint8)[None, :, None] & np.uint8(1)
+    third = _bit_planes(blocks[:, :32])
     low = _twos(blocks[:, 32:96]).reshape(len(blocks), 8, 32).astype(np.int8)
-    upper = (blocks[:, None, 104:108] >> np.array([0, 2, 4, 6], dtype=np.uint8)[None, :, None] & 3).reshape(-1, 16)
+    upper = (blocks[:, None, 104:108] >> _TWO_BITS[:, None] & 3).reshape(-1, 16)
     scales = (_nibbles(blocks[:, 96:104]) | upper << 4).astype(np.float32) - np.float32(32)
     quants = low - ((third ^ 1) << 2).astype(np.int8)
-    return _sixteens(blocks, _half(blocks[:, 108:]) * scales, quants).reshape(len(blocks), -1)
+    return _sixteens(blocks, _half(blocks[:, 108:]) * scales, quants)
 
 
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32)
@@ -179,12 +184,12 @@ def _iq4_nl(blocks: Bytes) -> Floats:
 
 def _iq4_xs(blocks: Bytes) -> Floats:
     """Eight sub-blocks, whose scales of 6 bits have their upper two apart, all in two bytes."""
-    upper = (blocks[:, 2:4, None] >> np.array([0, 2, 4, 6], dtype=np.uint8)[None, None, :] & 3).reshape(-1, 8)
-    low = (blocks[:, 4:8, None] >> np.array([0, 4], dtype=np.uint8)[None, None, :] & 15).reshape(-1, 8)
+    upper = (blocks[:, 2:4, None] >> _TWO_BITS & 3).reshape(-1, 8)
+    low = (blocks[:, 4:8, None] >> _TWO_BITS[::2] & 15).reshape(-1, 8)
     steps = _half(blocks[:, :2]) * ((low | upper << 4).astype(np.float32) - np.float32(32))
     parts = blocks[:, 8:].reshape(-1, 16)
     values: Floats = steps[:, :, None] * _IQ4[_nibbles(parts)].reshape(len(blocks), 8, 32)
-    return values.reshape(len(blocks), -1)
+    return values
 
 
 def _mxfp4(blocks: Bytes) -> Floats:
@@ -407,9 +412,9 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Callable[[], Any]:
     if kind != _ARRAY:
         value = _scalar(cursor, kind, key)
         return lambda: value
-    at = cursor.at
+    source, at = cursor.source, cursor.at
     _pass_array(cursor, key, 0)
-    return partial(_read_array, cursor.source, at, key)
+    return lambda: _array(_Cursor(source, at), key)
 
 
 def _scalar(cursor: _Cursor, kind: int, key: str) -> Any:
@@ -443,10 +448,6 @@ def _pass_array(cursor: _Cursor, key: str, depth: int) -> None:
             _pass_array(cursor, key, depth + 1)
     else:
         _scalar(cursor, kind, key)
-
-
-def _read_array(source: Source, at: int, key: str) -> list[Any]:
-    return _array(_Cursor(source, at), key)
 
 
 def _array(cursor: _Cursor, key: str) -> list[Any]:
@@ -610,11 +611,8 @@ def _objects(
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, tuple[Any, ...]]]:
     """Return what the first file knows of the model, and the types of quantized tensors, under
     names of their own."""
-    objects: dict[str, Callable[[], Any]] = {}
-    paths: dict[str, tuple[Any, ...]] = {}
-    for key, value in header.values.items():
-        objects[f"{_METADATA}.{key}"] = value
-        paths[f"{_METADATA}.{key}"] = (_METADATA, key)
+    objects = {f"{_METADATA}.{key}": value for key, value in header.values.items()}
+    paths: dict[str, tuple[Any, ...]] = {f"{_METADATA}.{key}": (_METADATA, key) for key in header.values}
     quantized = {key: of for key, of in types.items() if of in _BLOCKS}
     if quantized:
         objects["quantized"] = lambda: quantized

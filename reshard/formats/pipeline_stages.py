@@ -24,7 +24,7 @@ from reshard.formats.canonical import (
     take_optimizer,
 )
 from reshard.formats.format import Format
-from reshard.formats.fsdp1 import numbered
+from reshard.formats.fsdp1 import numbered, refuse_missing
 from reshard.formats.sections import find_sections, is_beside
 from reshard.formats.torch_save.reader import contents_of, read_torch_file
 from reshard.state import KeyPath
@@ -65,10 +65,7 @@ def open(files: Files) -> Contents:
     """The files of all stages. Raises CorruptCheckpointError if one is missing."""
     (found,) = numbered(files.listed).values()
     files.checking.leave_number_open()
-    missing = sorted(set(range(max(found) + 1)) - set(found))
-    if missing:
-        words = f"the file of stage {missing[0]} is missing; there is {found[min(found)]}, which opens by its path"
-        files.checking.refuse(CorruptCheckpointError(f"{files.storage.url}: {words}"))
+    refuse_missing(files, "stage", found, max(found) + 1)
     stages = {
         stage: contents_of("pipeline_stages", {(): read_torch_file(files[found[stage]])}) for stage in sorted(found)
     }

@@ -71,8 +71,9 @@ def nest(contents: Contents) -> Tree:
         parts = [*map(plain_key, path)]
         # an int key of a dict becomes text, so that only lists have ints
         parts = [str(p) if isinstance(q, IntKey) else p for p, q in zip(parts, path)]
-        if not _insert(root, parts, StoredLeaf(contents, key, is_tensor)):
-            _insert(root, [key], StoredLeaf(contents, key, is_tensor))
+        leaf = StoredLeaf(contents, key, is_tensor)
+        if not _insert(root, parts, leaf):
+            _insert(root, [key], leaf)
     return root
 
 
@@ -159,7 +160,7 @@ def _inside(section: Tree) -> Tree:
 def _only_state(tree: Tree) -> Tree:
     """The one state dict in it, whatever it is called, such as `net`: its own keys have dots. Else
     the tree itself."""
-    with_tensors = [v for v in tree.values() if (v.is_tensor if isinstance(v, StoredLeaf) else _has_tensor(v))]
+    with_tensors = [v for v in tree.values() if _has_tensor(v)]
     if len(with_tensors) == 1 and isinstance(with_tensors[0], dict) and any("." in str(key) for key in with_tensors[0]):
         return with_tensors[0]
     return tree
@@ -240,7 +241,7 @@ def _has_optimizer(tree: Tree) -> bool:
 
 def _may_be_models(tree: Tree) -> list[Tree | StoredLeaf]:
     """Return what has tensors, and no name that models do not have."""
-    with_tensors = {k: v for k, v in tree.items() if (v.is_tensor if isinstance(v, StoredLeaf) else _has_tensor(v))}
+    with_tensors = {k: v for k, v in tree.items() if _has_tensor(v)}
     return [value for key, value in with_tensors.items() if not _is_other(key, value)]
 
 
@@ -291,7 +292,7 @@ def _is_bare_optimizer(tree: Tree) -> bool:
     return is_flat(tree) or (bool(alone) and all(alone))
 
 
-def _has_tensor(tree: Tree) -> bool:
+def _has_tensor(tree: Tree | StoredLeaf) -> bool:
     return any(leaf.is_tensor for _, leaf in walk(tree))
 
 

@@ -73,8 +73,7 @@ def attention_to_titan(model: Decoder, generation: str) -> list[Rule]:
         "self_attn.k_norm.weight": f"{TITAN}attention.k_norm.weight",
     }
     return [
-        rotary(model, f"{HF}self_attn.q_proj.{{kind}}", f"{inner}wq.{{kind}}"),
-        rotary(model, f"{HF}self_attn.k_proj.{{kind}}", f"{inner}wk.{{kind}}"),
+        *(rotary(model, f"{HF}self_attn.{x}_proj.{{kind}}", f"{inner}w{x}.{{kind}}") for x in "qk"),
         *renames(names, HF),
         *feed_forward_to_titan("mlp", "feed_forward"),
     ]
@@ -564,8 +563,7 @@ def to_llama_cpp(model: Decoder) -> list[Rule]:
     }
     return [
         *renames(outer),
-        rotary(model, f"{HF}self_attn.q_proj.{{kind}}", f"{_LLAMA_CPP_BLOCK}attn_q.{{kind}}"),
-        rotary(model, f"{HF}self_attn.k_proj.{{kind}}", f"{_LLAMA_CPP_BLOCK}attn_k.{{kind}}"),
+        *(rotary(model, f"{HF}self_attn.{x}_proj.{{kind}}", f"{_LLAMA_CPP_BLOCK}attn_{x}.{{kind}}") for x in "qk"),
         *renames(parts, HF, _LLAMA_CPP_BLOCK),
     ]
 

@@ -197,7 +197,7 @@ def _stage_views(rules: Sequence[Rule], specs: Dict[str, TensorSpec]) -> dict[st
 def _group_views(group: RuleGroup, sources: Sequence[TensorSpec], shapes: Dict[str, Shape]) -> dict[str, View]:
     if group.is_carried([s.shape for s in sources], shapes):
         count = None
-        if group.rule.targets and group.rule.targets[0].number is not None:
+        if group.rule.numbers_targets:
             if group.site.name not in shapes:
                 raise KeyMismatchError(_no_parameter(group.members[0], "the state"))
             count = len(views_of(group.rule, (shapes[group.site.name],), sources[0].dtype))
@@ -252,8 +252,7 @@ class MappingStage:
             self.renamed[name] = name
         for group in groups:
             self._add_group(group)
-        counts = {group.identity: len(group.numbers) for group in groups if group.numbers}
-        self._add_objects(counts)
+        self._add_objects({group.identity: len(group.numbers) for group in groups if group.numbers})
         aliases = {
             self.renamed[alias]: self.renamed[kept]
             for alias, kept in self.given.aliases.items()
@@ -289,7 +288,7 @@ class MappingStage:
             self.renamed[first] = new
             self._put(self.made, new, first, lambda: self.tensors[first]().renamed(new))
             return
-        if len(group.members) == 1 and len(rule.targets) == 1 and rule.targets[0].number is None:
+        if len(group.members) == 1 and len(rule.targets) == 1 and not rule.numbers_targets:
             [self.renamed[first]] = group.target_names(None)
             self.change[first] = rule.renamed(lambda _: "")
         if isinstance(rule, Computing):
@@ -299,7 +298,7 @@ class MappingStage:
         if group.missing:
             self.warnings.append(_filled_note(group))
         count = None
-        if rule.targets and rule.targets[0].number is not None:  # how many there are is in the shape
+        if rule.numbers_targets:  # how many there are is in the shape
             source = self.tensors[first]()
             if not self._is_carried(group, [source.spec.shape]):
                 count = len(self._views(group, [source]))
@@ -380,7 +379,7 @@ class MappingStage:
             if group.missing:
                 self.warnings.append(_filled_note(group))
             number = counts.get(group.identity)
-            if group.rule.targets and group.rule.targets[0].number is not None and number is None:
+            if group.rule.numbers_targets and number is None:
                 number = self._count_at_parameter(group)
             for new in group.target_names(number):
                 self._put(self.objects, new, group.members[0], partial(self._carried_object, group))
@@ -395,7 +394,7 @@ class MappingStage:
 
     def _object(self, key: str) -> Any:
         value = self.given.objects[key]
-        is_list = key.endswith(".params") and isinstance(value, (list, tuple))
+        is_list = key.endswith(".params") and isinstance(value, list | tuple)
         if not is_list or not all(isinstance(name, str) for name in value):
             return value
         return self._translated(value)
@@ -410,7 +409,7 @@ class MappingStage:
         return list(out)
 
     def _counted(self, name: str, rule: Rule) -> int | None:
-        if not rule.targets or rule.targets[0].number is None or name not in self._parameters:
+        if not rule.numbers_targets or name not in self._parameters:
             return None
         spec = self.tensors[self._parameters[name]]().spec
         return len(views_of(rule, (spec.shape,), spec.dtype))
@@ -644,8 +643,7 @@ class _ExactMatcher(Matcher):
     def _best(self, found: Iterable[Site]) -> Hit | None:
         for site in sorted(found, key=lambda site: site.is_state):  # a state may be named itself
             if site.name in self._names and (site.is_state or not site.prefix):
-                rule = Rename(site.name, self._names[site.name])
-                return Hit(0, rule, site, {"": site.name}, 0)
+                return Hit(0, Rename(site.name, self._names[site.name]), site, {"": site.name}, 0)
         return None
 
 

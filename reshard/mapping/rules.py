@@ -115,6 +115,11 @@ class Rule(ABC):
         """The placeholder that numbers the sources of one target, or the targets of one source."""
         return self.sources[0].number or (self.targets[0].number if self.targets else None)
 
+    @property
+    def numbers_targets(self) -> bool:
+        """Whether the placeholder numbers the targets of one source."""
+        return bool(self.targets) and self.targets[0].number is not None
+
 
 @lru_cache(maxsize=4096)
 def views_of(rule: Rule, shapes: tuple[Shape, ...], dtype: str) -> tuple[View, ...]:
@@ -173,7 +178,7 @@ class Concat(Rule):
         self, sources: Sequence[str], target: str, parts: Sequence[int] = (), groups: int = 1, dim: int = 0
     ) -> None:
         self._set(sources, target, parts=tuple(parts), groups=groups, dim=dim)
-        _check_parts(self, self.parts, len(self.sources))
+        _check_parts(self, len(self.sources))
 
     def build(self, views: Sequence[View]) -> list[View]:
         name = views[0].spec.fqn
@@ -182,8 +187,17 @@ class Concat(Rule):
             raise NormalizationError(f"sizes {sizes} of dim {self.dim} are not in proportion to parts {self.parts}")
         if self.groups == 1:
             return [concat(name, views, self.dim)]
-        rows = [_even(view, self.groups, self.dim) for view in views]
+        rows = [self._even(view) for view in views]
         return [concat(name, [row[g] for g in range(self.groups) for row in rows], self.dim)]
+
+    def _even(self, view: View) -> list[View]:
+        size = _size(view, self.dim)
+        if size % self.groups:
+            raise NormalizationError(
+                f"dim {self.dim} of shape {view.shape} cannot be split into {self.groups} equal groups"
+            )
+        step = size // self.groups
+        return [view.reorder([(start, start + step)], self.dim) for start in range(0, size, step)]
 
     def inverse(self) -> Rule:
         if not self.parts:
@@ -203,7 +217,7 @@ class Split(Rule):
         self, source: str, targets: Sequence[str], parts: Sequence[int], groups: int = 1, dim: int = 0
     ) -> None:
         self._set(source, targets, parts=tuple(parts), groups=groups, dim=dim)
-        _check_parts(self, self.parts, len(self.targets), needed=True)
+        _check_parts(self, len(self.targets), needed=True)
 
     def build(self, views: Sequence[View]) -> list[View]:
         view, total = views[0], sum(self.parts)
@@ -288,8 +302,7 @@ class Transpose(Rule):
         return [view.transpose(*(self.dims or (*range(n - 2), n - 1, n - 2)))]
 
     def inverse(self) -> Rule:
-        back = tuple(self.dims.index(d) for d in range(len(self.dims)))
-        return self._swapped(Transpose, back)
+        return self._swapped(Transpose, tuple(self.dims.index(d) for d in range(len(self.dims))))
 
 
 @dataclass(frozen=True, init=False)
@@ -346,7 +359,7 @@ class Resize(Rule):
         if size not in (self.old, self.new):
             raise NormalizationError(f"dim {self.dim} of shape {view.shape} should have {self.old} elements")
         if size >= self.new:
-            return [view[(*(slice(None),) * self.dim, slice(0, self.new))]]
+            return [view.reorder([(0, self.new)], self.dim)]
         return [view.pad([(0, self.new - size if d == self.dim else 0) for d in range(len(view.shape))])]
 
     def inverse(self) -> Rule:
@@ -375,8 +388,7 @@ class Rope(Rule):
         return [change(self.head_size)]
 
     def inverse(self) -> Rule:
-        other = "pairs" if self.to == "halves" else "halves"
-        return self._swapped(Rope, self.head_size, other)
+        return self._swapped(Rope, self.head_size, "pairs" if self.to == "halves" else "halves")
 
 
 def _reshaped(view: View, new: Shape) -> View:
@@ -405,15 +417,8 @@ def _size(view: View, dim: int) -> int:
     return view.shape[dim]
 
 
-def _even(view: View, groups: int, dim: int) -> list[View]:
-    size = _size(view, dim)
-    if size % groups:
-        raise NormalizationError(f"dim {dim} of shape {view.shape} cannot be split into {groups} equal groups")
-    step = size // groups
-    return [view[(*(slice(None),) * dim, slice(g * step, (g + 1) * step))] for g in range(groups)]
-
-
-def _check_parts(rule: Concat | Split, parts: tuple[int, ...], count: int, needed: bool = False) -> None:
+def _check_parts(rule: Concat | Split, count: int, needed: bool = False) -> None:
+    parts = rule.parts
     if rule.groups < 1:
         raise NormalizationError(f"{rule}: groups must be >= 1, got {rule.groups}")
     if (parts or needed) and (len(parts) != count or any(part < 1 for part in parts)):

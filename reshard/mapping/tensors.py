@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import chain
 
 import torch
@@ -17,7 +17,7 @@ from reshard.errors import NormalizationError
 from reshard.live.dtypes import dtype_from_name, overflowing, refused_cast
 from reshard.live.tensors import raw_bytes
 from reshard.stored.source import BytesSource, Source
-from reshard.stored.tensor import Extent, LazyTensor, StoredChunk, StoredTensor
+from reshard.stored.tensor import Extent, LazyTensor, StoredChunk, StoredTensor, read_box
 
 __all__ = ["LOSES", "assembled", "cast", "constant", "dequantized", "is_floating", "mxfp4", "offset"]
 
@@ -39,13 +39,15 @@ class _Strip:
     steps: Shape
     dims: Dims
 
+    def ranges(self) -> Iterator[tuple[int, int, int]]:
+        """Where each dim of the source box starts, how many indexes it takes, and with which step."""
+        return zip(self.start, self.counts, self.steps)
+
 
 def assembled(view: View, sources: Sequence[StoredTensor], fqn: str) -> StoredTensor:
     """The tensor that `view` makes of its sources, which are given by their number: view source "2" is `sources[2]`."""
     given = [sources[int(spec.fqn)] for spec in view.sources]
-    chunks: list[StoredChunk] = []
-    for strip in _strips(view.geometry):
-        chunks += _chunks(strip, given[strip.tensor])
+    chunks = [chunk for strip in _strips(view.geometry) for chunk in _chunks(strip, given[strip.tensor])]
     spec = TensorSpec(fqn, view.shape, view.spec.dtype)
     chunks += [_constant(fill, spec) for fill in view.fills if not fill.target.is_empty]
     return StoredTensor(spec, tuple(chunks))
@@ -88,25 +90,24 @@ def _joined(left: _Strip, right: _Strip, d: int) -> _Strip | None:
         return None
     if left.target.stops[d] != right.target.offsets[d]:
         return None
-    for i in range(left.target.ndim):
-        alike = (left.target.offsets[i], left.target.sizes[i]) == (right.target.offsets[i], right.target.sizes[i])
-        if i != d and not alike:
-            return None
-    for i in range(len(left.start)):
-        alike = (left.start[i], left.counts[i], left.steps[i]) == (right.start[i], right.counts[i], right.steps[i])
-        if i != e and not alike:
-            return None
+    if any(a != b for i, (a, b) in enumerate(zip(zip(*left.target), zip(*right.target))) if i != d):
+        return None
+    if any(a != b for i, (a, b) in enumerate(zip(left.ranges(), right.ranges())) if i != e):
+        return None
     n = left.counts[e]
     step = right.start[e] - left.start[e] if n == 1 else left.steps[e]
     if step < 1 or right.start[e] != left.start[e] + n * step:
         return None
-    sizes = (*left.target.sizes[:d], n + 1, *left.target.sizes[d + 1 :])
     return replace(
         left,
-        target=Box.of(left.target.offsets, sizes),
-        counts=(*left.counts[:e], n + 1, *left.counts[e + 1 :]),
-        steps=(*left.steps[:e], step, *left.steps[e + 1 :]),
+        target=Box.of(left.target.offsets, _with_item(left.target.sizes, d, n + 1)),
+        counts=_with_item(left.counts, e, n + 1),
+        steps=_with_item(left.steps, e, step),
     )
+
+
+def _with_item(values: Shape, at: int, value: int) -> Shape:
+    return (*values[:at], value, *values[at + 1 :])
 
 
 def _chunks(strip: _Strip, source: StoredTensor) -> Iterator[StoredChunk]:
@@ -116,16 +117,10 @@ def _chunks(strip: _Strip, source: StoredTensor) -> Iterator[StoredChunk]:
     if hull.is_empty:
         return
     for chunk, _ in source.meeting(hull):
-        ranges = []  # of the strip's own indexes, those that the chunk has
-        for start, n, step, low, high in zip(
-            strip.start,
-            strip.counts,
-            strip.steps,
-            chunk.box.offsets,
-            chunk.box.stops,
-            strict=True,
-        ):
-            ranges.append((max(0, -(-(low - start) // step)), min(n, -(-(high - start) // step))))
+        ranges = [  # of the strip's own indexes, those that the chunk has
+            (max(0, -(-(low - start) // step)), min(n, -(-(high - start) // step)))
+            for (start, n, step), low, high in zip(strip.ranges(), chunk.box.offsets, chunk.box.stops, strict=True)
+        ]
         if all(first < stop for first, stop in ranges):
             yield _cut(strip, chunk, ranges)
 
@@ -243,12 +238,8 @@ def cast(stored: StoredTensor, dtype: str, fqn: str | None = None) -> StoredTens
     if stored.spec.dtype == dtype:
         return stored if name == stored.fqn else stored.renamed(name)
     _check_cast(stored.spec, dtype)
-    lazy = LazyTensor(stored)
-
-    def compute(box: Box) -> torch.Tensor:
-        return lazy[box.slices if box.ndim else ...]
-
-    return computed(TensorSpec(name, stored.spec.shape, dtype), compute, f"{stored.fqn} as {dtype}", stored)
+    spec = TensorSpec(name, stored.spec.shape, dtype)
+    return computed(spec, partial(read_box, stored), f"{stored.fqn} as {dtype}", stored)
 
 
 def offset(stored: StoredTensor, fqn: str, *, by: float, exact: bool) -> StoredTensor:
@@ -259,10 +250,9 @@ def offset(stored: StoredTensor, fqn: str, *, by: float, exact: bool) -> StoredT
     if not is_floating(stored.spec.dtype):
         raise NormalizationError(f"{stored.fqn!r} of {stored.spec.dtype} cannot get an offset of {by}")
     _check_cast(stored.spec, "float64")
-    lazy = LazyTensor(stored)
 
     def compute(box: Box) -> torch.Tensor:
-        return lazy[box.slices if box.ndim else ...].to(torch.float64) + by
+        return read_box(stored, box).to(torch.float64) + by
 
     if exact:
         _check_exact(stored, by)
@@ -274,11 +264,11 @@ def _plus(values: torch.Tensor, by: float) -> torch.Tensor:
 
 
 def _check_exact(stored: StoredTensor, by: float) -> None:
-    lazy, numel = LazyTensor(stored), stored.spec.numel
+    numel = stored.spec.numel
     step = max(1, _PIECE_BYTES // stored.spec.itemsize)
     boxes = (flat_boxes(stored.spec.shape, at, min(at + step, numel)) for at in range(0, numel, step))
     for box in chain.from_iterable(boxes):
-        values = lazy[box.slices if box.ndim else ...]
+        values = read_box(stored, box)
         back = _plus(_plus(values, by), -by).to(torch.float64)
         wrong = (back != values.to(torch.float64)) & ~(back.isnan() & values.isnan())
         if bool(wrong.any()):

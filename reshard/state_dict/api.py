@@ -21,7 +21,7 @@ from reshard.state_dict.collect import collect_model, collect_optimizer
 from reshard.state_dict.live_model import LiveModel, Models
 from reshard.state_dict.model import apply_model, part_of, plan_model, read_model
 from reshard.state_dict.optimizer import apply_optimizers, check_groups, initial_state, plan_optimizers, read_optimizers
-from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter, as_optimizers
+from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter
 from reshard.state_dict.options import OptimizerReport, SetReport, StateDictOptions, as_options
 from reshard.state_dict.saved_optimizer import StateKind, read_saved
 
@@ -94,7 +94,7 @@ def get_optimizer_state_dict(
     """
     opts = as_options(options)
     live = LiveModel(model, opts.dsd_fqn_modifiers)
-    return _optimizer_state(LiveOptimizers(live, as_optimizers(optimizers)), submodules, opts)
+    return _optimizer_state(LiveOptimizers(live, optimizers), submodules, opts)
 
 
 @renamed()
@@ -122,7 +122,7 @@ def get_state_dict(
     """
     opts = as_options(options)
     live = LiveModel(model, opts.dsd_fqn_modifiers)
-    live_optimizers = LiveOptimizers(live, as_optimizers(optimizers))
+    live_optimizers = LiveOptimizers(live, optimizers)
     model_state = collect_model(_model_state(live, submodules, opts), opts)
     return model_state, _optimizer_state(live_optimizers, submodules, opts)
 
@@ -223,7 +223,7 @@ def refuse_groups(
 
     Touches nothing.
     """
-    live = LiveOptimizers(LiveModel(model), as_optimizers(optimizers))
+    live = LiveOptimizers(LiveModel(model), optimizers)
     check_groups(live, read_saved({"param_groups": groups}, live), options)
 
 
@@ -232,7 +232,7 @@ def group_orders(
 ) -> Iterator[tuple[Optimizer, list[int]]]:
     """Yield each optimizer that has its param groups in another order than they were saved, and for each of its groups
     the place among the saved ones."""
-    live = LiveOptimizers(LiveModel(model), as_optimizers(optimizers))
+    live = LiveOptimizers(LiveModel(model), optimizers)
     places: list[dict[int, int]] = [{} for _ in live.optimizers]
     for place, group in enumerate(groups):
         for name in group.get("params", ()):
@@ -259,7 +259,7 @@ def _set(
     receives = opts.broadcast_from_rank0 and world_size() > 1
     with setting(opts, alone=not receives):
         live = LiveModel(model, opts.dsd_fqn_modifiers)
-        live_optimizers = None if what == "model" else LiveOptimizers(live, as_optimizers(optimizers))
+        live_optimizers = None if what == "model" else LiveOptimizers(live, optimizers)
         of_model = {} if receives and this_rank() else _by_name(live, of_model)
     if receives and what != "optimizers":
         of_model = receive_model(live, of_model, opts)
@@ -391,8 +391,9 @@ def _by_name(live: LiveModel, given: Mapping[Any, Any]) -> Mapping[str, Any]:
         )
     if not any(isinstance(key, nn.Module) for key in given):
         return given
-    out: dict[str, Any] = {}
-    for module, state in given.items():
-        for prefix in live.prefixes([module])[:1]:
-            out.update((prefix + name, value) for name, value in state.items())
-    return out
+    return {
+        prefix + name: value
+        for module, state in given.items()
+        for prefix in live.prefixes([module])[:1]
+        for name, value in state.items()
+    }

@@ -44,6 +44,10 @@ class Outline(NamedTuple):
     shape: Shape
     dtype: torch.dtype
 
+    def made(self, device: torch.device | str) -> torch.Tensor:
+        """New memory for all of it."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
 
 @contextlib.contextmanager
 def setting(options: StateDictOptions | None = None, *, alone: bool = False) -> Iterator[None]:
@@ -82,14 +86,12 @@ def receive_model(live: LiveModel, given: Mapping[str, Any], options: StateDictO
         plan_model(live, _on_meta(mine), options, outlines=True)
     device = next((s.value.device for s in live.slots if s.value is not None and not s.value.is_meta), None)
     in_regions = {slot.name for item in live.items if isinstance(item, SelfLoadingModule) for slot in item.slots}
-    targets: dict[str, torch.Tensor] = {}
 
-    def target(path: Sequence[Any], one: Outline) -> torch.Tensor:
-        slot = live.by_name.get(one.path[1:])
-        targets[one.path] = _model_target(one, slot, device or torch.device("cpu"), one.path[1:] in in_regions)
-        return targets[one.path]
+    def target(_: Sequence[Any], one: Outline) -> torch.Tensor:
+        name = one.path[1:]
+        return _model_target(one, live.by_name.get(name), device or torch.device("cpu"), name in in_regions)
 
-    made: dict[str, Any] = _map_outlines(target, mine)
+    made, targets = _with_targets(target, mine)
     _fill(targets, sources, known, options.strict)
     return made
 
@@ -108,13 +110,11 @@ def receive_optimizer(live: LiveOptimizers, given: Mapping[str, Any], options: S
     mine = {"state": state, "param_groups": [*groups.values(), *({**f, "params": []} for f in saved.empty)]}
     with setting():
         plan_optimizers(live, _on_meta(mine), options, outlines=True)
-    targets: dict[str, torch.Tensor] = {}
 
     def target(path: Sequence[Any], one: Outline) -> torch.Tensor:
-        targets[one.path] = _optimizer_target(one, live.by_name[path[1]] if path[0] == "state" else None)
-        return targets[one.path]
+        return _optimizer_target(one, live.by_name[path[1]] if path[0] == "state" else None)
 
-    made: dict[str, Any] = _map_outlines(target, mine)
+    made, targets = _with_targets(target, mine)
     # of what is left to other optimizers of this model the rank knows at least the name
     leaves = leaves_of(outline).items()
     known = {one.path for path, one in leaves if isinstance(one, Outline) and _names_any(path, live)}
@@ -137,16 +137,16 @@ def _names_any(path: Sequence[Any], live: LiveOptimizers) -> bool:
 
 def _optimizer_target(one: Outline, owner: OptimizedParameter | None) -> torch.Tensor:
     if owner is None or not one.shape:
-        return torch.empty(one.shape, dtype=one.dtype, device="cpu")
+        return one.made("cpu")
     device = owner.parameter.device
     if one.shape == owner.shape:
         return _like(owner.parameter, owner.piece, one.dtype, device)
-    return torch.empty(one.shape, dtype=one.dtype, device=device)
+    return one.made(device)
 
 
 def _model_target(one: Outline, slot: StateEntry | None, device: torch.device, in_region: bool) -> torch.Tensor:
     if slot is None or slot.value is None or one.shape != slot.shape:
-        return torch.empty(one.shape, dtype=one.dtype, device=device)
+        return one.made(device)
     if not slot.value.is_meta and slot.value.dtype == one.dtype and not in_region:
         return slot.tensor()
     return _like(slot.value, slot.piece, one.dtype, device if slot.value.is_meta else slot.value.device)
@@ -167,9 +167,22 @@ def _map_outlines(make: Callable[[tuple[Any, ...], Outline], Any], nest: Any) ->
     return map_leaves(lambda path, leaf: make(path, leaf) if isinstance(leaf, Outline) else leaf, nest)
 
 
+def _with_targets(
+    make: Callable[[Sequence[Any], Outline], torch.Tensor], nest: Any
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The containers with a tensor instead of each outline, and these tensors by path."""
+    targets: dict[str, torch.Tensor] = {}
+
+    def keep(path: Sequence[Any], one: Outline) -> torch.Tensor:
+        targets[one.path] = make(path, one)
+        return targets[one.path]
+
+    return _map_outlines(keep, nest), targets
+
+
 def _on_meta(nest: Any) -> Any:
     """The containers with tensors without memory for outlines."""
-    return _map_outlines(lambda _, one: torch.empty(one.shape, dtype=one.dtype, device="meta"), nest)
+    return _map_outlines(lambda _, one: one.made("meta"), nest)
 
 
 def _share_outline(given: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from planners.geometry.arrays import grouped
 from reshard.arguments import renamed
 from reshard.errors import NormalizationError, format_ranks
 from reshard.live.copy_streams import to_host
@@ -54,7 +55,7 @@ def collect_model(state: dict[str, Any], options: StateDictOptions) -> dict[str,
         return dict(zip(state, _all_to_cpu(list(state.values())))) if options.cpu_offload else state
     asked = vars(options)
     owner = _owners(state, asked) if options.cpu_offload else None
-    agree_on_gathering({name: value for name, value in state.items() if is_sharded(value)}, asked)
+    agree_on_gathering(state, asked)
     whole = {name: _whole(state[name], name, owner) for name in sorted(state)}
     return {name: whole[name][0] for name in state if whole[name]}
 
@@ -75,7 +76,7 @@ def collect_optimizer(state: dict[str, Any], live: LiveOptimizers, options: Stat
         if is_zero_redundancy(optimizer):
             state = {**state, "state": _state_of_all_ranks(state["state"], live, k, mine, options)}
     tensors = _tensors_in(state["state"])
-    agree_on_gathering({path: value for path, value in tensors.items() if is_sharded(value)}, vars(options))
+    agree_on_gathering(tensors, vars(options))
     # ranks may have met their parameters in different orders, but must gather in one
     name_of = {_text(path): path[0] for path in leaves_of(state["state"])}
     whole = {path: _whole(tensors[path], name_of[path], owner) for path in sorted(tensors)}
@@ -155,7 +156,7 @@ def iter_full(
         state = read_model(LiveModel(model, opts.dsd_fqn_modifiers), whole=True)
     asked = {**vars(opts), "to_rank": to_rank}
     owner = _owners(state, asked, prefer=to_rank, process_group=process_group) if to_rank is not None else None
-    agree_on_gathering({name: value for name, value in state.items() if is_sharded(value)}, asked, process_group)
+    agree_on_gathering(state, asked, process_group)
     for name in sorted(state):
         with torch.no_grad():
             found = _whole(state.pop(name), name, owner)
@@ -171,10 +172,11 @@ def agree_on_gathering(
     Collective, if any tensor is sharded. Raises NormalizationError, the same on all ranks, that
     names the tensor and the ranks. Raises LayoutError if ranks use different options.
     """
-    if not tensors or world_size() == 1:
+    sharded = sorted((name, value) for name, value in tensors.items() if is_sharded(value))
+    if not sharded or world_size() == 1:
         return
     group = _meeting(options, process_group)
-    mine = [(name, list(global_shape(value)), member_ranks(value)) for name, value in sorted(tensors.items())]
+    mine = [(name, list(global_shape(value)), member_ranks(value)) for name, value in sharded]
     answers = group.distinct_answers(mine)
     for name, _, ranks in (row for held, _ in answers for row in held):
         if outside := set(ranks).difference(group.ranks):
@@ -228,10 +230,7 @@ def _owners(
     answers = group.distinct_answers(sorted(names))
     if len(answers) == 1:
         return lambda name: prefer
-    holders: dict[str, list[int]] = {}
-    for held, ranks in answers:
-        for name in held:
-            holders.setdefault(name, []).extend(ranks)
+    holders = grouped((name, rank) for held, ranks in answers for name in held for rank in ranks)
     return {name: min(ranks, key=lambda rank: (rank != prefer, rank)) for name, ranks in holders.items()}.__getitem__
 
 

@@ -215,18 +215,10 @@ class LiveModel:
         """Find parameters whose elements are stored elsewhere. Raises NormalizationError if their
         location is unknown.
         """
-        empty = [
-            slot
-            for slot in self.slots
-            if type(slot.value) is nn.Parameter
-            and not slot.value.numel()
-            and slot.kind == "parameter"
-            and slot.piece is None
-        ]
+        every = [slot for slot in self.slots if slot.kind == "parameter" and slot.piece is None]
+        empty = [slot for slot in every if type(slot.value) is nn.Parameter and not slot.value.numel()]
         self.partitioned = [slot for slot in empty if slot.value is not None and is_partitioned(slot.value)]
-        if not empty or self.partitioned:
-            return
-        if len(empty) < sum(slot.kind == "parameter" and slot.piece is None for slot in self.slots):
+        if self.partitioned or len(empty) < len(every):
             return
         for slot in empty:
             sizes = [size for name in _SIZES if (size := getattr(slot.owner, name, None)) is not None]
@@ -295,17 +287,17 @@ _SIZES = (
 """Attributes in which torch's modules store the sizes of their parameters."""
 
 
+@dataclass
 class _ModuleWalk:
     """One pass over a module tree."""
 
-    def __init__(self, reader: ModuleReader, stage: int, offsets: Mapping[str, int], slots: list[StateEntry]) -> None:
-        self.reader = reader
-        self.stage = stage
-        self.offsets = offsets
-        self.slots = slots
-        self.pieces: dict[int, list[tuple[str, FlatPiece]]] = {}
-        self.numbered: set[str] = set()
-        self.overwritten: dict[int, int] = {}
+    reader: ModuleReader
+    stage: int
+    offsets: Mapping[str, int]
+    slots: list[StateEntry]
+    pieces: dict[int, list[tuple[str, FlatPiece]]] = field(default_factory=dict)
+    numbered: set[str] = field(default_factory=set)
+    overwritten: dict[int, int] = field(default_factory=dict)
 
     def visit(
         self,
@@ -389,11 +381,11 @@ def _as_stages(models: Any) -> tuple[Stage, ...]:
         kinds = "a module, a Stage, or a list of them"
         words = f"the first argument must be the model ({kinds}), got {type(models).__name__}"
         raise option_error(words, NormalizationError)
-    given = [models] if isinstance(models, (nn.Module, Stage)) else list(models)
+    given = [models] if isinstance(models, nn.Module | Stage) else list(models)
     if not given:
         raise NormalizationError("model is an empty list: give a module, or one module per stage")
     for one in given:
-        if not isinstance(one, (nn.Module, Stage)):
+        if not isinstance(one, nn.Module | Stage):
             raise NormalizationError(f"model must be a module, a Stage, or a list of them, got {type(one).__name__}")
     return tuple(one if isinstance(one, Stage) else Stage(one) for one in given)
 

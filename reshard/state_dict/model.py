@@ -171,11 +171,7 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
             values.append(value)
             are_plain.append(is_plain)
         elif not is_meta(value):
-            # all names of a tied tensor get the same new one
-            new = made.get(slot.identity)
-            if new is None:
-                new = made[slot.identity] = as_parameter(materialized(value, slot.value), slot.value)
-            assign_tensor(slot.owner, slot.attr, new)
+            assign_tensor(slot.owner, slot.attr, _materialized(value, slot, made))
     write_all(targets, apart(targets, values), are_plain)
     for slot, _, is_plain in writes.direct:
         if not is_plain and slot.value is not None:
@@ -306,11 +302,12 @@ class _ModelMatch:
         """Return the unexpected names that share memory with a used name, and that name."""
         if not unexpected:
             return {}
-        used = [name for name in self.used if isinstance(self.given[name], torch.Tensor)]
-        known = {identity_of(self.given[name]): name for name in used}
-        tensors = {name: self.given[name] for name in unexpected if isinstance(self.given[name], torch.Tensor)}
-        found = {name: known.get(place) for name, value in tensors.items() if (place := identity_of(value)) is not None}
-        return {name: other for name, other in found.items() if other is not None}
+        used, others = (
+            [(identity_of(self.given[name]), name) for name in names if isinstance(self.given[name], torch.Tensor)]
+            for names in (self.used, unexpected)
+        )
+        known = dict(used)
+        return {name: known[place] for place, name in others if place is not None and place in known}
 
     def report(self, unexpected: list[str], aliases: Collection[str]) -> SetReport:
         """Return what was found, to be returned if all goes well."""
@@ -331,10 +328,7 @@ class _ModelMatch:
         if global_shape(value) != slot.shape:
             return value  # what the module makes of it is its own business
         if slot.value.is_meta and not is_meta(value):
-            new = self.made.get(slot.identity)
-            if new is None:
-                new = self.made[slot.identity] = as_parameter(materialized(value, slot.value), slot.value)
-            return new
+            return _materialized(value, slot, self.made)
         return like(value, slot.value) if is_sharded(value) or is_sharded(slot.value) else value
 
     def _fit(self, name: str, value: Any, slot: StateEntry) -> None:
@@ -426,7 +420,8 @@ def _is_plain_pair(slot: StateEntry, value: Any) -> bool:
     target = slot.value
     return (
         type(value) is torch.Tensor
-        and (type(target) is torch.nn.Parameter or type(target) is torch.Tensor)
+        and target is not None
+        and type(target) in _PLAIN
         and slot.piece is None
         and value.dtype is target.dtype
         and value.layout is target.layout
@@ -531,15 +526,19 @@ def like(value: torch.Tensor, model: torch.Tensor, device: torch.device | None =
     return _clone(whole, device if value.dim() else whole.device)
 
 
-def materialized(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """A new tensor with the elements of `value` for the place of `model`, which is on the meta
-    device: of its dtype and sharding, on the device of `value`, or a plain value on that of the
-    mesh."""
-    device = value.device
-    if is_dtensor(model) and not is_dtensor(value):
-        device = torch.device(model.device_mesh.device_type)
-    new = like(value, model, device)
-    return wrapped_like(new if new.dtype == model.dtype else new.to(model.dtype), model)
+def _materialized(value: torch.Tensor, slot: StateEntry, made: dict[Any, torch.Tensor]) -> torch.Tensor:
+    """A tensor with the elements of `value` for a place on the meta device: of its dtype and
+    sharding, on the device of `value`, or a plain value on that of the mesh. All names of a tied
+    tensor get the same one, which is in `made`, by identity."""
+    model, device = slot.value, value.device
+    assert model is not None
+    if slot.identity not in made:
+        if is_dtensor(model) and not is_dtensor(value):
+            device = torch.device(model.device_mesh.device_type)
+        new = like(value, model, device)
+        new = wrapped_like(new if new.dtype == model.dtype else new.to(model.dtype), model)
+        made[slot.identity] = as_parameter(new, model)
+    return made[slot.identity]
 
 
 def _write_plain(value: torch.Tensor, target: torch.Tensor) -> None:
@@ -644,9 +643,7 @@ def overwritten(targets: Sequence[Any], values: Sequence[Any]) -> list[int]:
     nothing."""
     found: list[int] = []
     for cluster in overlapping(targets):
-        if not all(
-            type(targets[i]) in (torch.Tensor, nn.Parameter) and type(values[i]) is torch.Tensor for i in cluster
-        ):
+        if not all(type(targets[i]) in _PLAIN and type(values[i]) is torch.Tensor for i in cluster):
             continue
         scratch = targets[cluster[0]].detach().untyped_storage().clone()
         views = []

@@ -17,7 +17,7 @@ import torch
 
 from reshard.arguments import renamed
 from reshard.errors import NormalizationError
-from reshard.live.optimizer_state import is_flat, is_nested
+from reshard.live.optimizer_state import is_flat, is_nested, settings_of
 from reshard.live.wrappers import CERTAIN_SEGMENTS, WrapperNames
 from reshard.state_dict.saved_optimizer import extra_of
 
@@ -117,18 +117,17 @@ class _Normalizing:
             if name in state:
                 raise NormalizationError(f"two entries of {what}['state'] have the canonical name {name!r}")
             state[name] = values
-        packed = []
-        for group in groups:
-            fields = {field: value for field, value in group.items() if field != "param_names"}
-            packed.append({**fields, "params": [self.key(key, wrappers, what) for key in group["params"]]})
+        packed = [
+            {**settings_of(group), "params": [self.key(key, wrappers, what) for key in group["params"]]}
+            for group in groups
+        ]
         return {**extra_of(raw), "state": state, "param_groups": packed}
 
     def flat_optimizer(self, raw: Mapping[str, Any], what: str) -> dict[str, Any]:
-        parts = [key.partition(".") for key in raw]
-        bare = {rest: raw[section + dot + rest] for section, dot, rest in parts if section == "state"}
-        fields = {rest: raw[section + dot + rest] for section, dot, rest in parts if section != "state"}
-        out = {f"state.{name}": value for name, value in self.renamed_keys(bare, what).items()}
-        out.update((f"param_groups.{name}", value) for name, value in self.renamed_keys(fields, what).items())
+        out: dict[str, Any] = {}
+        for front in ("state.", "param_groups."):
+            bare = {key.removeprefix(front): value for key, value in raw.items() if key.startswith(front)}
+            out.update((front + name, value) for name, value in self.renamed_keys(bare, what).items())
         return out
 
     def renamed_keys(self, raw: Mapping[str, Any], what: str) -> dict[str, Any]:

@@ -323,8 +323,9 @@ def _misshapen(state: list[Entry], fitting: Container[int]) -> list[str]:
                 )
     fits = {
         (key, dims): sum(
-            isinstance(v, torch.Tensor) and len(one.shape) == dims and global_shape(v) == one.shape
-            for one, v in _entries(state, key)
+            isinstance(v := values.get(key), torch.Tensor) and len(one.shape) == dims and global_shape(v) == one.shape
+            for one, values in state
+            if values
         )
         for key, dims in misfits
     }
@@ -363,10 +364,6 @@ def _apart(state: list[Entry], live: LiveOptimizers) -> list[str]:
         for one, key in dicts
         if (one.optimizer, key) in made
     ]
-
-
-def _entries(state: list[Entry], key: Any) -> list[tuple[OptimizedParameter, Any]]:
-    return [(one, values[key]) for one, values in state if values and key in values]
 
 
 def _message(live: LiveOptimizers, match: _OptimizerMatch, faults: list[str], strict: bool) -> str:

@@ -18,7 +18,7 @@ from reshard.live.wrappers import loads_itself
 from reshard.state_dict.live_model import LiveModel, where
 from reshard.state_dict.model import write_all
 
-__all__ = ["LiveOptimizers", "OptimizedParameter", "as_optimizers", "filled_names", "joined_pieces"]
+__all__ = ["LiveOptimizers", "OptimizedParameter", "filled_names", "joined_pieces"]
 
 
 OUTSIDE = "outside_model"
@@ -59,11 +59,12 @@ class LiveOptimizers:
     none of the model's.
     """
 
-    def __init__(self, live: LiveModel, optimizers: Sequence[Optimizer]) -> None:
-        if optimizers:
+    def __init__(self, live: LiveModel, optimizers: Any) -> None:
+        """`optimizers`: one, or several."""
+        self.optimizers = _as_optimizers(optimizers)
+        if self.optimizers:
             live.refuse_partitioned(WHOSE_OPTIMIZERS)
         self.live = live
-        self.optimizers = tuple(optimizers)
         self.by_name: dict[str, OptimizedParameter] = {}
         """By every name, aliases too."""
         self.outside: list[OptimizedParameter] = []
@@ -143,7 +144,7 @@ def _none_of_this_model(optimizers: Sequence[Optimizer]) -> str:
     )
 
 
-def as_optimizers(given: Any) -> tuple[Optimizer, ...]:
+def _as_optimizers(given: Any) -> tuple[Optimizer, ...]:
     """One optimizer or several, as a tuple; raises NormalizationError for anything else."""
     found = (given,) if hasattr(given, "param_groups") else tuple(given) if isinstance(given, Iterable) else None
     wrong = [one for one in found or () if not hasattr(one, "param_groups")]

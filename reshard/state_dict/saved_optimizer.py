@@ -91,7 +91,7 @@ def read_saved(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer
     if "param_groups" not in given and "state" not in given:
         return _read_flat(given, live)
     state, groups = given.get("state", {}), given.get("param_groups", [])
-    if not isinstance(groups, (list, tuple)) or not is_nested({"state": state, "param_groups": groups}):
+    if not isinstance(groups, list | tuple) or not is_nested({"state": state, "param_groups": groups}):
         raise NormalizationError(
             "an optimizer state dict must hold a dict 'state' and a list 'param_groups' of dicts with 'params'"
         )
@@ -300,9 +300,7 @@ def plan_groups(live: LiveOptimizers, saved: SavedOptimizer) -> list[GroupWrite]
         for one in live.parameters[k]:
             members[one.group].append(one)
         for g, group in enumerate(optimizer.param_groups):
-            given = _common(members[g], saved) if members[g] else matched.get((k, g))
-            if given is None:
-                given = {}
+            given = (_common(members[g], saved) if members[g] else matched.get((k, g))) or {}
             write = _group_write(k, g, group, given)
             if EXTRA not in given and loads_itself(optimizer) and extra_of(saved_by(optimizer)):
                 write = replace(write, kept=(*write.kept, EXTRA))
@@ -372,18 +370,18 @@ def _as_live(live: Any, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         if isinstance(live, torch.Tensor):
             return value.detach().to(live).reshape(live.shape).clone()
-        return value.item() if isinstance(live, (bool, int, float)) else value.detach().clone()
+        return value.item() if isinstance(live, bool | int | float) else value.detach().clone()
     if isinstance(live, torch.Tensor):
         return torch.full_like(live, value)
-    if isinstance(live, (int, float)) and isinstance(value, str):
+    if isinstance(live, int | float) and isinstance(value, str):
         raise TypeError("text is not a number")
-    if isinstance(live, (list, tuple)) and isinstance(value, (int, float, str)):
+    if isinstance(live, list | tuple) and isinstance(value, int | float | str):
         raise TypeError("one value is not a list of values")
-    if isinstance(live, float) and isinstance(value, (list, tuple)):
+    if isinstance(live, float) and isinstance(value, list | tuple):
         raise TypeError("a list of values is not a number")
     if isinstance(live, float) and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if isinstance(live, (list, tuple)) and isinstance(value, (list, tuple)):
+    if isinstance(live, list | tuple) and isinstance(value, list | tuple):
         items = [_as_live(live[i], item) if i < len(live) else copy.deepcopy(item) for i, item in enumerate(value)]
         return items if isinstance(live, list) else tuple(items)
     return copy.deepcopy(value)
@@ -483,7 +481,7 @@ class StateKind:
         kind = (self._are_set, is_matrix, *values)
         found = self._checked.get(kind)
         if found is None or self._base == "LBFGS":
-            needed = self._needed(values, is_matrix, self._are_set)
+            needed = self._needed(values, is_matrix)
             lacking = tuple(name for name in needed if name not in values)
             unused = tuple(key for key in values if self._has_no_use_for(str(key)))
             found = self._checked[kind] = Misfit(lacking, unused) if lacking or unused else _FITS
@@ -540,11 +538,11 @@ class StateKind:
         owned = (own for of, own in state.items() if isinstance(of, torch.Tensor) and isinstance(own, dict))
         return {str(key) for own in owned for key in own}
 
-    def _needed(self, values: Mapping[Any, Any], is_matrix: bool, are_set: Sequence[bool]) -> list[str]:
+    def _needed(self, values: Mapping[Any, Any], is_matrix: bool) -> list[str]:
         if self._schema is None:
             return []
         needed = list(self._schema.always)
-        needed += [key for key, is_set in zip(self._schema.under.values(), are_set) if is_set]
+        needed += [key for key, is_set in zip(self._schema.under.values(), self._are_set) if is_set]
         if self._base == "Adafactor":
             needed += ["row_var", "col_var"] if is_matrix else ["variance"]
         if self._base == "LBFGS" and values.get("n_iter", 1):

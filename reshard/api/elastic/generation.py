@@ -296,10 +296,10 @@ class Survivors(Storage):
         self._records: dict[str, tuple[int, FileRecord]] = {}
         self._plan: SavePlan | None = None
 
-    def expect(self, manifest: Manifest, plan: SavePlan) -> None:
+    def expect(self, native: NativeFacts) -> None:
         """The files of which headers may be asked."""
-        self._records = {record.name: (int(rank), record) for rank, record in manifest.files.items()}
-        self._plan = plan
+        self._records = {record.name: (int(rank), record) for rank, record in native.manifest.files.items()}
+        self._plan = native.plan
 
     def path_of(self, name: str) -> Path:
         """Return where a file or its checksums are, or are to be written."""
@@ -479,11 +479,8 @@ def _mapped(path: Path, *, shared: bool) -> torch.Tensor:
 
 def _sync(path: Path) -> None:
     with os_errors(f"make {path} durable"):
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(file)
-        finally:
-            os.close(file)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
         sync_folder(path.parent)
 
 
@@ -561,8 +558,7 @@ def meet(folder: Path, host: str, group: Group) -> Hosts:
     Raises StorageError if another job that is running has it, or if ranks that name one host do not
     share its folder.
     """
-    names = tuple(group.exchange(host))
-    hosts = Hosts(names, group.rank, folder / host)
+    hosts = Hosts(tuple(group.exchange(host)), group.rank, folder / host)
     storage, work = LocalStorage(hosts.folder), f"elastic {hosts.folder}"
     pids = set(group.exchange_within(host, os.getpid()).values())
     if hosts.leads:

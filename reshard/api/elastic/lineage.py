@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import NamedTuple
 
+from planners.geometry.arrays import grouped
 from reshard.api.elastic.generation import GenerationFolder, Incarnation, ManifestStamp, Recorded
 from reshard.native.commit import new_save_id
 
@@ -68,11 +69,8 @@ class FoundGenerations:
 
     def order(self, among: Collection[GenerationFolder] | None = None, step: int | None = None) -> GenerationOrder:
         """Order the generations that count somewhere, or those in `among`, or those of a step."""
-        lines: dict[str, list[GenerationFolder]] = {}
-        for kept in sorted(self.made if among is None else among, reverse=True):
-            if step not in (None, kept.step):
-                continue
-            lines.setdefault(self.incarnations[kept].id, []).append(kept)
+        newest = sorted(self.made if among is None else among, reverse=True)
+        lines = grouped((self.incarnations[kept].id, kept) for kept in newest if step in (None, kept.step))
         newest_first: list[GenerationFolder] = []
         while lines:
             lasts = [line[0] for line in lines.values()]

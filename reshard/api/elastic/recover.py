@@ -283,7 +283,7 @@ class _JudgedGeneration:
         contents = reader.open(Files(storage, storage.list(), Checking(enabled=False)))
         native = contents.details(NativeFacts)
         assert native is not None
-        storage.expect(native.manifest, native.plan)
+        storage.expect(native)
         self = cls(settings, kept, group, hosts, Checkpoint(contents, storage.url), storage, native)
         self.checked = sum(stop - start for ranges in mine.values() for start, stop in ranges)
         for name, its in zip(hosts.names, group.gather(mine, kind=Held) or ()):
@@ -417,12 +417,6 @@ def _no_host(place: Path) -> str:
     return f" (the hosts' folders are in it: {format_some(inner)})" if inner else ""
 
 
-def _of_no_host(places: Sequence[Path]) -> list[str]:
-    """What to say of folders that have nothing of a host."""
-    empty = [place for place in places if not kept_in(place)]
-    return [f"{place} has nothing that a host kept{_no_host(place)}" for place in empty]
-
-
 def gather(
     folders: Sequence[AnyPath],
     out: AnyPath | Storage,
@@ -458,8 +452,7 @@ def gather(
         raise OptionError(f"folders must be a list of the folders of hosts, such as [{os.fspath(folders)!r}]")
     storage, places = open_storage(out), [Path(absolute(folder) if executor else folder) for folder in folders]
     found = FoundGenerations.of((str(place), kept_in(place)) for place in places)
-    order = found.order(step=step)
-    if not order.newest:
+    if not (order := found.order(step=step)).newest:
         steps = ", ".join(f"step {kept.step}" for kept in sorted(found.made, reverse=True))
         what = f"no complete in-memory checkpoint{'' if step is None else f' of step {step}'}"
         where = f"{_shown(places)}; found there: {steps}" if steps else _shown(places)
@@ -481,8 +474,9 @@ def gather(
         raise CheckpointExistsError(f"{storage.url} has {wanted} already: open it, or remove it first")
     commit.replaced_by_save(storage, names, overwrite)
     files, nbytes = look.write(storage, absolute(out), executor)
-    left = (*_of_no_host(places), *found.left_behind(wanted, (), step))
-    return GatherReport(storage.url, wanted.number, wanted.step, files, nbytes, left)
+    empty = (f"{place} has nothing that a host kept{_no_host(place)}" for place in places if not kept_in(place))
+    left = found.left_behind(wanted, (), step)
+    return GatherReport(storage.url, wanted.number, wanted.step, files, nbytes, (*empty, *left))
 
 
 class _CompareFile(NamedTuple):

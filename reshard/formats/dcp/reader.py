@@ -93,12 +93,10 @@ def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents
     needed = _check_files(index, files, folder)
     items = Items(files, folder, undo)
     tensors: dict[str, Callable[[], StoredTensor]] = {
-        key: lambda key=key, metas=metas: _tensor(key, metas, index.items.get(key, {}), items)  # type: ignore[misc]
-        for key, metas in index.tensors.items()
+        key: partial(_tensor, key, metas, index.items.get(key, {}), items) for key, metas in index.tensors.items()
     }
     objects: dict[str, Callable[[], Any]] = {
-        key: lambda key=key: items.object(key, index.items.get(key, {}).get(None))  # type: ignore[misc]
-        for key in index.objects
+        key: partial(items.object, key, index.items.get(key, {}).get(None)) for key in index.objects
     }
     facts = DcpFacts(lambda key: items.file(key, index.items.get(key, {}).get(None)), index)
     named = tuple(files[name] for name in (*(found or by_rank), *needed))  # others are of a save that did not end
@@ -209,7 +207,7 @@ def _tensor(key: str, metas: list[Record], stored: Mapping[Shape | None, Item], 
         if any(_spec(key, meta) != spec for meta in metas[1:]):
             raise CorruptCheckpointError(f"tensor {key!r}: the ranks' metadata disagree about its shape or dtype")
     except (AttributeError, KeyError, TypeError, ValueError, PlanError) as error:
-        if isinstance(error, (CorruptCheckpointError, FormatError)):
+        if isinstance(error, CorruptCheckpointError | FormatError):
             raise
         raise CorruptCheckpointError(f"tensor {key!r}: its entry in .metadata is malformed: {error}") from None
     chunks = []
@@ -219,7 +217,7 @@ def _tensor(key: str, metas: list[Record], stored: Mapping[Shape | None, Item], 
             raise CorruptCheckpointError(f"tensor {key!r}: .metadata does not say where its chunk {box} is stored")
         match = DATA_FILE.fullmatch(item.file.rpartition("/")[2])
         owner = int(match[1]) if match else item.file
-        chunks.append(StoredChunk(box, items.locator(spec, box, item), owner))
+        chunks.append(StoredChunk(box, partial(items.locate, spec, box, item), owner))
     return StoredTensor(spec, tuple(chunks))
 
 
@@ -281,28 +279,24 @@ class Items:
         self._kept = DecodedSource.Kept()
         self._headers: dict[str, Header | None] = {}
 
-    def locator(self, spec: TensorSpec, box: Box, item: Item) -> Callable[[], Extent]:
-        """A function that finds where the elements of the chunk `box` of a tensor are."""
-
-        def locate() -> Extent:
-            try:
-                dtype_from_name(spec.dtype)  # which the item asks for by name, and this torch may not have
-                place, dtype = self._locate(spec, box, item)
-            except ReshardError as error:
-                raise type(error)(f"tensor {spec.fqn!r}, chunk {box}: {error}") from None
-            if dtype != spec.dtype:
-                raise CorruptCheckpointError(
-                    f"tensor {spec.fqn!r}, chunk {box}: .metadata says {spec.dtype}, but {item.file} holds {dtype} at "
-                    f"byte {item.offset}; the checkpoint contradicts itself"
-                )
-            if place.window.sizes != box.sizes:
-                raise CorruptCheckpointError(
-                    f"tensor {spec.fqn!r}, chunk {box}: .metadata says shape {list(box.sizes)}, but {item.file} holds "
-                    f"{list(place.window.sizes)} at byte {item.offset}; the checkpoint contradicts itself"
-                )
-            return place
-
-        return locate
+    def locate(self, spec: TensorSpec, box: Box, item: Item) -> Extent:
+        """Where the elements of the chunk `box` of a tensor are."""
+        try:
+            dtype_from_name(spec.dtype)  # which the item asks for by name, and this torch may not have
+            place, dtype = self._locate(spec, box, item)
+        except ReshardError as error:
+            raise type(error)(f"tensor {spec.fqn!r}, chunk {box}: {error}") from None
+        if dtype != spec.dtype:
+            raise CorruptCheckpointError(
+                f"tensor {spec.fqn!r}, chunk {box}: .metadata says {spec.dtype}, but {item.file} holds {dtype} at "
+                f"byte {item.offset}; the checkpoint contradicts itself"
+            )
+        if place.window.sizes != box.sizes:
+            raise CorruptCheckpointError(
+                f"tensor {spec.fqn!r}, chunk {box}: .metadata says shape {list(box.sizes)}, but {item.file} holds "
+                f"{list(place.window.sizes)} at byte {item.offset}; the checkpoint contradicts itself"
+            )
+        return place
 
     def object(self, key: str, item: Item | None) -> Any:
         """A non-tensor item, as plain data. Raises CorruptCheckpointError or UnsafeDataError."""

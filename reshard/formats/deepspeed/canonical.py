@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,10 +65,14 @@ class _ModelParallelRank:
     optims: dict[int, tuple[str, TorchFile]] = field(default_factory=dict)
 
     @property
+    def first(self) -> TorchFile:
+        """The first model file."""
+        return self.models[min(self.models)]
+
+    @property
     def head(self) -> dict[str, Any]:
         """What the first model file says."""
-        value = self.models[min(self.models)].value if self.models else {}
-        return value if isinstance(value, dict) else {}
+        return self.first.entries if self.models else {}
 
     def shapes(self) -> list[Shapes]:
         """Shapes of the trainable parameters of each group; [] if ZeRO is off."""
@@ -135,13 +140,13 @@ def _master(fqn: str, tensor: StoredTensor, master: Value) -> StoredTensor:
 
 
 def _stages(files: Mapping[str, TorchFile]) -> dict[int, _ModelParallelRank]:
-    stages: dict[int, _ModelParallelRank] = {}
+    stages = defaultdict[int, _ModelParallelRank](_ModelParallelRank)
     for stem, file in files.items():
         if match := _MODEL.fullmatch(stem):
             # what we wrote has that of rank 0 under two names, the second one without tensors
-            stages.setdefault(int(match["mp"]), _ModelParallelRank()).models.setdefault(int(match["dp"] or 0), file)
+            stages[int(match["mp"])].models.setdefault(int(match["dp"] or 0), file)
         elif match := _OPTIM.fullmatch(stem):
-            stages.setdefault(int(match["mp"]), _ModelParallelRank()).optims[int(match["dp"])] = (stem, file)
+            stages[int(match["mp"])].optims[int(match["dp"])] = (stem, file)
     return stages
 
 
@@ -169,14 +174,12 @@ def _add_stage(parts: Parts, stage: _ModelParallelRank, mp: int, hints: Hints) -
     if stage.optims:
         _add_zero(parts, stage, shapes)
     _add_module(parts, stage, head)
-    optimizer = head.get("optimizer")
+    optimizer, file = head.get("optimizer"), stage.first
     if isinstance(optimizer, dict) and "state" in optimizer:
-        file = stage.models[min(stage.models)]
         state = {str(i): stored_values(i, of, file) for i, of in optimizer["state"].items()}
         parts.by_id = StoredOptimizer(state, saved_groups(optimizer, file))
     elif isinstance(optimizer, dict) and isinstance(optimizer.get("optimizer_state_dict"), dict):
         # of a 16-bit model
-        file = stage.models[min(stage.models)]
         shapes_of = {str(k): v.size for k, v in (head.get("module") or {}).items() if isinstance(v, TensorRef)}
         parts.by_id = read_mixed(optimizer, file, shapes_of, hints)
         parts.tied.update(_same_storage(head["module"]))
@@ -189,8 +192,7 @@ def _add_stage(parts: Parts, stage: _ModelParallelRank, mp: int, hints: Hints) -
 def _same_storage(module: Mapping[str, Any]) -> dict[str, str]:
     """Names of tensors that are the same elements, each with those of the others: parameters that are tied."""
     refs = ((ref, str(name)) for name, ref in module.items() if isinstance(ref, TensorRef) and 0 not in ref.size)
-    found = grouped(refs)
-    return {a: b for names in found.values() for a in names for b in names if a != b}
+    return {a: b for names in grouped(refs).values() for a in names for b in names if a != b}
 
 
 def _add_zero(parts: Parts, stage: _ModelParallelRank, shapes: list[Shapes]) -> None:
@@ -202,8 +204,7 @@ def _add_zero(parts: Parts, stage: _ModelParallelRank, shapes: list[Shapes]) -> 
         raise CorruptCheckpointError(f"{name}.pt is missing: there are files of the ranks {ordered}")
     if not shapes:
         raise CorruptCheckpointError(
-            f"{stage.models[min(stage.models)].source.label}: it has no param_shapes, which list the parameters in "
-            "the pieces"
+            f"{stage.first.source.label}: it has no param_shapes, which list the parameters in the pieces"
         )
     ranks = [read_rank(stage.optims[r][0], stage.optims[r][1], r) for r in ordered]
     cut = cut_stage3 if ranks[0].stage == 3 else cut_stage12
@@ -220,8 +221,7 @@ def _add_groups(parts: Parts, ranks: Sequence[Rank], shapes: list[Shapes]) -> No
     before, rank = len(parts.groups), ranks[0]
     for g, group in enumerate(shapes):
         names = [shifted(name, by) for by in experts_shifts(ranks, g, group) for name in group]
-        settings = rank.groups[g] if g < len(rank.groups) else {}
-        bare = settings_of(settings)
+        bare = settings_of(rank.groups[g] if g < len(rank.groups) else {})
         if g < before and bare == settings_of(parts.groups[g]):
             parts.groups[g]["params"] += [name for name in names if name not in parts.groups[g]["params"]]
         else:
@@ -230,7 +230,7 @@ def _add_groups(parts: Parts, ranks: Sequence[Rank], shapes: list[Shapes]) -> No
 
 def _add_module(parts: Parts, stage: _ModelParallelRank, head: Mapping[str, Any]) -> None:
     """Weights that have no master: buffers, frozen parameters, everything without ZeRO."""
-    file = stage.models[min(stage.models)]
+    file = stage.first
     frozen = {str(k): tuple(map(int, v)) for k, v in (head.get("frozen_param_shapes") or {}).items()}
     trained = {fqn: shape for group in stage.shapes() for fqn, shape in group.items()}
     tied = head.get("shared_params") or {}
@@ -255,7 +255,7 @@ def _frozen(stage: _ModelParallelRank, fqn: str, shape: Shape) -> StoredTensor:
     """A frozen parameter of ZeRO-3 from the slices of all ranks."""
     for rank in range(max([*stage.models, *stage.optims]) + 1):
         if rank not in stage.models:
-            name = re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", stage.models[min(stage.models)].source.label)
+            name = re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", stage.first.source.label)
             raise CorruptCheckpointError(f"{name} is missing, which holds a part of the frozen parameter {fqn!r}")
     pieces, left = [], math.prod(shape)
     for rank, file in sorted(stage.models.items()):
@@ -271,10 +271,10 @@ def _frozen(stage: _ModelParallelRank, fqn: str, shape: Shape) -> StoredTensor:
 def _add_layer(parts: Parts, stem: str, file: TorchFile) -> None:
     """Weights of a pipeline's layer, or of an expert."""
     layer, expert = _LAYER.fullmatch(stem), _EXPERT.fullmatch(stem)
-    if (layer is None and expert is None) or not isinstance(file.value, dict):
+    if layer is None and expert is None:
         return
     front = "" if layer is None else f"{int(layer['layer'])}."
-    for fqn, ref in file.value.items():
+    for fqn, ref in file.entries.items():
         if isinstance(ref, TensorRef) and front + str(fqn) not in parts.model:
             parts.model[front + str(fqn)] = stored_tensor(front + str(fqn), file, ref)
 
@@ -296,12 +296,7 @@ def _add_universal(
         if isinstance(stored, StoredTensor) and bare and fqn in shapes and stored.spec.shape != shapes[fqn]:
             stored = unflatten(stored, shapes[fqn], fqn)  # of stage 3
         rows = hints.get("vocab_size")
-        if (
-            isinstance(stored, StoredTensor)
-            and rows
-            and isinstance(file.value, dict)
-            and file.value.get("vocab_tensor")
-        ):
+        if isinstance(stored, StoredTensor) and rows and file.entries.get("vocab_tensor"):
             stored = narrow(stored, 0, 0, min(int(rows), stored.spec.shape[0]))
         if state == "fp32" and isinstance(stored, StoredTensor):
             parts.model[fqn] = stored  # of buffers, the module has the better copy
@@ -311,15 +306,15 @@ def _add_universal(
     common = files.get("zero/optimizer_state")
     if found and common is not None:
         _add_common_step(parts, common)
-    if found and common is not None and isinstance(common.value, dict) and not parts.groups:
-        rank = Rank(common.source.label, groups=saved_groups(common.value, common))
+    if found and common is not None and common.entries and not parts.groups:
+        rank = Rank(common.source.label, groups=saved_groups(common.entries, common))
         for stage in stages.values():
             _add_groups(parts, [rank], stage.shapes())
 
 
 def _add_common_step(parts: Parts, common: TorchFile) -> None:
     """The number of steps for parameters that have no file of it, as those of stage 3; its groups have one each."""
-    inner = common.value.get("optimizer_state_dict") if isinstance(common.value, dict) else None
+    inner = common.entries.get("optimizer_state_dict")
     states = inner.get("state") if isinstance(inner, dict) else None
     steps = [of["step"] for of in states.values() if "step" in of] if isinstance(states, dict) else []
     if not steps or any(common.plain(step) != common.plain(steps[0]) for step in steps):

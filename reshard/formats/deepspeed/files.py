@@ -81,24 +81,17 @@ def open(files: Files) -> Contents:
     storage, names = files.storage, files.listed
     folder = _folder(storage, names)
     opened: dict[KeyPath, TorchFile] = {}
-    for file in sorted(names):
-        inner = file.removeprefix(folder)
-        if not file.startswith(folder):
-            continue
+    there = {file.removeprefix(folder): file for file in sorted(names) if file.startswith(folder)}
+    for inner, file in there.items():
         universal = _UNIVERSAL.fullmatch(inner)
         if universal:
             opened["zero", universal[1], universal[2]] = read_torch_file(files[file])
         elif _STATES.fullmatch(inner) or inner == _UNIVERSAL_STATE:
             opened[tuple(inner.removesuffix(".pt").split("/"))] = read_torch_file(files[file])
-    there = {file.removeprefix(folder) for file in names if file.startswith(folder)}
     missing = tuple(
         f"{folder}{file} is missing: other files of this checkpoint show that it was saved"
         for file in sorted(
-            {
-                *_lost_of_ranks(there, _Counts.of(opened.values())),
-                *_lost_layers(there, opened.values()),
-                *_lost_states(there, opened.values()),
-            }
+            {file for lost in (_lost_of_ranks, _lost_layers, _lost_states) for file in lost(there, opened.values())}
         )
     )
     facts = DeepSpeedFacts({"/".join(map(str, path)): file for path, file in opened.items()}, missing)
@@ -129,7 +122,7 @@ class _Counts:
     def of(cls, files: Iterable[TorchFile]) -> _Counts:
         partitions, models, shards_models = [0], [0], False
         for file in files:
-            value = file.value if isinstance(file.value, dict) else {}
+            value = file.entries
             state = value.get("optimizer_state_dict")
             counts = state.get("partition_count") if isinstance(state, dict) else None
             partitions += [n for n in (counts if isinstance(counts, list) else [counts]) if isinstance(n, int)]
@@ -138,10 +131,10 @@ class _Counts:
         return cls(max(partitions), max(models), shards_models)
 
 
-def _lost_of_ranks(there: Collection[str], stated: _Counts) -> Iterator[str]:
+def _lost_of_ranks(there: Collection[str], files: Iterable[TorchFile]) -> Iterator[str]:
     """Files that are missing among those of ranks: where there is one of a kind, every rank has one."""
-    if any(map(_UNIVERSAL.fullmatch, there)):
-        stated = _Counts()  # it has copies of some files, whatever these say
+    is_universal = any(map(_UNIVERSAL.fullmatch, there))  # it has copies of some files, whatever these say
+    stated = _Counts.of(() if is_universal else files)
     matches = [*filter(None, map(_OF_RANK.fullmatch, there))]
     models = [int(match[1]) for match in map(_OF_MODEL.fullmatch, there) if match] + [int(m["mp"]) for m in matches]
     kinds = {match["kind"]: match[0] for match in matches}
@@ -163,7 +156,7 @@ def _lost_layers(there: Collection[str], files: Iterable[TorchFile]) -> Iterator
     """Files of a pipeline's layers that are missing: names of parameters begin with the number of their layer."""
     found = {int(match[1]) for match in map(_OF_LAYER.match, there) if match}
     for file in files:
-        value = file.value if isinstance(file.value, dict) else {}
+        value = file.entries
         shapes = value.get("param_shapes")
         if isinstance(shapes, list) and value.get("module", 0) is None:  # the layers' files have the module
             named = {str(name).partition(".")[0] for group in shapes if isinstance(group, Mapping) for name in group}
@@ -176,7 +169,7 @@ def _lost_states(there: Collection[str], files: Iterable[TorchFile]) -> Iterator
     held: dict[str, set[str]] = {}
     for match in filter(None, map(_UNIVERSAL.fullmatch, there)):
         held.setdefault(match[1], set()).add(match[2])
-    given = [file.value.get("param_shapes") for file in files if isinstance(file.value, dict)] if held else []
+    given = [file.entries.get("param_shapes") for file in files] if held else []
     groups = [group for one in given for group in (one if isinstance(one, list | tuple) else [one])]
     trained = {str(name) for group in groups if isinstance(group, Mapping) for name in group}
     kinds = [held[name] for name in trained & held.keys()]

@@ -14,6 +14,7 @@ from reshard.formats.canonical import Canonical, Hints, listed_in, settings_of, 
 from reshard.formats.dcp.writer import object_to_bytes
 from reshard.formats.deepspeed.files import OWN
 from reshard.formats.format import Widen, Writing, at_top
+from reshard.formats.megatron.names import tp_dim
 from reshard.formats.torch_save.writer import ArchivesWriter, TensorStub
 from reshard.live.tree import unflatten
 from reshard.stored.contents import Contents, Facts
@@ -45,7 +46,8 @@ class DeepSpeedState(Facts):
     steps: Mapping[str, float | None] = field(default_factory=dict)
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     cut_dims: Mapping[str, int] = field(default_factory=dict)
-    """The dim that tensor parallelism shards, by parameter."""
+    """The dim that tensor parallelism shards, by parameter, as the hint says: DeepSpeed takes a part of it if ranks
+    have less."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """Second names of parameters, and the first ones."""
     client: Mapping[str, Any] = field(default_factory=dict)
@@ -164,10 +166,8 @@ def deepspeed_form(
     _check(found, trained, groups, what)
     tied = ties(found.model, trained)
     tensors: dict[str, StoredTensor] = {}
-    lost: list[str] = []
-    for fqn in found.state:
-        if fqn not in found.model:  # a parameter that is saved under other names
-            lost += [f"optim.state.{fqn}.{name}" for name in found.state[fqn]]
+    elsewhere = (fqn for fqn in found.state if fqn not in found.model)  # which are saved under other names
+    lost = [f"optim.state.{fqn}.{name}" for fqn in elsewhere for name in found.state[fqn]]
     for fqn in trained:
         states, parameter = found.state[fqn], found.model[fqn]
         master = next((states[name] for name in _MASTERS if name in states), parameter)
@@ -186,7 +186,7 @@ def deepspeed_form(
         groups=tuple(groups),
         steps={fqn: _step(found, fqn) for fqn in trained},
         shapes={fqn: found.model[fqn].spec.shape for fqn in trained},
-        cut_dims={fqn: _cut_dim(fqn, Hints(hints)) for fqn in trained},
+        cut_dims={fqn: tp_dim(fqn, Hints(hints), 1) or 0 for fqn in trained},
         tied=tied,
         client=client,
     )
@@ -236,17 +236,7 @@ def _check_steps(found: Canonical, number: int, names: list[str]) -> None:
 
 def _step(found: Canonical, fqn: str) -> float | None:
     value = found.state[fqn].get("step")
-    if value is None:
-        return None
-    return float(read_value(value))
-
-
-def _cut_dim(fqn: str, hints: Hints) -> int:
-    """The dim that tensor parallelism shards, as the hint says: DeepSpeed takes a part of it if ranks have less."""
-    for pattern, dim in hints.mapping("tp_dims").items():
-        if fnmatch.fnmatchcase(fqn, str(pattern)):
-            return int(dim or 0)
-    return 0
+    return None if value is None else float(read_value(value))
 
 
 def _client(contents: Contents) -> tuple[dict[str, Any], list[str]]:
@@ -257,18 +247,18 @@ def _client(contents: Contents) -> tuple[dict[str, Any], list[str]]:
         path = contents.path_of(key)
         if path[0] in ("optim", "model"):
             continue
-        inner = path[1:] if str(path[0]).endswith("mp_rank_00_model_states") else path
+        inner = _below_file(path)
         if not inner or inner[0] in OWN:
             lost.append(key)
         else:
             found[inner] = value
-    kinds = {
-        path[1:] if path and str(path[0]).endswith("mp_rank_00_model_states") else path: kind
-        for path, kind in contents.containers.items()
-    }
     above = {path[:i] for path in found for i in range(1, len(path) + 1)}
-    client = unflatten(found, {path: kind for path, kind in kinds.items() if path in above})
-    return dict(client), lost
+    kinds = {_below_file(path): kind for path, kind in contents.containers.items() if _below_file(path) in above}
+    return dict(unflatten(found, kinds)), lost
+
+
+def _below_file(path: tuple[Any, ...]) -> tuple[Any, ...]:
+    return path[1:] if path and str(path[0]).endswith("mp_rank_00_model_states") else path
 
 
 WRITING = Writing(DeepSpeedWriter, form=deepspeed_form)

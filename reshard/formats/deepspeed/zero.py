@@ -53,14 +53,14 @@ class Rank:
 def read_rank(stem: str, file: TorchFile, rank: int) -> Rank:
     """Raises CorruptCheckpointError if the file is not what DeepSpeed writes."""
     label = file.source.label
-    value = file.value.get("optimizer_state_dict") if isinstance(file.value, dict) else None
+    value = file.entries.get("optimizer_state_dict")
     if not isinstance(value, dict):
         raise CorruptCheckpointError(f"{label}: it holds no optimizer_state_dict of ZeRO")
     third = "fp32_flat_groups" in value
     out = Rank(label, stage=_number(value.get("zero_stage", 3 if third else 1), label))
     masters = value.get("fp32_flat_groups" if third else "single_partition_of_fp32_groups")
     base = value.get("optimizer_state_dict" if third else "base_optimizer_state")
-    if not isinstance(masters, (list, tuple)):
+    if not isinstance(masters, list | tuple):
         raise CorruptCheckpointError(
             f"{label}: it holds no flat fp32 groups, which every stage of ZeRO from 1 on writes"
         )
@@ -70,14 +70,14 @@ def read_rank(stem: str, file: TorchFile, rank: int) -> Rank:
         out.flats.append(stored_values(f"{stem}.{g}", {MASTER: master, **states.get(g, {})}, file, rank))
     counts = value.get("partition_count", ())
     out.partition_counts = (
-        [int(c) for c in counts] if isinstance(counts, (list, tuple)) else [int(counts)] * len(masters)
+        [int(c) for c in counts] if isinstance(counts, list | tuple) else [int(counts)] * len(masters)
     )
     config = file.value.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     out.round_robin = isinstance(zero, dict) and zero.get("round_robin_gradients") is True
     out.paddings = [list(map(int, of)) for of in value.get("param_alignment_paddings") or ()]
     mappings = value.get("param_slice_mappings")
-    if isinstance(mappings, (list, tuple)):
+    if isinstance(mappings, list | tuple):
         out.mappings = [{str(k): _fragment(v, label) for k, v in of.items()} for of in mappings]
     return out
 
@@ -199,8 +199,7 @@ def _mapped_parts(ranks: Sequence[Rank], g: int, group: Shapes) -> _Parts:
 
 def _even_parts(ranks: Sequence[Rank], g: int, group: Shapes) -> _Parts:
     """All pieces but the last have the length of the first; the parameters follow one another."""
-    first = ranks[0].flats[g][MASTER]
-    piece = first.spec.numel if isinstance(first, StoredTensor) else 0
+    piece = _numel(ranks[0].flats[g][MASTER])
     parts: _Parts = {}
     start = stop = 0
     paddings = ranks[0].paddings[g] if g < len(ranks[0].paddings) else []

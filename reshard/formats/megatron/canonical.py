@@ -95,9 +95,7 @@ def finish(
             if name in states and fqn not in tensors:
                 result.add_state(fqn, STATE_NAMES.get(name, name), states[name])
     if step is not None:
-        for fqn, states in result.state.items():
-            if "step" not in states:
-                result.add_state(fqn, "step", step)
+        result.add_step(step)
     assign_groups(result, settings, args.get("decoupled_lr"))
     return result
 
@@ -173,10 +171,8 @@ def _common_step(contents: Contents) -> Value | None:
         match = _OPTIMIZER.fullmatch(key)
         if match and match["rest"].startswith("state.step") and not contents.tensors[key].spec.shape:
             return contents.tensors[key]
-    for key in contents.tensors:
-        if key.startswith("common.optimizer.") and key.endswith("state.common_step"):
-            return contents.tensors[key]
-    for key in contents.objects:
-        if key.startswith("common.optimizer.") and key.endswith("state.common_step"):
-            return contents.objects[key]
+    for held in (contents.tensors, contents.objects):
+        for key in held:
+            if key.startswith("common.optimizer.") and key.endswith("state.common_step"):
+                return held[key]
     return None

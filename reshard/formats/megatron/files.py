@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -146,8 +147,7 @@ def open_folder(files: Files, folder: str) -> Contents:
         )
     if common in names:
         file = read_torch_file(files[common])
-        if isinstance(file.value, dict):
-            shared = {key: file.plain(value) for key, value in file.value.items() if key != "rng_state"}
+        shared = {key: file.plain(value) for key, value in file.entries.items() if key != "rng_state"}
         parts.append(("common", _only_here(contents_of("megatron", {(): file}), sharded, file.source.label)))
     known = sharded.details(dcp.DcpFacts)
     assert known is not None
@@ -285,7 +285,7 @@ def _place(at: tuple[int, ...], of: Mapping[str, TorchFile], url: str) -> RankFi
 
 def arguments(file: TorchFile) -> dict[str, Any]:
     """The program's arguments that a file holds, as far as they are plain."""
-    args = file.plain(file.value.get("args")) if isinstance(file.value, dict) else None
+    args = file.plain(file.entries.get("args"))
     return args if isinstance(args, dict) else {}
 
 
@@ -312,17 +312,15 @@ def _has_experts(value: Any) -> bool:
 def _check_grid(ranks: list[RankFiles], files: Files) -> None:
     """Raises CorruptCheckpointError unless the ranks fill their grid."""
     args = arguments(ranks[0].model)
-    sizes = {
-        "tp": max(int(args.get("tensor_model_parallel_size") or 0), max(r.tp for r in ranks) + 1),
-        "pp": max(int(args.get("pipeline_model_parallel_size") or 0), max(r.pp for r in ranks) + 1),
-        "ep": max(r.ep for r in ranks) + 1,
-    }
+    sizes = (
+        max(int(args.get("tensor_model_parallel_size") or 0), max(r.tp for r in ranks) + 1),
+        max(int(args.get("pipeline_model_parallel_size") or 0), max(r.pp for r in ranks) + 1),
+        max(r.ep for r in ranks) + 1,
+    )
     held = {(r.tp, r.pp, r.ep) for r in ranks}
-    for tp in range(sizes["tp"]):
-        for pp in range(sizes["pp"]):
-            for ep in range(sizes["ep"]):
-                if (tp, pp, ep) not in held:
-                    place = f"tensor parallel rank {tp}, pipeline stage {pp}, expert rank {ep}"
-                    there = ", ".join(r.folder for r in ranks[:6])
-                    words = f"{files.storage.url}: the folder of {place} is missing; there are {there}"
-                    files.checking.refuse(CorruptCheckpointError(words))
+    for tp, pp, ep in product(*map(range, sizes)):
+        if (tp, pp, ep) not in held:
+            place = f"tensor parallel rank {tp}, pipeline stage {pp}, expert rank {ep}"
+            there = ", ".join(r.folder for r in ranks[:6])
+            words = f"{files.storage.url}: the folder of {place} is missing; there are {there}"
+            files.checking.refuse(CorruptCheckpointError(words))

@@ -23,11 +23,9 @@ from reshard.formats.megatron.names import (
     canonical_key,
     is_buffer,
     is_expert,
-    is_gated,
     is_vocabulary,
-    join_shards,
+    join_by_name,
     skipped,
-    tp_dim,
 )
 from reshard.formats.megatron.optimizer import bucket_limit, decays, place_joined, place_params
 from reshard.formats.torch_save.pickles import TensorRef
@@ -186,8 +184,7 @@ def _take(
 
 
 def _join(name: str, by_tp: Mapping[int, StoredTensor], shapes: Mapping[str, Shape], hints: Hints) -> StoredTensor:
-    shards = [by_tp[tp] for tp in sorted(by_tp)]
-    return join_shards(name, shards, tp_dim(name, hints, len(shards)), is_gated(name, shapes))
+    return join_by_name(name, [by_tp[tp] for tp in sorted(by_tp)], shapes, hints)
 
 
 def _join_states(
@@ -232,9 +229,7 @@ class RankModel:
 
 def read_rank_optimizers(rank: RankModel, args: Mapping[str, Any], hints: Hints) -> Iterator[Found]:
     """Every optimizer of a rank. Raises NormalizationError, asking for a hint, if ids cannot be named."""
-    file = rank.files.model
-    saved = file.value.get("optimizer")
-    several = _as_list(saved)
+    several = _as_list(rank.files.model.value.get("optimizer"))
     params = [(c, name) for c, chunk in enumerate(rank.chunks) for name in chunk if not is_buffer(name)]
     flats = _as_list(rank.files.optimizer.value) if rank.files.optimizer is not None else []
     for i in range(max(len(several), len(flats))):
@@ -249,7 +244,7 @@ def read_rank_optimizers(rank: RankModel, args: Mapping[str, Any], hints: Hints)
 
 
 def _as_list(saved: Any) -> list[dict[str, Any]]:
-    if isinstance(saved, (list, tuple)):  # None stands for an optimizer whose states are in another rank's file
+    if isinstance(saved, list | tuple):  # None stands for an optimizer whose states are in another rank's file
         return [one if isinstance(one, dict) else {} for one in saved]
     if not isinstance(saved, dict):
         return []

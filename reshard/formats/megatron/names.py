@@ -16,7 +16,8 @@ from reshard.stored.views import assemble, concat, narrow, unstack
 
 __all__ = [
     "EXPERT", "LAYER", "Grid", "canonical_key", "chunk_names", "cut_vocabulary", "expand", "is_buffer", "is_expert",
-    "is_gated", "join_halves", "join_shards", "local_shape", "orders", "skipped", "tp_dim", "vocab_size", "whole_key",
+    "is_gated", "join_by_name", "join_halves", "join_shards", "local_shape", "orders", "skipped", "tp_dim",
+    "vocab_size", "whole_key",
 ]  # fmt: skip
 
 
@@ -69,22 +70,18 @@ def expand(key: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]
     """The parameters that a stored tensor holds, by canonical name. Raises CorruptCheckpointError for a 0-d stack."""
     while key.startswith("module."):
         key = key.removeprefix("module.")
-    match = _STACKED.fullmatch(key)
-    if match is not None:
-        names = [f"{match['head']}.{layer}.{match['tail']}" for layer in range(_length(key, tensor))]
-        for name, one in zip(names, unstack(tensor, names)):
-            yield from expand(name, one)
+    layers, experts = _STACKED.fullmatch(key), _EXPERTS.fullmatch(key)
+    match = layers or experts
+    if match is None:
+        yield canonical_key(key), tensor
         return
-    match = _EXPERTS.fullmatch(key)
-    if match is not None and match["number"] is None:
-        front = f"{match['head']}.local_experts"
-        names = [f"{front}.{expert}.{match['tail']}" for expert in range(_length(key, tensor))]
-        for name, one in zip(names, unstack(tensor, names)):
-            yield canonical_key(name), one
+    front, tail = match["head"] if layers else f"{match['head']}.local_experts", match["tail"]
+    if layers is None and match["number"] is not None:
+        yield canonical_key(f"{front}.{match['number']}.{tail}"), tensor
         return
-    if match is not None:
-        key = f"{match['head']}.local_experts.{match['number']}.{match['tail']}"
-    yield canonical_key(key), tensor
+    names = [f"{front}.{number}.{tail}" for number in range(_length(key, tensor))]
+    for name, one in zip(names, unstack(tensor, names)):
+        yield from expand(name, one)
 
 
 def _length(key: str, tensor: StoredTensor) -> int:
@@ -124,7 +121,7 @@ def vocab_size(args: Mapping[str, Any], hint: Any) -> int | None:
 
 def cut_vocabulary(name: str, tensor: StoredTensor, size: int | None, padded: Any) -> StoredTensor:
     """The tensor without the rows that pad a vocabulary; as it is if it has none."""
-    if size is None or not _VOCABULARY.fullmatch(name) or not tensor.spec.shape:
+    if size is None or not is_vocabulary(name) or not tensor.spec.shape:
         return tensor
     rows = tensor.spec.shape[0]
     if rows <= size or (isinstance(padded, int) and rows != padded):
@@ -417,6 +414,14 @@ def local_shape(shape: Shape, dim: int | None, tp: int, name: str) -> Shape:
     if dim >= len(shape) or shape[dim] % tp:
         raise CorruptCheckpointError(f"{name!r} of shape {list(shape)} cannot be split along dim {dim} for {tp} ranks")
     return (*shape[:dim], shape[dim] // tp, *shape[dim + 1 :])
+
+
+def join_by_name(
+    name: str, shards: Sequence[StoredTensor], shapes: Mapping[str, Shape], hints: Hints, state: str = ""
+) -> StoredTensor:
+    """`join_shards` of a parameter, or of a state of it, as its name says. `shapes`: see `is_gated`."""
+    dim = tp_dim(name, hints, len(shards))
+    return join_shards(f"{name}.{state}" if state else name, shards, dim, is_gated(name, shapes))
 
 
 def join_shards(name: str, shards: Sequence[StoredTensor], dim: int | None, gated: bool) -> StoredTensor:

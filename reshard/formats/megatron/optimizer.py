@@ -16,9 +16,8 @@ from reshard.formats.megatron.names import (
     Grid,
     chunk_names,
     is_expert,
-    is_gated,
     is_vocabulary,
-    join_shards,
+    join_by_name,
     local_shape,
     orders,
     tp_dim,
@@ -60,7 +59,7 @@ def gathered_buffers(contents: Contents) -> Iterator[tuple[BufferKey, dict[str, 
         if match is None:
             continue
         file = facts.object_file(key)
-        value = file.value[0] if isinstance(file.value, (list, tuple)) and len(file.value) == 1 else file.value
+        value = file.value[0] if isinstance(file.value, list | tuple) and len(file.value) == 1 else file.value
         if not isinstance(value, dict):
             raise CorruptCheckpointError(f"{file.source.label}: the object {key!r} holds no optimizer states")
         for number in sorted(n for n in value if type(n) is int):
@@ -200,27 +199,26 @@ def _cut_part(
                 names = chunk_names(keys, grid, pp, chunk, len(mine), ep)
                 typed = [name for name in names if model[name].spec.dtype == dtype]
                 for slot in _find_slots(buffer, typed, shapes, grid, hints):
-                    local = local_shape(shapes[slot.name], _dim(slot.name, hints, grid), grid.tp, slot.name)
+                    local = _local_shape(slot.name, shapes, grid, hints)
                     for state, bucket in buffer.buckets[slot.bucket].items():
                         part = cut(bucket, slot.start, local, f"{slot.name}.{state}")
                         out.setdefault(slot.name, {}).setdefault((tp, ep), {})[state] = part
 
 
-def _dim(name: str, hints: Hints, grid: Grid) -> int | None:
-    return tp_dim(name, hints, grid.tp)
+def _local_shape(name: str, shapes: Mapping[str, Shape], grid: Grid, hints: Hints) -> Shape:
+    return local_shape(shapes[name], tp_dim(name, hints, grid.tp), grid.tp, name)
 
 
 def _find_slots(
     buffer: _Buffer, names: Sequence[str], shapes: Mapping[str, Shape], grid: Grid, hints: Hints
 ) -> list[BufferSlot]:
     """Return where the parameters `names` are, by the first order in which they fill the buckets exactly."""
-    numels = {n: math.prod(local_shape(shapes[n], _dim(n, hints, grid), grid.tp, n)) for n in names}
-    candidates = list(orders(names, hints, grid.grouped))
-    fitting = _fitting(candidates, numels, buffer)
-    if not fitting and grid.grouped is not None:  # the experts are not those that the options say
-        candidates = list(orders(names, hints))
-        fitting = _fitting(candidates, numels, buffer)
-    if not fitting:
+    numels = {n: math.prod(_local_shape(n, shapes, grid, hints)) for n in names}
+    for grouped in dict.fromkeys((grid.grouped, None)):  # the experts may not be those that the options say
+        candidates = list(orders(names, hints, grouped))
+        if fitting := _fitting(candidates, numels, buffer):
+            break
+    else:
         hints.missing(
             "param_order",
             f"the optimizer states are in buckets of {buffer.lengths()} elements without names, and the {len(names)} "
@@ -276,11 +274,9 @@ def _join(
     for name, by_rank in parts.items():
         ranks = sorted({tp for tp, _ in by_rank})
         holder = {tp: by_rank[min(at for at in by_rank if at[0] == tp)] for tp in ranks}
-        dim = tp_dim(name, hints, len(ranks))
         for state in holder[0]:
             shards = [holder[tp][state] for tp in ranks]
-            joined = join_shards(f"{name}.{state}", shards, dim, is_gated(name, shapes))
-            out.setdefault(name, {})[state] = joined
+            out.setdefault(name, {})[state] = join_by_name(name, shards, shapes, hints, state)
         if out[name] and next(iter(out[name].values())).spec.shape != shapes[name]:
             raise CorruptCheckpointError(f"{name!r}: the parts of its optimizer states do not make up {shapes[name]}")
     return out
@@ -397,11 +393,11 @@ def find_groups(contents: Contents, common: Mapping[str, Any]) -> list[dict[str,
 def _search(value: Any) -> Iterator[dict[str, Any]]:
     if isinstance(value, dict):
         for key, inner in value.items():
-            if key == "param_groups" and isinstance(inner, (list, tuple)):
+            if key == "param_groups" and isinstance(inner, list | tuple):
                 yield from (group for group in inner if isinstance(group, dict))
             else:
                 yield from _search(inner)
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, list | tuple):
         for inner in value:
             yield from _search(inner)
 
@@ -423,9 +419,7 @@ def assign_groups(result: Canonical, settings: list[dict[str, Any]], own_rate: A
             if "step" not in result.state.get(fqn, {"step": 0}):
                 result.add_state(fqn, "step", step)
     if steps and steps[0] is not None and all(step == steps[0] for step in steps):
-        for fqn, states in result.state.items():  # those of no known group, too
-            if "step" not in states:
-                result.add_state(fqn, "step", steps[0])
+        result.add_step(steps[0])  # to those of no known group, too
 
 
 def _has_own_rate(group: Mapping[str, Any], own_rate: Any) -> bool:

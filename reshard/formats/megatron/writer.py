@@ -20,6 +20,7 @@ from reshard.formats.megatron.files import LATEST
 from reshard.formats.megatron.names import is_expert
 from reshard.formats.megatron.optimizer import groups_to_save
 from reshard.live.tree import unflatten
+from reshard.state import KeyPath
 from reshard.stored.contents import Contents, Facts
 from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, Publication, Target, grouped
 from reshard.stored.tensor import StoredTensor, read_value
@@ -149,10 +150,10 @@ def megatron_form(
     tied = ties(found.model)
     tensors, aliases = stacks.put({fqn: t for fqn, t in found.model.items() if fqn not in tied})
     aliases.update((stacks.keys(fqn)[0], stacks.keys(kept)[0]) for fqn, kept in tied.items())
-    beside = {path[1:]: key for key, path in contents.paths.items() if path[:1] == ("common",) and len(path) > 1}
+    beside = {path[1:]: key for key, path in contents.paths.items() if _is_common(path)}
     common = unflatten(
         {path: contents.objects[key] for path, key in beside.items() if key in contents.objects},
-        {path[1:]: kind for path, kind in contents.containers.items() if path[:1] == ("common",) and len(path) > 1},
+        {path[1:]: kind for path, kind in contents.containers.items() if _is_common(path)},
     )
     notes = [] if any(map(_OF_MEGATRON.fullmatch, found.model)) else [_NO_NAME.format(next(iter(found.model)))]
     if found.state:
@@ -188,6 +189,10 @@ def megatron_form(
         warnings=(*contents.warnings, *found.notes, *notes),
         left_out=(*contents.left_out, *contents.per_rank, *left),
     )
+
+
+def _is_common(path: KeyPath) -> bool:
+    return path[:1] == ("common",) and len(path) > 1
 
 
 def _own_experts(found: Canonical, hints: Hints) -> bool:

@@ -65,14 +65,13 @@ class TorchCheckpointingWriter(NestsWriter):
                 out.storage.delete(name)
         items = {}
         for item, keys in self.items.items():
-            rows = {}
-            for key in self._held(keys):
-                path = json.dumps([*map(plain_key, keys[key])], separators=(",", ":"))
-                rows[path] = [_replicated(self.stored(key).spec)]
+            rows = {
+                json.dumps([*map(plain_key, keys[key])], separators=(",", ":")): [_replicated(self.stored(key).spec)]
+                for key in self._held(keys)
+            }
             if rows:
                 items[item] = {"nested_path_to_metadata": rows, "rank_to_layout_info": {0: None}}
-        text = pickle.dumps({"metadata": items, "world_size": 1, "version": _VERSION})
-        out.publish(METADATA, text)
+        out.publish(METADATA, pickle.dumps({"metadata": items, "world_size": 1, "version": _VERSION}))
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """The list of items, or a file that would be taken for one of them."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from planners.geometry.box import Range
 from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError
-from reshard.formats.torch_save.pickles import StorageRef, TensorRef, load_pickle, plain
+from reshard.formats.torch_save.pickles import TensorRef, load_pickle, plain
 from reshard.live.plain_data import UNSUPPORTED_TENSORS
 from reshard.stored.record_checksums import RecordChecksums, crc32
 from reshard.stored.source import FileSource, Source
@@ -229,18 +229,14 @@ def locate_item(source: Source, start: int, length: int, head: bytes) -> tuple[E
     ref = _parse(pickled, f"{source.label}, item at byte {start}")
     if ref.storage.key != key:
         raise CorruptCheckpointError(f"{source.label}, item at byte {start}: no storage {ref.storage.key!r}")
-    _check_storage(ref.storage, source, start, length, data_at)
-    add_record(source, start + data_at, ref.storage.nbytes, partial(written_beside, source, start + data_at, ref))
-    return make_place(source, ref, start + data_at, is_record=True), ref.dtype
-
-
-def _check_storage(storage: StorageRef, source: Source, start: int, length: int, data_at: int) -> None:
     # behind the storage come its descriptor, more records and the directory, so at least 100 bytes
-    if data_at + storage.nbytes + 100 > length:
+    if data_at + ref.storage.nbytes + 100 > length:
         raise CorruptCheckpointError(
-            f"{source.label}, item at byte {start}: its storage of {storage.nbytes} bytes does not fit into the "
+            f"{source.label}, item at byte {start}: its storage of {ref.storage.nbytes} bytes does not fit into the "
             f"{length} bytes of the item"
         )
+    add_record(source, start + data_at, ref.storage.nbytes, partial(written_beside, source, start + data_at, ref))
+    return make_place(source, ref, start + data_at, is_record=True), ref.dtype
 
 
 def _scan_head(head: bytes) -> tuple[bytes, int, str] | None:
@@ -248,8 +244,7 @@ def _scan_head(head: bytes) -> tuple[bytes, int, str] | None:
     if len(head) < _LOCAL.size or head[:4] != ZIP_MAGIC:
         return None
     fields = _LOCAL.unpack_from(head)
-    name = head[_LOCAL.size : _LOCAL.size + fields[9]]
-    folder, _, file = name.partition(b"/")
+    folder, _, file = head[_LOCAL.size : _LOCAL.size + fields[9]].partition(b"/")
     pickle_at = _LOCAL.size + fields[9] + fields[10]
     if file != b"data.pkl" or fields[3] != 0:
         return None

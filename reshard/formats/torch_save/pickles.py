@@ -274,7 +274,9 @@ class _Unpickler(pickle.Unpickler):
         if found is not None:
             return found
         if module == "torch" and name.endswith("Storage"):
-            return _storage_type(name, self._where)
+            if name not in _STORAGES:
+                raise FormatError(f"{self._where}: torch.{name} is a kind of storage that is not supported")
+            return StorageType(_STORAGES[name])
         if module == "torch" and "." not in name and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if full == "torch.storage._load_from_bytes":
@@ -297,8 +299,7 @@ class _Unpickler(pickle.Unpickler):
         kind, key, numel = pid[1], pid[2], pid[4]
         if not isinstance(kind, StorageType) or not isinstance(key, str) or type(numel) is not int or numel < 0:
             raise CorruptCheckpointError(f"{self._where}: the reference {pid!r:.120} to a storage is malformed")
-        view = pid[5] if len(pid) == 6 else None
-        if view is not None:
+        if len(pid) == 6 and pid[5] is not None:
             raise FormatError("its storages are views of other storages, a form that torch left before version 0.4")
         ref = StorageRef(key, kind.dtype, numel)
         self._seen.append(ref)
@@ -308,12 +309,6 @@ class _Unpickler(pickle.Unpickler):
 def _is_standard(module: str) -> bool:
     top = module.partition(".")[0]
     return top in sys.stdlib_module_names or top in ("builtins", "__builtin__", "__builtins__", "commands", "copy_reg")
-
-
-def _storage_type(name: str, where: str) -> StorageType:
-    if name not in _STORAGES:
-        raise FormatError(f"{where}: torch.{name} is a kind of storage that is not supported")
-    return StorageType(_STORAGES[name])
 
 
 _STORAGES = {
@@ -486,10 +481,8 @@ _KNOWN: dict[str, Any] = {
     "torch._utils._rebuild_parameter_with_state": _Function(_parameter),
     "torch._tensor._rebuild_from_type_v2": _Function(_from_type),
 }
-for _name, _new in (("set", "set"), ("frozenset", "frozenset"), ("complex", "complex"), ("slice", "slice")):
-    _KNOWN[f"__builtin__.{_name}"] = _KNOWN[f"builtins.{_new}"]  # protocol 2 uses the old names
-for _name in ("bytes", "bytearray", "object", "getattr"):
-    _KNOWN[f"__builtin__.{_name}"] = _KNOWN[f"builtins.{_name}"]
+for _name in ("set", "frozenset", "complex", "slice", "bytes", "bytearray", "object", "getattr"):
+    _KNOWN[f"__builtin__.{_name}"] = _KNOWN[f"builtins.{_name}"]  # protocol 2 uses the old names
 _KNOWN["__builtin__.xrange"] = range
 _KNOWN["copy_reg._reconstructor"] = _KNOWN["copyreg._reconstructor"]
 
@@ -498,8 +491,7 @@ _FACTORIES = ("list", "dict", "tuple", "int", "float", "str", "bool")
 
 _INERT = frozenset(
     {
-        *(f"builtins.{name}" for name in _FACTORIES),
-        *(f"__builtin__.{name}" for name in _FACTORIES),
+        *(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in _FACTORIES),
         "_io.BytesIO",
         "argparse.Namespace",
         "types.SimpleNamespace",
@@ -638,7 +630,7 @@ def read_dtensor(key: str, record: Record, rank: int, read: Callable[[TensorRef]
         placements = [_placement(p, len(shape)) for p in spec["placements"]]
         layout = TensorLayout(TensorSpec(key, shape, dtype), mesh, placements)
     except (KeyError, AttributeError, TypeError, ValueError, IndexError) as error:
-        if isinstance(error, (FormatError, CorruptCheckpointError)):
+        if isinstance(error, FormatError | CorruptCheckpointError):
             raise type(error)(f"{where}: tensor {key!r}: {error}") from None
         what = str(error) if isinstance(error, PlanError) else f"{type(error).__name__}: {error}"
         raise CorruptCheckpointError(f"{where}: the DTensor {key!r} is malformed: {what}") from None
@@ -655,8 +647,7 @@ def _placement(record: Record, ndim: int) -> Placement:
         raise FormatError(
             f"a placement {name}, which is not supported: redistribute to Shard or Replicate before saving"
         )
-    args = list(record.args)
-    dim = int(fields["dim"] if "dim" in fields else args[0]) % max(ndim, 1)
+    dim = int(fields["dim"] if "dim" in fields else record.args[0]) % max(ndim, 1)
     if name == "Shard":
         return Shard(dim)
     return StridedShard(dim, int(fields["split_factor"] if "split_factor" in fields else record.kwargs["split_factor"]))
@@ -675,9 +666,7 @@ def _mesh(record: Record, rank: int, read: Callable[[TensorRef], Any]) -> Mesh:
 
 
 def _numbers(ref: Any, read: Callable[[TensorRef], Any]) -> np.ndarray[Any, Any]:
-    if isinstance(ref, TensorRef):
-        return np.asarray(read(ref).numpy(), dtype=np.int64)
-    return np.asarray(ref, dtype=np.int64)
+    return np.asarray(read(ref).numpy() if isinstance(ref, TensorRef) else ref, dtype=np.int64)
 
 
 def _axes(layout: Record) -> list[list[tuple[int, int]]]:
@@ -692,7 +681,7 @@ def _axes(layout: Record) -> list[list[tuple[int, int]]]:
 
 
 def _flat(value: Any) -> list[int]:
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, tuple | list):
         return [n for part in value for n in _flat(part)]
     return [int(value)]
 
@@ -700,7 +689,7 @@ def _flat(value: Any) -> list[int]:
 def _submesh(axes: list[list[tuple[int, int]]], rank_map: np.ndarray[Any, Any], rank: int) -> np.ndarray[Any, Any]:
     """The ranks of that copy of a (sub)mesh in which `rank` is: `axes` says positions in `rank_map` from a start."""
     shape = [math.prod(size for size, _ in axis) for axis in axes]
-    steps = [_positions(axis) for axis in axes]
+    steps = (range(0, size * stride, stride) for axis in axes for size, stride in axis)
     offsets = np.array([sum(combo) for combo in itertools.product(*steps)], dtype=np.int64)
     flat = rank_map.reshape(-1)
     if offsets.size > flat.size or rank not in flat:
@@ -715,7 +704,3 @@ def _submesh(axes: list[list[tuple[int, int]]], rank_map: np.ndarray[Any, Any], 
         if at in members:
             return flat[members].reshape(shape)
     raise ValueError(f"rank {rank} is in no copy of its mesh")
-
-
-def _positions(axis: Iterable[tuple[int, int]]) -> list[int]:
-    return [sum(combo) for combo in itertools.product(*(range(0, size * stride, stride) for size, stride in axis))]

@@ -55,6 +55,11 @@ class TorchFile:
     sums: Mapping[str, int] = field(default_factory=dict)
     """CRC-32 of each record of an archive, by name."""
 
+    @property
+    def entries(self) -> dict[Any, Any]:
+        """The value, or an empty dict if it is none."""
+        return self.value if isinstance(self.value, dict) else {}
+
     def crc(self, ref: TensorRef) -> int | None:
         """The CRC-32 that was written with the storage of a tensor; None if there is none."""
         return self.sums.get(f"data/{ref.storage.key}") or None
@@ -282,8 +287,7 @@ def open(files: Files) -> Contents:
             f"{storage.url} holds {len(found)} files of torch.save and no index that lists them: "
             f"{', '.join(sorted(found)[:5])}; open one by its path"
         )
-    file = read_torch_file(files[found[0]])
-    return contents_of("torch_save", {(): file})
+    return contents_of("torch_save", {(): read_torch_file(files[found[0]])})
 
 
 def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Contents:
