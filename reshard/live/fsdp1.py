@@ -64,6 +64,8 @@ class FlatPiece:
     is_dtensor: bool = False
     """Whether the original parameter was a DTensor before, as under tensor parallelism; `shape` is
     then its local one."""
+    handle: Any = None
+    """FSDP's, of the unit."""
 
     @property
     def identity(self) -> tuple[int, int]:
@@ -113,6 +115,14 @@ class FlatPiece:
             return local.detach().view(self.shape)
         return self.cut().tensor(local.detach())
 
+    def free_gathered(self) -> None:
+        """Free what a forward pass has gathered and no backward pass has freed: the next one would use it again,
+        whatever has been written to the shards."""
+        is_idle = self.sharded and self.handle._training_state.name == "IDLE"
+        if is_idle and hasattr(self.flat, "_full_param_padded") and not self.handle.needs_unshard():
+            self.handle.reshard(True)
+            self.handle._prefetched = False
+
     def cut(self) -> FlatCut:
         """Return which ranges of the parameter's flattening the ranks of the unit's group hold."""
         ranges = tuple(self.range_of(position) for position in range(dist.get_world_size(self.group)))
@@ -160,6 +170,7 @@ def _add_unit(handle: Any, mesh: Any, found: _Pieces) -> None:
                 sharded=bool(handle.uses_sharded_strategy),
                 mesh=mesh,
                 is_dtensor=flat._param_extensions[index] is not None,
+                handle=handle,
             )
             pieces[id(info.module), info.param_name] = piece
             found.setdefault(id(info.module), []).append((info.param_name, piece))

@@ -522,16 +522,18 @@ def flatten_optimizer(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     become text."""
     flat: dict[str, Any] = {}
     for name, values in state_dict["state"].items():
-        prefix = f"state.{name}."
         if not isinstance(values, dict):  # of the optimizer as a whole
             flat[f"state.{name}"] = values
             continue
-        for key, value in values.items():
-            if isinstance(value, dict):
-                inner = leaves_of(value, lambda item: not isinstance(item, dict))
-                flat.update((".".join(map(str, (prefix + str(key), *path))), leaf) for path, leaf in inner.items())
-            else:
-                flat[f"{prefix}{key}"] = value
+        nested = any(isinstance(value, dict) for value in values.values())
+        inner = leaves_of(values, lambda item: not isinstance(item, dict)) if nested else values
+        own = {f"state.{name}.{'.'.join(map(str, at)) if nested else at}": leaf for at, leaf in inner.items()}
+        if len(own) < len(inner):
+            raise NormalizationError(
+                f"two entries of the optimizer state of {name!r} have the same name in the flat form. Pass no "
+                f"flatten_optimizer_state_dict, or rename one: {', '.join(map(repr, inner))}"
+            )
+        flat.update(own)
     for group in state_dict["param_groups"]:
         fields = [(f".{field}", value) for field, value in group.items() if field != "params"]
         for name in group["params"]:

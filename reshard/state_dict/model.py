@@ -174,7 +174,9 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
             assign_tensor(slot.owner, slot.attr, _materialized(value, slot, made))
     write_all(targets, apart(targets, values), are_plain)
     for slot, _, is_plain in writes.direct:
-        if not is_plain and slot.value is not None:
+        if slot.piece is not None:
+            slot.piece.free_gathered()
+        elif not is_plain and slot.value is not None:
             forget_derived(slot.value)
     return replace(writes.report, missing=tuple(missing), unexpected=tuple(unexpected))
 

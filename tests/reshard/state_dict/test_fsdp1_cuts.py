@@ -247,3 +247,41 @@ def test_tensors_in_dicts_of_which_nobody_knows_how_they_are_cut_are_refused() -
     optimizer = Nested(model.parameters(), lr=0.1)
     optimizer.step()
     gloo.run(nested_state_under_fsdp1, 2, reshard.get_optimizer_state_dict(model, optimizer))
+
+
+def forward_after_a_set(folder: str) -> None:
+    data = torch.arange(8.0).view(2, 4)
+    full = dict(plain(3).state_dict())
+    wanted = plain(3)(data)
+    for number, (strategy, original, step) in enumerate(
+        itertools.product(("FULL_SHARD", "SHARD_GRAD_OP"), (True, False), ("set", "load", "restore"))
+    ):
+        model = FullyShardedDataParallel(
+            plain(number + 4),
+            sharding_strategy=ShardingStrategy[strategy],
+            use_orig_params=original,
+            device_id=torch.device("cpu"),
+        )
+        model(data)  # gathers, and only a backward pass would free that
+        path = f"{folder}/{number}"
+        if step == "set":
+            reshard.set_model_state_dict(model, full)
+        elif step == "load":
+            reshard.save(full, path)
+            state = reshard.get_model_state_dict(model)
+            reshard.load(state, path)
+            reshard.set_model_state_dict(model, state)
+        else:
+            with reshard.CheckpointManager(path, every=reshard.Every(steps=1)) as manager:
+                manager.save(1, {"model": plain(3)})
+                manager.restore({"model": model})
+        assert torch.equal(model(data), wanted), (strategy, original, step)
+
+
+def plain(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def test_the_next_forward_pass_has_the_values_that_were_set(tmp_path: Any) -> None:
+    gloo.run(forward_after_a_set, 2, str(tmp_path))

@@ -380,3 +380,13 @@ def test_objects_without_hooks_are_refused_with_the_way_round(tmp_path: Path) ->
         reshard.save({"optim": {"state": state["state"]}}, tmp_path / "x")
     with pytest.raises(FormatError, match=r"settings' .*Projector is not plain data.*'Objects in optimizers' in docs"):
         reshard.save({"optim": {"param_groups": state["param_groups"]}}, tmp_path / "x")
+
+
+@pytest.mark.parametrize("state", [{"m": {"x": 1}, "m.x": 2}, {"m.x": 2, "m": {"x": 1}}, {1: 1, "1": 2}])
+def test_state_with_two_entries_of_one_flat_name_is_refused_in_that_form(state: dict[Any, Any]) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.weight] = state
+    assert reshard.get_optimizer_state_dict(model, optimizer)["state"]["weight"] == state
+    with pytest.raises(NormalizationError, match="two entries of the optimizer state of 'weight' have the same name"):
+        reshard.get_optimizer_state_dict(model, optimizer, options=FLAT)
