@@ -63,7 +63,8 @@ class TimedReport(Tabled):
             alone: write only this rank's phases, without other ranks.
             timeout: limit for the call, in seconds or as a `timedelta`.
 
-        Raises LayoutError if ranks pass reports of different calls, and StorageError if the file cannot be written.
+        Raises LayoutError if ranks pass reports of different calls, and StorageError if the file
+        cannot be written.
         """
         group = Group(process_group, alone=alone, deadline_s=timeout)
         with group.together("timeline"):

@@ -40,7 +40,8 @@ def explain(
     Prints the layout in words and draws which rank holds which rows of a tensor. Without --shape, draws the
     smallest tensor that gives every rank a part. Meshes above 64 ranks need --shape.
 
-    Placements without a mesh, as torch prints them, and topologies, such as fsdp=4,tp=2, are explained but not drawn.
+    Placements without a mesh, as torch prints them, and topologies, such as fsdp=4,tp=2, are
+    explained but not drawn.
     """
     from planners.errors import PlanError
     from planners.geometry.topologies import looks_like_a_topology

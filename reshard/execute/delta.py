@@ -229,7 +229,8 @@ class _DeltaMessage(NamedTuple):
 class DeltaExchange(Exchange):
     """An `Exchange` that moves what changed since the last run. Its runs say what they moved.
 
-    Pieces are compared, kept and summed up where their elements are; only what changed goes to where it is sent from.
+    Pieces are compared, kept and summed up where their elements are; only what changed goes to
+    where it is sent from.
     """
 
     def __init__(self, *args: Any, on_device: bool, **kwargs: Any) -> None:

@@ -453,12 +453,14 @@ class Waiter:
     def wait(self, works: Sequence[Any], peers: Sequence[int]) -> None:
         """Until all are complete; each is a message to or from the peer beside it.
 
-        Raises the failure of another rank, ReshardError for a lost connection, DeadlineError for a peer that hangs.
+        Raises the failure of another rank, ReshardError for a lost connection, DeadlineError for a
+        peer that hangs.
         """
         if not self._blocks:
             for work in works:
                 work.wait()
             return
+        self._at = 0  # until the worker begins
         pending = self._worker.begin(self._wait_each, works)
         words = "a message to or from rank {} was not delivered"
         self.outcome(pending, lambda: words.format(peers[self._at]), "that rank hangs")

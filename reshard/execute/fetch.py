@@ -126,8 +126,9 @@ class Fetch(AbstractContextManager["Fetch"]):
         )
 
     def _read_by_segments(self, copies: Sequence[Copy], requests: int, on_bytes: _OnBytes) -> Sequence[Copy]:
-        """Copy from storages that have no view of their bytes, where it pays, with so many requests
-        at a time; return the other copies."""
+        """Copy from storages that have no view of their bytes, where it pays, with this number of
+        `requests` at a time; return the other copies.
+        """
         from reshard.execute.shared_reads import REMOTE_SEGMENT_BYTES, RemoteReading
 
         # half of the memory: the other half is for what is staged

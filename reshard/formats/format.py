@@ -113,7 +113,8 @@ def read_index(files: Files, ending: str) -> tuple[Files, str, dict[str, str]] |
     """Return the files to look at, the path of the index at the top whose name ends so, and key -> file; None if there
     is no index. An index that was opened by its path has its files beside it.
 
-    Raises FormatError if there are several; CorruptCheckpointError if it is none, or a file that it names is missing.
+    Raises FormatError if there are several; CorruptCheckpointError if it is none, or a file that
+    it names is missing.
     """
     url, indexes = files.storage.url, at_top(files.listed, ending)
     if not indexes:

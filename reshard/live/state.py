@@ -472,8 +472,8 @@ class Targets(State[LiveTensor]):
         """Store values at their keys, and new tensors. Call it only after these are filled, because
         their memory starts uninitialized.
 
-        `written`: live tensors that were filled. torch did not see the writes, and is told: a graph
-        that needs the old values must not run.
+        `written`: live tensors that were filled. torch did not see the writes, and learns of them
+        here: a graph that needs the old values must not run.
         """
         for key in written:
             tensor = self.tensors[key]

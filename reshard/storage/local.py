@@ -390,7 +390,9 @@ def _list(
     `sized`, they are 0."""
     try:
         entries = os.scandir(folder)
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except PermissionError as error:
         _unless_absent(error)
         return
     with entries:

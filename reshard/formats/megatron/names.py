@@ -289,7 +289,8 @@ def is_buffer(name: str) -> bool:
 def orders(names: Sequence[str], hints: Hints, grouped: bool | None = None) -> Iterator[list[str]]:
     """Orders of registration to try: the hint's, that of the file, then those of Megatron's two kinds of layers.
 
-    Where `grouped` says how the layers' experts are registered, only orders that agree; stacks in a file do not say it.
+    Where `grouped` says how the layers' experts are registered, only orders that agree; stacks in
+    a file do not say it.
     """
     given = hints.get("param_order")
     if given is not None:

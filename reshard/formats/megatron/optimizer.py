@@ -50,7 +50,8 @@ BufferKey = tuple[str, int, int, str]
 def gathered_buffers(contents: Contents) -> Iterator[tuple[BufferKey, dict[str, StoredTensor]]]:
     """The flat tensors of every buffer by state. Nothing but the objects' pickles is read.
 
-    Raises CorruptCheckpointError if an object is not what Megatron writes, FormatError for the form of before 2024.
+    Raises CorruptCheckpointError if an object is not what Megatron writes, FormatError for the
+    form of before 2024.
     """
     facts = contents.facts
     assert isinstance(facts, DcpFacts)

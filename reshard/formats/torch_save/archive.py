@@ -176,7 +176,8 @@ def make_place(source: Source, ref: TensorRef, storage_at: int, *, is_record: bo
     """Return where a tensor's elements are if its storage begins at byte `storage_at` of `source`,
     as a record of a zip archive or otherwise.
 
-    Raises FormatError for what is not supported, such as a few bytes that stand for far more elements than they are.
+    Raises FormatError for what is not supported, such as a few bytes that stand for far more
+    elements than they are.
     """
     window, nbytes = ref.window(storage_at), ref.storage.nbytes
     if window.nbytes > max(_REPEATED_BYTES, _MOST_REPEATS * nbytes):
