@@ -478,7 +478,8 @@ def inverse(views: Iterable[View], fill: float | None = None) -> tuple[View, ...
 def viewed(views: Iterable[View], specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     """Return the tensors of a state after `views`: targets replace their sources, and all others stay the same.
 
-    Raises PlanError for a source that the state lacks or has with another shape or dtype, and for a repeated name.
+    Raises PlanError for a source that the state lacks or has with another shape or dtype, and for
+    a repeated name.
     """
     made: dict[str, TensorSpec] = {}
     used: set[str] = set()

@@ -32,6 +32,7 @@ from reshard.execute.exchange import Exchange, Waiter
 from reshard.live.copy_streams import device_module, has_copy_streams
 from reshard.live.dtypes import dtype_from_name, overflowing, raw_elements
 from reshard.live.fingerprints import HeldSums, Holding, add_holdings, conclude, partial as partial_sum, sum_up
+from reshard.live.state import tell_owners
 from reshard.ranks.group import Group, device_of_kind
 from reshard.ranks.progress import phase
 from reshard.ranks.timespans import Span
@@ -192,6 +193,8 @@ class Prepared:
             self._values.assign(values)
             waiter.settle(self._others)
             waiter.meet(self._process_group)
+        written = {transfer.target for transfer in self.pairing.transfers.values()}
+        tell_owners(its.value for key, its in self._target.state.tensors.items() if key in written)
 
     def _ask(self, group: Group, waiter: Waiter) -> None:
         """Ask the devices for all that a run does. Between tensors, with a backend of one device

@@ -589,7 +589,8 @@ def new_group(group: Group, *, is_part: bool) -> dist.ProcessGroup:
     Args:
         is_part: not all ranks of the job are in the group, and only those that are in it come here.
 
-    Raises the failure of another rank, ReshardError for a lost connection, DeadlineError when the phase's time is up.
+    Raises the failure of another rank, ReshardError for a lost connection, DeadlineError when the
+    phase's time is up.
     """
     waiter = Waiter(group, torch.device("cpu"))
     make = partial(dist.new_group, list(group.ranks), backend="gloo", use_local_synchronization=is_part)

@@ -225,7 +225,8 @@ def refuse_first_step(path: StoragePath) -> None:
     checkpoint, native or of DCP. That folder's path could mean either then. The tools of other
     formats leave both side by side.
 
-    Looks for two files. Of a `Storage`, and of a folder that cannot be looked into, it is not known what is above.
+    Looks for two files. Of a `Storage`, and of a folder that cannot be looked into, it is not
+    known what is above.
     """
     if isinstance(path, Storage):
         return

@@ -246,7 +246,8 @@ def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     optimizers of optax mirror its tree, so states are the arrays whose path ends in a parameter's
     path. Moments have torch's names.
 
-    A tree without `params` is all model. Further levels of `params` (Flax wraps one around another) are taken off.
+    A tree without `params` is all model. Further levels of `params` (Flax wraps one around
+    another) are taken off.
     """
     del hints, what
     result = Canonical()

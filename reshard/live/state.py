@@ -15,6 +15,7 @@ import torch
 from torch.amp import GradScaler
 from torch.autograd.graph import increment_version
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from planners.units import format_count
 from reshard.errors import FormatError, KeyMismatchError, LayoutError, option_error
@@ -36,8 +37,8 @@ from reshard.live.tree import Flat, flatten, rebuilt
 from reshard.state import IntKey, KeyPath, State, is_selected, key_of, plain_key
 
 __all__ = [
-    "LiveState", "OwnState", "PerRank", "Targets", "is_long", "like_fresh", "put_at", "same_memory",
-    "same_value", "take_apart",
+    "AFTER_WRITES", "LiveState", "OwnState", "PerRank", "Targets", "is_long", "like_fresh", "put_at", "same_memory",
+    "same_value", "take_apart", "tell_owners",
 ]  # fmt: skip
 
 
@@ -300,6 +301,18 @@ def _by_group(state: Mapping[str, Any], above: KeyPath = ()) -> Iterator[tuple[K
         yield from _by_group(inner, (*above, "_schedulers", number))
 
 
+AFTER_WRITES: MutableMapping[torch.Tensor, Callable[[], object]] = WeakTensorKeyDictionary()
+"""By a tensor that a model gave: what to call when its elements were written. Then FSDP frees the copy of the parameter
+that a forward pass gathered, which the next one would use again."""
+
+
+def tell_owners(written: Iterable[torch.Tensor]) -> None:
+    """Call what `AFTER_WRITES` has for these tensors."""
+    for tensor in written if AFTER_WRITES else ():
+        if (call := AFTER_WRITES.get(tensor)) is not None:
+            call()
+
+
 class CheckedState(dict[str, Any]):
     """A state to load into, with checks of saved values that run before anything is written."""
 
@@ -481,6 +494,8 @@ class Targets(State[LiveTensor]):
             for one in (*outer, *tensor.local):
                 if not one.is_inference():
                     increment_version(one)
+        if AFTER_WRITES:
+            tell_owners(self.tensors[key].value for key in written)
         filled: set[int] = set()
         for key, value in (*self._new.items(), *values.items()):
             if key in self.tensors and key not in self._made and not self.tensors[key].is_meta:

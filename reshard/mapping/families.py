@@ -89,7 +89,8 @@ def outer_to_megatron(model: Decoder, *, transformer_engine: bool, padded_vocab:
     """Map everything outside attention and feed-forward. `padded_vocab`: rows of the vocabulary
     with padding.
 
-    TransformerEngine keeps a norm inside the projection that follows it, unless that is a router or latent attention.
+    TransformerEngine keeps a norm inside the projection that follows it, unless that is a router
+    or latent attention.
     """
     names = {"model.embed_tokens.weight": "embedding.word_embeddings.weight", "lm_head.weight": "output_layer.weight"}
     vocab: list[Rule] = [

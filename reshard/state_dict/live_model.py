@@ -8,7 +8,8 @@ its spelling, so your own child module called `module` keeps its name.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from planners.units import format_some
 from reshard.errors import NormalizationError, format_value, option_error
 from reshard.live.deepspeed import is_partitioned, whole_shape
 from reshard.live.fsdp1 import FlatPiece, is_flat
+from reshard.live.tensors import is_dtensor
 from reshard.live.wrappers import EXTRA_STATE, ModuleReader
 
 __all__ = ["LiveModel", "Models", "SelfLoadingModule", "Stage", "StateEntry", "where"]
@@ -91,6 +93,15 @@ class StateEntry(NamedTuple):
         if self.value is None or is_lazy(self.value):
             return ()
         return whole_shape(self.value) if is_partitioned(self.value) else tuple(self.value.shape)
+
+    def after_write(self, reader: ModuleReader) -> Callable[[], object] | None:
+        """What to call when the tensor's elements were written, under FSDP."""
+        if self.piece is not None:
+            return self.piece.free_gathered
+        if not is_dtensor(self.value) or not reader.touched(self.owner):
+            return None
+        owner = weakref.ref(self.owner)
+        return lambda: (module := owner()) and reader.settle(module)
 
     def tensor(self) -> torch.Tensor:
         """The live tensor, sharded as in the model. Writing into it changes the model."""

@@ -18,7 +18,7 @@ from planners.geometry.box import Shape
 from reshard.errors import KeyMismatchError, format_value, visible
 from reshard.live.deepspeed import HOW_TO_GET, HOW_TO_SET
 from reshard.live.dtypes import overflowing
-from reshard.live.state import same_memory, same_value
+from reshard.live.state import AFTER_WRITES, same_memory, same_value
 from reshard.live.tensors import (
     LiveTensor,
     dtensor_like,
@@ -63,7 +63,9 @@ def read_model(live: LiveModel, *, whole: bool = False) -> dict[str, Any]:
                 out[item.canonical(key)] = value
         elif item.value is not None:
             if item.persistent:
-                out[item.name] = item.tensor()
+                out[item.name] = tensor = item.tensor()
+                if (after := item.after_write(live.reader)) is not None:
+                    AFTER_WRITES[tensor] = after
         else:
             out[item.name] = item.owner.get_extra_state()
     out.update((slot.name, slot.value) for slot in live.partitioned if slot.name in out)
