@@ -181,7 +181,10 @@ def fill(
             continue
         owner = _owner(rest, one.parameters)
         if owner is not None:
-            leaves[rest] = made.place(row, one.parameters[owner], there.leaves.get(rest))
+            known = there.leaves.get(rest)
+            if row.shape is None and is_tensor(known) and row.read is not None and row.read() is None:
+                known = None  # a tensor can hold a number, but not this
+            leaves[rest] = made.place(row, one.parameters[owner], known)
             none = f"state.{owner}"
             if rest != (none,) and (none,) in there.containers:  # it said that there was no state
                 del there.containers[none,], one[none]

@@ -216,6 +216,12 @@ def set_state_dict(
     return replace(report, optimizer=optimizer)
 
 
+@_quietly()
+def optimizer_to_restore(model: Models, optimizers: Optimizers, options: StateDictOptions) -> dict[str, Any]:
+    """The state dict for a load after which only those parameters have state that were saved with some."""
+    return _optimizer_state(LiveOptimizers(LiveModel(model), optimizers), None, options, forgets=True)
+
+
 def refuse_groups(
     model: Models, optimizers: Optimizers, groups: Iterable[Mapping[str, Any]], options: StateDictOptions
 ) -> None:
@@ -298,12 +304,17 @@ def _model_state(live: LiveModel, submodules: Iterable[nn.Module] | None, option
 
 
 def _optimizer_state(
-    live: LiveOptimizers, submodules: Iterable[nn.Module] | None, options: StateDictOptions
+    live: LiveOptimizers,
+    submodules: Iterable[nn.Module] | None,
+    options: StateDictOptions,
+    *,
+    forgets: bool = False,
 ) -> dict[str, Any]:
     whole = read_optimizers(live)
-    cold = _without_state(whole, live)
-    offered = initial_state(live) if options.in_chunks and not submodules else {}
-    whole["state"].update(offered)
+    cold = _without_state({"state": {}} if forgets else whole, live)
+    made = initial_state(live) if options.in_chunks and not submodules else {}
+    whole["state"].update(made)
+    offered = {*made, *(live.by_name.keys() & whole["state"].keys() if forgets else ())}
     if submodules:
         short = {name: short for short, name in _of_modules(live.live, submodules, live.by_name, options).items()}
         cold = {short[name]: one for name, one in cold.items() if name in short}
@@ -320,13 +331,13 @@ def _optimizer_state(
     out = flatten_optimizer(whole) if options.flatten_optimizer_state_dict else whole
     if not cold:
         return out
-    with_state = whole["state"].keys() - offered.keys()
+    with_state = whole["state"].keys() - offered
     named = set(listed_in(whole["param_groups"]))
     listed = named - with_state
     if options.flatten_optimizer_state_dict:
         # so that it can be distinguished from state that was lost
         keeps = [StateKind(optimizer).keeps_state and bool(whole["state"]) for optimizer in live.optimizers]
-        lacking = listed - offered.keys()
+        lacking = listed - offered
         out.update({f"state.{name}": {} for name, one in cold.items() if name in lacking and keeps[one.optimizer]})
     cold = {n: one for n, one in cold.items() if one.name in (named if live.loads_itself[one.optimizer] else listed)}
     return _awaiting(out, cold, offered, options, live.may_have_own) if cold and not submodules else out

@@ -23,6 +23,7 @@ from reshard.state_dict.api import (
     get_model_state_dict,
     get_optimizer_state_dict,
     group_orders,
+    optimizer_to_restore,
     refuse_groups,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -173,7 +174,9 @@ class LiveObjects:
                 self.missing += tuple(f"{key}.state.{name}" for name in report.missing)
                 self.unexpected += tuple(f"{key}.state.{name}" for name in (*report.unexpected, *report.unused))
 
-            return _Taken(get_optimizer_state_dict(owners, optimizers, options=options), put)
+            forgets = self._to_fill and options.strict
+            read = optimizer_to_restore if forgets else get_optimizer_state_dict
+            return _Taken(read(owners, optimizers, options=options), put)
         if _is_stateful(value):
             state = self._stateful[path] = OwnState.of(value)
             return _Taken(state, partial(self._put_stateful, value))
