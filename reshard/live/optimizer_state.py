@@ -181,10 +181,7 @@ def fill(
             continue
         owner = _owner(rest, one.parameters)
         if owner is not None:
-            known = there.leaves.get(rest)
-            if row.shape is None and is_tensor(known) and row.read is not None and row.read() is None:
-                known = None  # a tensor can hold a number, but not this
-            leaves[rest] = made.place(row, one.parameters[owner], known)
+            leaves[rest] = made.place(row, one.parameters[owner], there.leaves.get(rest))
             none = f"state.{owner}"
             if rest != (none,) and (none,) in there.containers:  # it said that there was no state
                 del there.containers[none,], one[none]
@@ -298,8 +295,9 @@ class _StateMemory:
 
     def place(self, row: Saved, parameter: Any, there: Any) -> Any:
         """Return unfilled memory for a tensor, placed like its parameter if the shapes are equal."""
-        if row.shape is None:
-            return row.value if there is None else there
+        if row.shape is None:  # a tensor can hold a number, but not None
+            is_none = is_tensor(there) and row.read is not None and row.read() is None
+            return row.value if there is None or is_none else there
         dtype, first = dtype_from_name(row.dtype), row.first or row.key
         like = parameter if row.shape == global_shape(parameter) or _is_on_mesh(row, parameter) else None
         for known in (self._live.get(first), self._made.get(first)):
