@@ -479,8 +479,11 @@ def _mapped(path: Path, *, shared: bool) -> torch.Tensor:
 
 def _sync(path: Path) -> None:
     with os_errors(f"make {path} durable"):
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
         sync_folder(path.parent)
 
 
