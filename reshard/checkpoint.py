@@ -432,8 +432,8 @@ def open(path: StoragePath, *, step: int | None = None, check: bool = True) -> C
         step: which checkpoint of a run, by the number in its folder's name: `step-10`, `checkpoint-10`, `10`, ...
             Default: the newest complete one.
         check: compare tensor data with checksums when it is read, and raise an error if it changed. False: do not
-            compare, to recover data from a damaged checkpoint. In a native one, data files may then be
-            truncated: only tensors beyond their ends cannot be read.
+            compare, to recover data from a damaged checkpoint. Then a native one
+            with truncated files opens, too: only tensors in the lost parts cannot be read.
 
     Raises:
         CheckpointNotFoundError: there is nothing at `path`, the run has no such step, or no step is complete.

@@ -116,7 +116,7 @@ def compare(
 
     Names, shapes, dtypes, objects, and values are compared, including per-rank values. Layouts and
     formats may differ. Some formats do not record types of containers, so these are not compared: a
-    list equals a tuple, the key 1 equals "1", and an empty dict equals nothing. 1 equals 1.0, but
+    list equals a tuple, the key 1 equals "1", and an empty dict equals a missing one. 1 equals 1.0, but
     not True. Values of tensors are compared bit for bit: NaN equals the same NaN, and -0.0 differs
     from 0.0. If you pass `atol` or `rtol`, values are equal within `atol + rtol * |b|`.
 
@@ -129,11 +129,9 @@ def compare(
             This is fast, but does not find damage since the save. Not with a tolerance.
         labels: names for the two sides in the report; default: their paths.
         workers: number of processes on this host that compare at the same time.
-        executor: runs the comparison as tasks, as in `reshard.convert`. Then pass both checkpoints
-            by path.
+        executor: runs the comparison as tasks, as in `reshard.convert`. Then pass both checkpoints by path.
         progress: show a progress bar if stderr is a terminal.
-        measure: also measure by how much each tensor differs, for `.measures` and `.to_html()`.
-            This takes longer.
+        measure: also measure by how much each tensor differs, for `.measures` and `.to_html()`. This takes longer.
         process_group: the ranks that share the state; default: the default group. If you pass it,
             the call is collective even if no tensor is sharded, as for pipeline stages, and a name
             is missing only if no rank has it.
@@ -146,6 +144,8 @@ def compare(
     check_executor(executor, workers, a, b)
     check_options(by_fingerprint=by_fingerprint, progress=progress, measure=measure)
     check_options(rtol=rtol, atol=atol, labels=labels)
+    if by_fingerprint and (rtol or atol):
+        raise option_error("compare: by_fingerprint compares bit by bit: pass it, or rtol and atol", ValueError)
     how = (rtol, atol, measure)
     with engine(executor, workers) as hands:
         if process_group is None and not any(map(_is_sharded, (a, b))):

@@ -80,18 +80,18 @@ def load(
 
         report = reshard.load(state, "run/step-1000")  # as {"model": reshard.get_model_state_dict(model), "step": 0}
 
-    Tensors, sharded tensors, and dicts are filled in place. Meta tensors and all other values are replaced there. A
-    dict without tensors gets the saved keys. An optimizer without state gets it: load into the dict from
+    Tensors, sharded tensors, and dicts are filled in place. Meta tensors and all other values are replaced in the
+    dict. A dict without tensors gets the saved keys. An optimizer without state gets it: load into the dict from
     `get_state_dict`. Before the first write, reshard proves the plan, checks that every byte range exists, and verifies
     the blocks that a rank reads for itself. Data that ranks share, or of an object store, is verified as it arrives.
 
     Args:
         state_dict: what to fill: nested dicts and lists of tensors, sharded in any way, and plain values.
-        path: a folder, file, URL, `Storage`, or open `Checkpoint`: the same save on all ranks that share tensors.
+        path: a folder, file, URL, `Storage`, or open `Checkpoint`. Ranks that share tensors must load the same save.
         strict: True or "strict": missing and unexpected keys are errors. "subset": unexpected keys are only reported.
-            False or "partial": both are only reported. A tensor for a list or text, or the reverse, is always an error.
+            False or "partial": both are only reported. A tensor on one side and a list or text on the other: an error.
             A mapping of globs to these words sets the mode by key: the first match counts; other keys are strict.
-        dtype_policy: "error": another dtype is an error. "cast": elements are converted if no fractions are lost;
+        dtype_policy: "error": another dtype is an error. "cast": elements are converted (not from float to integer);
             `overflowed` counts those that the target's dtype cannot hold. "saved": the target gets the saved dtype.
         mapping: {key in `state_dict`: key in the checkpoint} for keys that differ, or a `reshard.mapping.Mapping`.
         dry_run: only report what a load would do, including missing, unexpected, and mismatched keys.

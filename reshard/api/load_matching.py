@@ -451,8 +451,8 @@ def _is_number(value: Any) -> bool:
 
 
 _ITS_KIND = (
-    "pass what was saved: a torch.Tensor (torch.from_numpy shares an array's memory), a plain value, or a "
-    "reshard.PerRank"
+    "pass what was saved: a reshard.PerRank(value), a plain value, or a torch.Tensor (torch.from_numpy shares an "
+    "array's memory)"
 )
 
 

@@ -53,20 +53,22 @@ class Keep:
 
         reshard.Keep(last=3, every=10_000, best=2, metric="loss", mode="min")
 
+    Args:
+        last: keep this number of the newest steps. None: one beside `every` or `best`; all without these.
+        every: keep multiples of this number permanently.
+        best: keep this number of the steps with the best `metric`, of equal ones the newest. Steps that were saved
+            without metrics do not count.
+        metric: a name in `metrics` of `CheckpointManager.save`. Metrics without it are an error.
+        mode: whether low values of the metric are good ("min"), or high ones ("max"). Required with `metric`.
+
     Raises OptionError for invalid rules.
     """
 
     last: int | None = None
-    """Keep this number of the newest steps. None: one beside `every` or `best`; all without these."""
     every: int | None = None
-    """Keep multiples of this number permanently."""
     best: int = 0
-    """Keep this number of the steps with the best `metric`, of equal ones the newest. Steps that were saved without
-    metrics do not count."""
     metric: str = ""
-    """A name in `metrics` of `CheckpointManager.save`. Metrics without it are an error."""
     mode: Literal["min", "max"] | None = None
-    """Whether low values of the metric are good, or high ones. Required with `metric`."""
 
     def __post_init__(self) -> None:
         if self.last is not None and not is_count(self.last):

@@ -234,8 +234,8 @@ def _refuse(found: TensorMatches, mismatched: list[str], stray: list[str], stric
     listed = partial(section, listed_by="redistribute(..., strict=False)")
     lines = listed("mismatched", dict.fromkeys(mismatched, ""))
     if strict:
-        lines += listed("missing: no rank has them in the source", dict.fromkeys(found.missing, ""), found.before)
-        lines += listed("unexpected: no rank has them in the target", dict.fromkeys(found.unexpected, ""), found.after)
+        lines += listed("missing from the source on all ranks", dict.fromkeys(found.missing, ""), found.before)
+        lines += listed("unexpected: not in the target of any rank", dict.fromkeys(found.unexpected, ""), found.after)
     lines += listed("named by a view or the mapping, but no target", dict.fromkeys(stray, ""), found.after)
     if not lines:
         return

@@ -73,7 +73,7 @@ def verify(
 
     Returns a report, even of a damaged checkpoint. `findings` names damaged files and tensors, with byte ranges where
     known; of a run, also newer steps that lost something after their save had ended. `covered` says in how many bytes
-    a changed bit would be found: none in formats without checksums. It also names what was not opened, such as newer
+    a change would be found: none in formats without checksums. It also names what was not opened, such as newer
     steps that killed saves left. A damaged checkpoint is not compared with `against`, and `covered` is None. Raises
     only if no checkpoint of a known format is there.
     """

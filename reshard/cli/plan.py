@@ -55,7 +55,7 @@ _Json = Annotated[
 
 def plan(
     source: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, layout file, topology, or plan (its target).")
+        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, layout file, topology, or the target of a plan.")
     ],
     onto: _Onto,
     rule: Rules = None,

@@ -23,7 +23,7 @@ def prune(
 
     Keeps the N checkpoints with the highest steps, and the N saved most recently. Removes all other complete native
     checkpoints, without asking, and what killed saves left. Checkpoints that are damaged, in other formats, or without
-    a step number stay and do not count. Ignores what a CheckpointManager keeps, such as its best steps.
+    a step number stay and do not count. Also removes steps that a CheckpointManager would keep, such as the best.
     """
     import reshard
 

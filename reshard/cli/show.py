@@ -103,6 +103,7 @@ _SAID: list[tuple[str, Any]] = [
     (r"Input should be a valid (integer|number)\b[^.]*", "write a number"),
     (r"Input should be greater than or equal to", "write a number of at least"),
     (r"got unexpected extra argument\(s\) \((\w+=\d.*)\)", r"unexpected argument: \1. Join axes, as in fsdp=4,tp=2"),
+    (r"got unexpected extra argument\(s\) \(on (.*)\)", r"unexpected argument: on \1. Write quotes around the layout"),
     (r"got unexpected extra argument\(s\) \((.*)\)", r"unexpected argument: \1"),
 ]
 """Words of the Python API and of typer in output, and those of the command line. Names and values are quoted, and stay

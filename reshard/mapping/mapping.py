@@ -70,7 +70,8 @@ class Mapping:
 
         Raises:
             KeyMismatchError: a tensor that a rule combines with others is missing, or two tensors get the same name.
-            PlanError, NormalizationError: shapes do not fit a rule. Some of these are raised when the tensor is read.
+            PlanError, NormalizationError: shapes do not fit a rule. Some of these are raised when
+            the tensor is read.
         """
         contents = checkpoint.contents
         for stage in self.stages:

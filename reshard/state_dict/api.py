@@ -210,7 +210,8 @@ def set_state_dict(
     Returns:
         The report of `set_model_state_dict`, whose `optimizer` is that of `set_optimizer_state_dict`.
 
-    Raises the errors of both. Then nothing was changed.
+    Raises the errors of both. Then nothing was changed, except by a module's own
+    `load_state_dict` or hooks, which run first.
     """
     report, optimizer = _set("both", model, optimizers, model_state_dict, optim_state_dict, options)
     return replace(report, optimizer=optimizer)

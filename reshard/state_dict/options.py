@@ -17,38 +17,44 @@ __all__ = ["Cast", "InChunks", "OptimizerReport", "SetReport", "StateDictOptions
 @named_arguments
 @dataclass(frozen=True)
 class StateDictOptions:
-    """Options of the six get and set functions, with the meaning they have in
+    """Options of the six get and set functions. They have the same meaning in
     `torch.distributed.checkpoint`.
 
-    Raises OptionError for `broadcast_from_rank0` without `full_state_dict`, and for values of another type.
+    Args:
+        full_state_dict: get: gather every tensor, so the dict holds full tensors only. Set: the
+            dict holds full tensors, and each rank takes its own shard. Both are collective if the
+            model is sharded.
+        cpu_offload: get: return tensors on the CPU. With `full_state_dict`, one rank returns each
+            name: rank 0, or the lowest rank that holds it if ranks hold different names (pipeline
+            stages). The other ranks get an empty dict.
+        ignore_frozen_params: get: leave out frozen parameters. Set: do not report them as missing.
+        keep_submodule_prefixes: with `submodules`: True keeps names relative to the model; False
+            makes them relative to the submodule.
+        strict: set: True makes missing and unexpected names an error; False only reports them.
+        broadcast_from_rank0: set: only rank 0 has the dict. It sends each rank the elements of its
+            shards.
+        flatten_optimizer_state_dict: get: return one flat dict, `state.<fqn>.<name>` and
+            `param_groups.<fqn>.<field>`, so that pipeline stages do not collide. If some parameters
+            have state and others have none, `state.<fqn>` of the latter is an empty dict. Set
+            accepts both forms in any case.
+        dsd_fqn_modifiers: name of the method by which a module declares children that do not appear
+            in names. It returns {name shown: name of the hidden child}.
+
+    Raises OptionError for `broadcast_from_rank0` without `full_state_dict`, and for values of
+    another type.
     """
 
     full_state_dict: bool = False
-    """Get: gather every tensor, so the dict holds full tensors only. Set: the dict holds full
-    tensors, and each rank takes its own shard. Both are collective if the model is sharded."""
     cpu_offload: bool = False
-    """Get: return tensors on the CPU. With `full_state_dict`, one rank returns each name: rank 0,
-    or the lowest rank that holds it if ranks hold different names (pipeline stages). The other
-    ranks get an empty dict."""
     ignore_frozen_params: bool = False
-    """Get: leave out frozen parameters. Set: do not report them as missing."""
     keep_submodule_prefixes: bool = True
-    """With `submodules`: True keeps names relative to the model; False makes them relative to the
-    submodule."""
     strict: bool = True
-    """Set: True makes missing and unexpected names an error; False only reports them."""
     broadcast_from_rank0: bool = False
-    """Set: only rank 0 has the dict. It sends each rank the elements of its shards."""
     flatten_optimizer_state_dict: bool = False
-    """Get: return one flat dict, `state.<fqn>.<name>` and `param_groups.<fqn>.<field>`, so that
-    pipeline stages do not collide. If some parameters have state and others have none,
-    `state.<fqn>` of the latter is an empty dict. Set accepts both forms in any case."""
     dsd_fqn_modifiers: str = "_fqn_modifiers"
-    """Name of the method by which a module declares children that do not appear in names. It
-    returns {name shown: name of the hidden child}."""
 
+    # see `InChunks`; no field, since torch's own helpers take the fields for theirs
     in_chunks: ClassVar[bool] = False
-    """Getting: see `InChunks`. No field, since torch's own helpers take the fields for theirs."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
