@@ -616,8 +616,7 @@ def ready(
             `qkv_weight_interleaved` sets. By default, files with such tensors are refused when they are read.
         fill: stands in for missing states of experts, where experts are stacked; see `Stack`.
 
-    Raises NormalizationError for an unknown family or naming scheme, and if there is no mapping
-    for this combination.
+    Raises NormalizationError for an unknown family or naming scheme, and if there is no mapping for this combination.
     """
     model = Decoder.of(config)
     _check(model, source, target, titan)
