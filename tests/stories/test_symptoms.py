@@ -377,7 +377,7 @@ def test_a_value_of_each_rank_and_one_of_all_are_of_another_kind(value: Any, tmp
         with pytest.raises(KeyMismatchError) as caught:
             reshard.load(state, tmp_path / folder)
         assert f"\n    r   (saved as {saved}, but the target has {found})" in str(caught.value)
-        assert " a plain value, or a reshard.PerRank" in str(caught.value)
+        assert " a reshard.PerRank(value), a plain value, or a torch.Tensor" in str(caught.value)
 
 
 def test_a_report_is_true_if_all_is_well(tmp_path: Path) -> None:
