@@ -34,7 +34,7 @@ LONG_FUNCTIONS = {"reshard.api.convert.convert"}
 """They say what each of many options means; one that is short again must go from here."""
 
 MOST = {
-    "tokens": 494_000,
+    "tokens": 494_100,
     "header %": 8.0,
     "mean line": 53.1,
     "lines over 100 %": 9.7,
@@ -48,7 +48,7 @@ MOST = {
     "folders of torchsnapshot": 1,
     "load: modules": 45,
     "load: folders": 11,
-    "load: functions": 379,
+    "load: functions": 380,
     "save: modules": 39,
     "save: folders": 10,
     "save: functions": 336,  # one less with the compiled kernel

@@ -759,7 +759,7 @@ def _object_findings(left: _Side, right: _Side) -> Iterator[Finding]:
 
 def _own_findings(left: _Side, right: _Side) -> Iterator[Finding]:
     """Compare per-rank values. A state dict has those of one rank only."""
-    for key in filter(right.own.__contains__, left.own):
+    for key in [key for key in left.own if key in right.own]:
         x, y = left.own[key], right.own[key]
         for rank in x.keys() & y.keys():
             if not are_equal(read_value(x[rank]), read_value(y[rank])):

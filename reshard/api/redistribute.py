@@ -193,8 +193,7 @@ class Prepared:
             self._values.assign(values)
             waiter.settle(self._others)
             waiter.meet(self._process_group)
-        written = {transfer.target for transfer in self.pairing.transfers.values()}
-        tell_owners(its.value for key, its in self._target.state.tensors.items() if key in written)
+        tell_owners(its.value for key, its in self._target.state.tensors.items() if key in self.pairing.views)
 
     def _ask(self, group: Group, waiter: Waiter) -> None:
         """Ask the devices for all that a run does. Between tensors, with a backend of one device

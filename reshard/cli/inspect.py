@@ -66,7 +66,7 @@ def inspect(
     Reads metadata only and executes nothing that the checkpoint contains. For a run, also lists its checkpoints.
 
     Exits with 1 if a file is missing or too short, metadata is damaged, or regions of a tensor are missing or overlap.
-    For a run, also exits with 1 if no checkpoint is complete, or if a newer one than is shown has lost files. To check
+    For a run, also exits with 1 if no checkpoint is complete, or if a newer one has lost files. To check
     values, use verify.
     """
     if histograms and html is None:

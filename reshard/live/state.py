@@ -481,7 +481,7 @@ class Targets(State[LiveTensor]):
                     raise FormatError(f"the value under {key!r} cannot be replaced: a {kind} cannot be changed")
                 here = _inside(here, part)
 
-    def assign(self, values: Mapping[str, Any], written: Iterable[str] = ()) -> None:
+    def assign(self, values: Mapping[str, Any], written: Collection[str] = ()) -> None:
         """Store values at their keys, and new tensors. Call it only after these are filled, because
         their memory starts uninitialized.
 

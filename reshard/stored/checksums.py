@@ -129,13 +129,14 @@ class Checking:
             else:
                 self._unfinished[key] = source
 
-    def words(self, unchecked: int, total: int) -> str:
-        """Say in words what was left unchecked of a read of `total` bytes of elements; empty if nothing was."""
+    def words(self, nbytes: int, total: int) -> str:
+        """Say in words what was left unchecked of a read of `total` bytes of elements, of which `nbytes` were not
+        compared; empty if nothing was."""
         if not self.enabled:
             return "unchecked: check=False"
-        if self.unchecked == NO_CHECKSUMS or not unchecked:
+        if self.unchecked == NO_CHECKSUMS or not nbytes:
             return self.unchecked
-        share = 100 * unchecked / max(total, unchecked)
+        share = 100 * nbytes / max(total, nbytes)
         text = f"{max(1, round(share))} % unchecked"
         return f"{text}, {self.unchecked}" if self.unchecked else text
 

@@ -77,23 +77,27 @@ class StoredChunk:
         self.box = box
         self.owner = owner
         self._place: Extent | None = None
-        self._locate = place
+        self._locate: Callable[[], Extent] | None = None
         if isinstance(place, Extent):
-            self.place  # noqa: B018  # refuses one of other sizes
+            self._place = self._checked(place)
+        else:
+            self._locate = place
+
+    def _checked(self, place: Extent) -> Extent:
+        if place.window.sizes != self.box.sizes:
+            raise CorruptCheckpointError(
+                f"{place.source.label}: the stored payload has shape {list(place.window.sizes)}, but the checkpoint's "
+                f"metadata says {list(self.box.sizes)} for {self.box}; the metadata and the data contradict each other"
+            )
+        return place
 
     @property
     def place(self) -> Extent:
         """Where the bytes are. Raises CorruptCheckpointError if the file does not hold what the
         metadata says."""
         if self._place is None:
-            place = self._locate if isinstance(self._locate, Extent) else self._locate()
-            if place.window.sizes != self.box.sizes:
-                raise CorruptCheckpointError(
-                    f"{place.source.label}: the stored payload has shape {list(place.window.sizes)}, "
-                    f"but the checkpoint's metadata says {list(self.box.sizes)} for {self.box}; "
-                    "the metadata and the data contradict each other"
-                )
-            self._place = place
+            assert self._locate is not None
+            self._place = self._checked(self._locate())
         return self._place
 
     @property

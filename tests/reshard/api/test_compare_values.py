@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import reshard
+from reshard.errors import OptionError
 
 W = torch.ones(3)
 
@@ -249,3 +250,10 @@ def test_objects_of_unknown_classes(a: Any, b: Any, are_equal: bool, tmp_path: P
         torch.save({"w": W, "x": value}, tmp_path / f"{name}.pt")
     assert reshard.compare(tmp_path / "a.pt", tmp_path / "b.pt").ok == are_equal
     assert reshard.verify(tmp_path / "b.pt", against=tmp_path / "a.pt").ok == are_equal
+
+
+@pytest.mark.parametrize("tolerance", ["rtol", "atol"])
+def test_fingerprints_and_a_tolerance_are_refused_together(tolerance: str) -> None:
+    state = {"w": torch.ones(2)}
+    with pytest.raises(OptionError, match="by_fingerprint compares bit by bit: pass it, or rtol and atol"):
+        reshard.compare(state, state, by_fingerprint=True, **{tolerance: 1e-3})  # type: ignore[arg-type]

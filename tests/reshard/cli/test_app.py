@@ -180,6 +180,7 @@ def test_version(say) -> None:
             "error: manifest.json: the model's config lacks model_type, ",
         ),
         (["inspect", ".", "more"], 2, "error: unexpected argument: more. See reshard inspect --help"),
+        (["explain", "R", "on", "dp=2"], 2, "argument: on dp=2. Write quotes around the layout. See reshard explain"),
         (["inspect", ".", "--html", "page"], 2, "argument: page. The name of a page ends in .html. See reshard"),
         (
             ["plan", ".", "fsdp=3", "tp=2"],
