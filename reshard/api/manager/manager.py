@@ -422,9 +422,8 @@ class CheckpointManager:
         mapping: Mapping[str, str] | StateMapping | None = LoadOptions.mapping,
     ) -> RestoreReport | None:
         """Collective: load the newest complete step, from memory or storage, into `state`, in place. `state` has the
-        structure that you pass to `save`; ranks and layouts may differ. Optimizers end with the state that was saved,
-        also if they have more (not with `strict=False`). Returns None, and changes nothing, if no save
-        of the run was completed. Damaged steps, and newer ones that no manager saved, are skipped: see `skipped`.
+        structure that you pass to `save`; ranks and layouts may differ. If strict, optimizers keep only saved state.
+        Returns None, and changes nothing, if no save was completed. Damaged and other tools' steps: see `skipped`.
 
         Args:
             state: as for `save`. It is filled in place.
