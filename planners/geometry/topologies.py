@@ -39,6 +39,9 @@ __all__ = [
 #     * on pp=1
 
 
+_NOT_A_COMMENT = "\\"
+"""Before a line of a topology's text: its glob begins with `#`, or with this."""
+
 Axes = tuple[tuple[str, ...], ...]
 
 
@@ -162,8 +165,8 @@ class Topology:
         its_homes = [*itertools.starmap(Home.parse, (homes or {}).items())]
         its_even = list(even)
         for number, line in lines[1:]:
-            body = line.removesuffix("(optional)").rstrip()
-            optional = body != line
+            body = line.removeprefix(_NOT_A_COMMENT).removesuffix("(optional)").rstrip()
+            optional = line.endswith("(optional)")
             try:
                 pattern, arrow, placements = body.rpartition(" -> ")
                 glob, on, where = body.rpartition(" on ")
@@ -306,6 +309,7 @@ class Topology:
         lines = [str(self.mesh)]
         lines += [f"{r.pattern} -> {r.text}{' (optional)' if r.optional else ''}" for r in self.rules]
         lines += [f"{h.pattern} on {h.text}{' (optional)' if h.optional else ''}" for h in self.homes]
+        lines = [_NOT_A_COMMENT * line.startswith(("#", _NOT_A_COMMENT)) + line for line in lines]
         return "\n".join([*lines, *([f"even {','.join(self.even)}"] if self.even else [])])
 
     def __repr__(self) -> str:
