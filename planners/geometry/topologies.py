@@ -235,8 +235,9 @@ class Topology:
         return StateLayout(tensors, self.mesh.world_size)
 
     def unsharded_axes(self, layout: StateLayout) -> dict[str, tuple[str, ...]]:
-        """Return the axes that some rule shards over and that shard no tensor of `layout`, which this topology made.
-        Each comes with the names of the tensors that are replicated over it because no such rule matches them.
+        """Return the axes that some rule shards over and that shard no tensor of `layout`, which
+        this topology made. Each comes with the names of the tensors that are replicated over it
+        because no such rule matches them.
 
         An axis for which all rules say R, as in `ddp(8)`, is replicated on purpose and not listed.
         """
@@ -329,8 +330,9 @@ class Globs:
     """Which of thousands of patterns match a name, without trying them all. `*` matches any text, dots included, `?`
     one character and `[...]` one of several.
 
-    A pattern with whole segments, such as `*.experts.17.*`, only matches names that have them one after another. So
-    patterns are filed under their longest run of literal segments, and a name is looked up under its own runs:
+    A pattern with whole segments, such as `*.experts.17.*`, only matches names that have them one
+    after another. So patterns are filed under their longest run of literal segments, and a name
+    is looked up under its own runs:
 
         layers.3.experts.17.w1    ->    ("experts", "17"), ("17",), ...    ->    *.experts.17.*
     """
@@ -424,8 +426,9 @@ def fsdp_tp(
     replicas: int = 1,
     context_parallel: int = 1,
 ) -> Topology:
-    """FSDP2 over tensor parallelism. `tp_dims` gives the dim that `tp` shards, by glob (first match; all other tensors
-    are replicated over it). FSDP2 then shards dim 0 of the result. Globs that match nothing are skipped.
+    """FSDP2 over tensor parallelism. `tp_dims` gives the dim that `tp` shards, by glob (first
+    match; all other tensors are replicated over it). FSDP2 then shards dim 0 of the result. Globs
+    that match nothing are skipped.
 
     Axes are replica, fsdp, cp, and tp, from the outermost. Axes of size 1 are omitted, but at least one remains.
     """
@@ -538,8 +541,9 @@ def looks_like_a_topology(text: str) -> bool:
 def topology_of(text: str, rules: Mapping[str, str] | None = None, saved: StateLayout | None = None) -> Topology:
     """The topology that a few words name, or that `Topology.parse` reads from a text with rules.
 
-    With all axes among those that `saved` records, each tensor is sharded over them as it was, such as for `dp=2,tp=2`.
-    Axes keep the name that the text gives them. The layers that `pp` distributes are those of `saved`.
+    With all axes among those that `saved` records, each tensor is sharded over them as it was,
+    such as for `dp=2,tp=2`. Axes keep the name that the text gives them. The layers that `pp`
+    distributes are those of `saved`.
 
     Raises PlanError, with what may have been meant, for anything else.
     """
@@ -679,8 +683,9 @@ def flat_layouts(
 ) -> dict[str, TensorLayout]:
     """Return the layout of each tensor of a flat buffer of which every rank holds a range.
 
-    `offsets` gives the position of each tensor if it is not that of `flat_offsets`. Ranges may include padding, and
-    ranks with equal ranges are replicas. Raises PlanError if the ranges do not cover every element of a tensor.
+    `offsets` gives the position of each tensor if it is not that of `flat_offsets`. Ranges may
+    include padding, and ranks with equal ranges are replicas. Raises PlanError if the ranges do
+    not cover every element of a tensor.
     """
     tensors = list(specs)
     places = flat_offsets(tensors, align_elements=align_elements)[0] if offsets is None else offsets
