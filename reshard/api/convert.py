@@ -319,7 +319,7 @@ def _tidy(journal: Journal, cause: BaseException) -> None:
     try:
         journal.tidy()
     except ReshardError as second:  # the first error is what the caller must see; the next conversion removes the rest
-        cause.add_note(f"removing unfinished files failed too: {second}")
+        cause.add_note(f"deleting unfinished files failed too: {second}")
 
 
 def _write(

@@ -176,7 +176,7 @@ def load_with(
                 native.naming_tensors(error)
             raise
         raise CheckpointError(
-            f"{checkpoint.url} was replaced by a later save, or removed, while it was read: load again ({error})"
+            f"{checkpoint.url} was replaced by a later save, or deleted, while it was read: load again ({error})"
         ) from error
 
 

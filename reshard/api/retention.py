@@ -210,7 +210,7 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
     """
     if not is_count(keep_last):
         raise OptionError(
-            f"keep_last must be an integer >= 1, got {keep_last!r:.80}: to keep none, remove the folder yourself"
+            f"keep_last must be an integer >= 1, got {keep_last!r:.80}: to keep none, delete the folder yourself"
         )
     check_executor(executor, 1, folder)
     if not os.path.exists(local_path(folder) or "."):
@@ -223,13 +223,13 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
         names = format_names([one.path.rpartition("/")[2] for one in found], limit=10)
         raise FormatError(
             f"{folder}: the names of its checkpoints have no step numbers, so they may be unrelated, and "
-            f"prune removed none of {names}. Name the checkpoints of a run step-<number>, or remove these "
+            f"prune deleted none of {names}. Name the checkpoints of a run step-<number>, or delete these "
             "yourself"
         )
     kept = sorted(found, key=lambda one: one.created_unix_s)[-keep_last:]
-    gone, done = [one.path for one in found[:-keep_last] if one not in kept], "would remove"
+    gone, done = [one.path for one in found[:-keep_last] if one not in kept], "would delete"
     if not dry_run:
-        gone, done = remove_checkpoints(folder, gone, executor), "removed"
+        gone, done = remove_checkpoints(folder, gone, executor), "deleted"
     if gone and open_storage(folder).names(LEDGER):
         _log.warning(
             "prune ignores the keep rules of this run's CheckpointManager: it %s %s",

@@ -362,7 +362,7 @@ def _clear(job: save_job.SaveJob, cause: BaseException) -> None:
         if commit.counting(job.storage) != save_id:
             commit.remove(job.storage, save_id)
     except ReshardError as second:  # the first error is what the caller must see; the next save removes the rest
-        cause.add_note(f"removing the unfinished save failed too: {second}")
+        cause.add_note(f"deleting the unfinished save failed too: {second}")
 
 
 # Where ranks meet before a save: they confirm a plan that all of them have, kept from a save like

@@ -275,7 +275,7 @@ class _Blocks:
         bad = [(a, b) for a, b in sums.pending(start, stop) if not sums.is_right((a, b), [source.raw(a, b - a)])]
         source.checksums = sums
         return [
-            (f"{source.label}: some of bytes [{a}, {b}) were changed since they were written", a, b) for a, b in bad
+            (f"{source.label}: the block of bytes [{a}, {b}) was changed since it was written", a, b) for a, b in bad
         ]
 
 
@@ -418,6 +418,6 @@ def _read_findings(
         elif (wanted := prints.get(name)) is not None:
             digest = totals[name].digest(tensor.dtype, tensor.shape)
             if comparable(wanted, digest) and digest != wanted:
-                text = "its values changed: their fingerprint is not the one that was saved"
+                text = "its values changed: they do not have the saved fingerprint"
                 findings.append(Finding(text, name))
     return findings

@@ -301,7 +301,7 @@ def test_a_load_names_the_bytes_that_were_changed_and_their_tensors(tmp_path: Pa
     assert (found, start % 65536, stop - start) == (name, 0, 65536)
     assert start <= at["w"] + 2_000_000 < stop
     head, tail = str(error).split(". Tensors there: ")
-    assert f"bytes [{start}, {stop}) were changed" in head
+    assert f"bytes [{start}, {stop}) was changed" in head
     assert more in head
     assert tail == f"'w' (bytes [{at['w']}, {at['w'] + 4_000_000}))"
 

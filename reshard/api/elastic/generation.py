@@ -523,7 +523,7 @@ class Hosts:
         found = liveness.read_lease(LocalStorage(self.folder), _OWNER)
         if found is not None and self.owner is not None and not found.is_of(self.owner):
             raise StorageError(
-                f"{found} has taken {self.folder} over from {self.owner}: nothing is kept or removed there by this "
+                f"{found} has taken {self.folder} over from {self.owner}: nothing is kept or deleted there by this "
                 "job any more. Give each job its own folder"
             )
 

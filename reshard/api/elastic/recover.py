@@ -471,7 +471,7 @@ def gather(
     refuse_run(storage.url, names)
     refuse_first_step(out)
     if commit.counting(storage) == wanted.save_id:
-        raise CheckpointExistsError(f"{storage.url} has {wanted} already: open it, or remove it first")
+        raise CheckpointExistsError(f"{storage.url} has {wanted} already: open it, or delete it first")
     commit.replaced_by_save(storage, names, overwrite)
     files, nbytes = look.write(storage, absolute(out), executor)
     empty = (f"{place} has nothing that a host kept{_no_host(place)}" for place in places if not kept_in(place))

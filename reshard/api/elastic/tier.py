@@ -457,7 +457,7 @@ class _KeepJob:
                 if stem in own or (self.hosts.leads and not stem.isdecimal()):
                     storage.delete(name)
         except ReshardError as second:  # the first error is what the caller must see; the next save removes the rest
-            cause.add_note(f"removing the unfinished generation failed too: {second}")
+            cause.add_note(f"deleting the unfinished generation failed too: {second}")
 
     def _texts(self, told: tuple[list[tuple[int, Written]], bytes] | None) -> list[bytes] | None:
         """Return the manifest for the first rank of each host, by the place of that rank."""

@@ -397,7 +397,7 @@ class CheckpointManager:
             self._ledger.tidy({*self.keep.kept(self._ledger.metrics()), *but})
             self._is_tidy = True
         except ReshardError as error:
-            _log.warning("older steps in %s could not be removed: %s", self.root, error)
+            _log.warning("older steps in %s could not be deleted: %s", self.root, error)
 
     def _keep(self, step: int, state: Any) -> None:
         """Collective: save to memory."""

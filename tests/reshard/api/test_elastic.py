@@ -308,7 +308,7 @@ def test_gathered_folders_are_an_ordinary_checkpoint(tmp_path: Path, lost: list[
     state = {"w": torch.zeros(300, 1000), "b": torch.zeros(10), "step": 0}
     reshard.load(state, tmp_path / "out")
     assert is_step(state, 2)
-    with pytest.raises(FormatError, match="open it, or remove it first"):
+    with pytest.raises(FormatError, match="open it, or delete it first"):
         reshard.elastic.gather(places, tmp_path / "out")
 
 
@@ -487,7 +487,7 @@ def test_of_two_lives_with_the_same_step_one_must_be_removed(tmp_path: Path) -> 
         small(tmp_path, [host], 15, recovers=False, now=1000.0)
     refused = small(tmp_path, ["a", "b"], step=15)
     assert type(refused) is CheckpointError
-    assert "Remove the folders of the generations that you do not want: 00000001-step-15-" in str(refused)
+    assert "Delete the folders of the generations that you do not want: 00000001-step-15-" in str(refused)
     shutil.rmtree(tmp_path / "b")
     assert small(tmp_path, ["a", "b"]).step == 15
 

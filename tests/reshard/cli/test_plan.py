@@ -273,8 +273,8 @@ def test_the_side_that_is_read_from_may_be_the_one_that_is_not_sharded(say, chec
     assert said.code == 1
     assert "failed  axis 'tp' shards no tensor" in said.out
     assert said.err == (
-        f"note  plans how the layout of {checkpoint} reads a state saved as tp=2. "
-        f"For the other direction: reshard plan {checkpoint} tp=2\n"
+        f"note  this plans how ranks with the layout of {checkpoint} read a state saved as tp=2. "
+        f"For the reverse: reshard plan {checkpoint} tp=2\n"
     )
     [again] = offered(said.out)
     assert again[:3] == ["plan", "tp=2", str(checkpoint)]
@@ -333,7 +333,7 @@ def test_rules_are_for_a_topology_in_json_too_and_none_is_dropped(say, checkpoin
     for onto in (layout, checkpoint):
         said = say("convert", checkpoint, tmp_path / "out", "--onto", onto, "--rule", "*=R")
         assert (said.code, said.err) == (
-            2, f"error: --rule is for a topology of --onto: {str(onto)!r} has a layout of its own\n"
+            2, f"error: --rule is for the topology of --onto: {str(onto)!r} is not a topology, so leave out --rule\n"
         )  # fmt: skip
     assert not (tmp_path / "out").exists()
 

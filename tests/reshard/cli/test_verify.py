@@ -448,13 +448,13 @@ def test_diff_says_once_that_a_side_is_damaged(say, checkpoint, other, tmp_path,
         told = json.loads(say("diff", *sides, "--json").out)
         [line] = said.out.splitlines()
         assert said.code == 1
-        assert line.startswith(f"damaged  {file}: some of bytes [")
+        assert line.startswith(f"damaged  {file}: the block of bytes [")
         assert "restore the file, or load another checkpoint; " in line
         names = [finding["fqn"] for finding in told["findings"]]
         assert f"; {len(names)} tensors could not be compared: {', '.join(map(repr, names[:3]))}" in line
         assert "model.layers.1.w" in names
     monkeypatch.chdir(tmp_path)
-    assert say("diff", "bad/", "checkpoint").out.startswith(f"damaged  {file.relative_to(tmp_path)}: some of bytes [")
+    assert say("diff", "bad/", "checkpoint").out.startswith(f"damaged  {file.relative_to(tmp_path)}: the block of bytes [")
     _flip(checkpoint)
     assert [line.split("/")[0] for line in say("diff", "bad", "checkpoint").out.splitlines()] == ["damaged  bad"]
     assert len(say("diff", checkpoint, bad).out.splitlines()) == 1, "of each tensor, the side that is read first"
