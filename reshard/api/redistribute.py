@@ -228,7 +228,7 @@ class Prepared:
             for exchange in exchanges:
                 exchange.move(group, waiter, again=True)
         raise ReshardError(
-            f"{totals[1]} pairs of ranks differ after everything was sent: check that nothing else writes to "
+            f"{totals[1]} pairs of ranks differ after everything was sent: make sure that nothing else writes to "
             "sources or targets during the transfer"
         )
 
@@ -237,7 +237,7 @@ class Prepared:
         rank = error.rank if isinstance(error, RankFailedError) else self._rank
         return UndefinedTargetsError(
             "the transfer failed midway, and its targets are undefined: "
-            f"{format_some(keys, 20)}. Fill them again in a new process group, because the old one "
+            f"{format_some(keys, 20)}. Create a new process group and fill them again: the old group "
             f"may have pending messages or closed connections. The cause: {error}",
             rank=rank,
             targets=keys,
@@ -298,7 +298,7 @@ class Prepared:
         for transfer in self.pairing.transfers.values():
             live = self._source.state.tensors.get(transfer.source)
             if live is not None and live.is_meta:
-                raise LayoutError(f"the source {transfer.source!r} is a meta tensor: it has no values")
+                raise LayoutError(f"the source {transfer.source!r} is a meta tensor, without values: fill it first")
 
     def _places(self) -> list[tuple[Any, ...]]:
         """Return where all local tensors are, and how they are seen: equal as long as none got other memory."""
@@ -456,11 +456,11 @@ def verify_live(
         told = group.merge(sums, add, "fingerprints", kind=list[HeldSums])
     before, after = map(conclude, told)
     findings = [
-        Finding(f"has the fingerprint {after[key]}, but its source has {before[key]}: their values differ", key)
+        Finding(f"has the fingerprint {after[key]}, but its source has {before[key]}: the values differ", key)
         for key in pairing.views
         if before[key] != after[key]
     ]
-    covers = "every target tensor with a source has the fingerprint that its sources give; other values: not compared"
+    covers = "every target tensor that has a source has the same fingerprint as it; plain values were not compared"
     return Report("the redistributed state", tuple(findings), len(pairing.views), covers=covers)
 
 

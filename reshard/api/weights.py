@@ -88,7 +88,7 @@ class WeightBucket:
         def described() -> Iterator[tuple[str, Shape, torch.dtype]]:
             for name, tensor in weights:
                 if name in names:
-                    raise KeyMismatchError(f"the weight {name!r} is given twice")
+                    raise KeyMismatchError(f"the weight {name!r} is given twice: pass each name once")
                 names.add(name)
                 waiting[name] = tensor
                 yield name, tuple(tensor.shape), tensor.dtype
@@ -200,7 +200,7 @@ class WeightSource:
             raise OptionError(f"WeightSource takes the state dict of a model, got {state_instead_of(state)}")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise OptionError(
-                f"dtype must be a torch.dtype, such as torch.bfloat16, of floating-point numbers, got {dtype!r:.80}"
+                f"dtype must be a floating-point torch.dtype, such as torch.bfloat16, got {dtype!r:.80}"
             )
         self._group = Group(process_group)
         self.rank = self._group.rank
@@ -209,7 +209,7 @@ class WeightSource:
         with self._group.together("weights"):
             layout = take_global_state(self._live, self._group, check_replicas=False).tensors
             if not layout:
-                raise KeyMismatchError("no rank has a tensor to send")
+                raise KeyMismatchError("no rank has a tensor to send: pass the model's state dict on each rank")
             self._views = (mapping or StateMapping()).views(layout.specs)
         self.specs = {name: _converted(view.spec, dtype) for name, view in self._views.items()}
         """Name, shape, and dtype of each tensor that is given; the same on every rank."""

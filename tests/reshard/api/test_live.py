@@ -110,7 +110,7 @@ REFUSED = {
     "a view of what is not there": ("KeyMismatchError", "is a view of 'u'"),
     "a source without memory": ("LayoutError", "meta"),
     "memory that is shared": ("LayoutError", "shares memory with the source"),
-    "a layout that is not so": ("LayoutError", "but gave [3, 3]"),
+    "a layout that is not so": ("LayoutError", "but it passed [3, 3]"),
     "a hole": ("LayoutError", "does not contain every element of the target"),
     "memory that ties two sources": ("KeyMismatchError", "map both to the same source"),
 }
