@@ -157,10 +157,12 @@ class SinceLastPass:
 @named_arguments
 class WeightSource:
     """The weights of a sharded training job, as an inference engine loads them: full tensors, under the engine's
-    names, in its dtype. Any layout and pipeline stage works. Each byte is sent once to each rank that gets it. A pass
-    needs memory for one bucket at a time (at least 64 MiB). A tied tensor is given once, under its first name.
+    names, in its dtype.
 
-    Every pass reads the tensors again. The tensor objects must stay the same; their values may change.
+    The job may have any layout and any pipeline stages. Each byte is sent once to each rank that gets it. A pass needs
+    memory for one bucket at a time (at least 64 MiB). It yields a tied tensor once, under its first name.
+
+    Every pass reads the tensors again. Their values may change, but the tensor objects must stay the same.
     """
 
     def __init__(
@@ -182,13 +184,14 @@ class WeightSource:
             mapping: from the model's names and shapes to those that the engine loads, such as
                 `ready(config, "torchtitan", "vllm")`.
             dtype: convert floating-point tensors to this dtype. Elements beyond its range become
-                infinite or NaN. Nothing counts or reports them.
+                infinite or NaN. No report counts them.
             bucket_bytes: maximum size of a bucket. A larger tensor gets its own bucket.
-            everyone: give all buckets to every rank, not only to the first of the group.
-            layouts: a function of a tensor's spec that returns its layout over the ranks, if each
-                rank gets only its shard, or None for the full tensor. All ranks then get buckets.
-            delta: keep a copy of each pass in host memory where buckets arrive. Later passes yield
-                only tensors that changed; `WeightBucket.changes` lists the elements.
+            everyone: give all buckets to every rank, not only to the first rank of the group.
+            layouts: a function from a tensor's spec to its layout over the ranks. All ranks then get
+                buckets, each with its own shards. If the function returns None, each rank gets the
+                full tensor.
+            delta: keep a copy of each pass in host memory on the ranks that get buckets. Later passes
+                yield only tensors that changed. `WeightBucket.changes` lists the elements.
             process_group: the ranks of the trainer. Default: the default group.
 
         The first pass compares replicas. Raises KeyMismatchError for a state without tensors, and
@@ -227,8 +230,9 @@ class WeightSource:
             yield from bucket.tensors()
 
     def buckets(self) -> Iterator[WeightBucket]:
-        """Yield the buckets that this rank gets. Collective: every rank must run it to its end, even if it gets
-        nothing. You may keep a bucket's memory."""
+        """Yield the buckets that this rank gets. You may keep a bucket's memory.
+
+        Collective: every rank must iterate to the end, even if it gets no bucket."""
         return self._pass() if self._since is None else self._since.of(self._pass())
 
     def require_full(self) -> None:
@@ -245,8 +249,8 @@ class WeightSource:
     def send(self, to: Callable[[WeightBucket, bool], None]) -> None:
         """Call `to` with each bucket that this rank gets, and with True for the last one. Collective.
 
-        After an error in `to` nothing more is sent. It is raised on all ranks at the end of the pass,
-        and the next pass gives everything.
+        After an error in `to`, this rank does not call it again. The error is raised on all ranks at
+        the end of the pass. The next pass yields all weights.
         """
         error: Exception | None = None
         try:

@@ -75,13 +75,13 @@ _MaxShard = Annotated[
 ]
 _Dequantize = Annotated[
     bool,
-    typer.Option("--dequantize", help="Convert DeepSeek's fp8 and gpt-oss's mxfp4 weights to --dtype, or to bfloat16."),
+    typer.Option("--dequantize", help="Convert DeepSeek's fp8 and gpt-oss's mxfp4 weights to --dtype or bfloat16."),
 ]
 
 
 def convert(
     source: Source,
-    target: Annotated[str, typer.Argument(metavar="OUTPUT", help="The folder or URL to write. For torch_save, a file.")],
+    target: Annotated[str, typer.Argument(metavar="OUTPUT", help="The folder or URL to write; for torch_save, a file.")],
     format: _Format = "native",
     model: Model = False,
     normalized: Normalized = False,

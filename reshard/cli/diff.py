@@ -52,8 +52,8 @@ _Rtol = Annotated[
     typer.Option(
         metavar="X",
         min=0,
-        help="Tolerance for tensors, relative to the values in OTHER, such as 1e-3. Also allows different dtypes. Plain "
-        "numbers must be equal. Default: compare bit by bit.",
+        help="Tolerance for tensors, relative to the values in OTHER, such as 1e-3. Also allows different dtypes. "
+        "Plain numbers must be equal. Default: compare bit by bit.",
     ),
 ]
 _Atol = Annotated[
@@ -94,9 +94,8 @@ def diff(
     """Compare two checkpoints of any format and topology.
 
     Reads both, and compares names, shapes, dtypes, objects, and values. For each tensor that differs, prints the index
-    of the first element that differs. The index refers to the full tensor.
-
-    --by-fingerprint is fast, but does not detect damage since the save.
+    of the first element that differs, in the full tensor. --by-fingerprint is fast, but does not detect damage since
+    the save.
 
     Exits with 0 if both are the same, 1 if they differ or one is damaged, and 3 if there is nothing to compare.
     """

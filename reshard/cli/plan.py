@@ -54,9 +54,7 @@ _Json = Annotated[
 
 
 def plan(
-    source: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, layout file, plan file, or topology.")
-    ],
+    source: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, layout or plan file, or topology.")],
     onto: _Onto,
     rule: Rules = None,
     select: Select = None,
@@ -79,9 +77,7 @@ def plan(
     Reads metadata only. Needs no GPU and no process group. The proof shows that each rank reads every element that it
     needs exactly once, from the right place. It does not show that ONTO is the topology that you meant.
 
-    ONTO may name the axes that inspect prints for CHECKPOINT, such as dp=2,tp=2. Then each axis shards the same dims as
-    in CHECKPOINT.
-
+    ONTO may name the axes that inspect prints, such as dp=2,tp=2. Each axis then shards the same dims as in CHECKPOINT.
     A plan file, which --out writes, stands for the layout that its ranks load.
 
     Exits with 1 if the proof fails, or if an axis of ONTO shards no tensor because its rules match none.

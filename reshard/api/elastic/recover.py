@@ -425,19 +425,19 @@ def gather(
     overwrite: bool = False,
     executor: Executor | None = None,
 ) -> GatherReport:
-    """Build one checkpoint from the folders that the hosts of a job left, without a running job or a model.
+    """Build one checkpoint from the folders of a job's hosts. Needs no running job and no model.
 
         report = reshard.elastic.gather(["node0", "node1", "node3"], "run/step-100")
 
-    Every block is compared with its checksum. If one copy is damaged, the good blocks of all copies are used.
+    Every block is compared with its checksum. If a block of one copy is damaged, another copy is used for it.
 
     Args:
-        folders: one per host: the folder of a `Tier` and in it the name of the host.
+        folders: one folder per host: `<folder of the Tier>/<name of the host>`.
         out: path of the new checkpoint.
-        step: which generation. Default: the newest, as `Tier.restore` decides. If that one is not complete, you must
+        step: the step of the generation. Default: the newest, as `Tier.restore` decides. If the newest is not complete,
             pass the step of an older one.
         overwrite: replace an existing checkpoint.
-        executor: compares and writes in tasks. All workers must see all folders.
+        executor: compares and writes in tasks. All workers need access to all folders.
 
     Raises (nothing is written then):
         CheckpointNotFoundError: no folder has a generation that counts, or one of this step.

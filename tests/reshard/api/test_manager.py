@@ -695,7 +695,7 @@ POLICIES = [
     (lambda: Every(seconds=float("nan")), "seconds must be a positive number"),
     (lambda: Keep(last=0), "last must be an integer >= 1"),
     (lambda: Keep(every=-1), "every must be an integer"),
-    (lambda: Keep(best=2), "if not 0, add metric=, such as 'loss'; got best=2, metric=''"),
+    (lambda: Keep(best=2), "metric='loss'; got best=2, metric=''"),
     (lambda: Keep(best=1, metric="x", mode="least"), "mode must be .*got 'least'"),  # type: ignore[arg-type]
     (lambda: Keep(mode="least"), "mode must be 'min' or 'max'"),  # type: ignore[arg-type]
     (lambda: Keep(best=1, metric="acc"), "mode must be 'min' if low values of 'acc' are good, 'max' if high .* None"),
@@ -747,7 +747,7 @@ def test_bad_use_is_told_and_loses_nothing(tmp_path: Path) -> None:
     with reshard.CheckpointManager(root, every=Every(steps=1), read_only=True) as looking:
         with pytest.raises(CheckpointError, match="read_only=True"):
             looking.save(9, state)
-        with pytest.raises(CheckpointError, match="name a metric"):
+        with pytest.raises(CheckpointError, match="pass a metric"):
             looking.best_step()
     assert value_at(root)[0].step == 5
     with reshard.CheckpointManager(root, every=Every(steps=1), keep=manager.keep) as manager:
