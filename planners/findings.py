@@ -25,7 +25,8 @@ class Finding:
     element: tuple[int, ...] | None = None
     """Index of one affected element. It refers to the full tensor, if that is known."""
     kind: Literal["wrong", "one-sided", "unchecked"] = "wrong"
-    """`one-sided`: only one of two sides has the name. `unchecked`: the tensor was not read or not compared."""
+    """`one-sided`: only one of two sides has the name. `unchecked`: the tensor was not read or
+    not compared."""
 
     def __str__(self) -> str:
         where = [f"{self.fqn!r}"] if self.fqn is not None else []
@@ -79,10 +80,11 @@ class Coverage:
     read_bytes: int
     """Bytes of the tensors that were read, and so exist."""
     checked_bytes: int
-    """Bytes of the tensors that were compared with checksums, or with the values of another checkpoint. `verify` would
-    have found a changed bit in them."""
+    """Bytes of the tensors that were compared with checksums, or with the values of another
+    checkpoint. `verify` would have found a changed bit in them."""
     metadata_checked: bool = False
-    """True if a checksum covers names, shapes, and plain objects. False if they were only compared with each other."""
+    """True if a checksum covers names, shapes, and plain objects. False if they were only
+    compared with each other."""
     unchecked: str = ""
     """What the checksums of the format do not cover, in words."""
 
@@ -110,7 +112,8 @@ class Report(Tabled):
     tensors: int
     """Number of tensors that were verified."""
     covered: Coverage | None = None
-    """How much of a checkpoint was read and compared. None for plans and for damaged checkpoints."""
+    """How much of a checkpoint was read and compared. None for plans and for damaged
+    checkpoints."""
     covers: str = ""
     """What was verified, in words, if there are no problems."""
     hint: str = ""

@@ -466,37 +466,41 @@ class LoadReport(FilledReport, CheckedReport):
     """Keys of the target that the checkpoint does not have because the `select` of its save
     excludes them."""
     mismatched: tuple[str, ...]
-    """Keys whose shapes differ, with both shapes. With dtype_policy "error", also keys whose dtypes differ."""
+    """Keys whose shapes differ, with both shapes. With dtype_policy "error", also keys whose
+    dtypes differ."""
     dropped: tuple[str, ...]
-    """Values of the target that were dropped. They were in a dict or list without tensors. The saved one, which does
-    not have them, replaced it."""
+    """Values of the target that were dropped. They were in a dict or list without tensors. The
+    saved one, which does not have them, replaced it."""
     replaced: Mapping[str, tuple[str, str]]
     """key -> (saved dtype, dtype of the target) of targets that dtype_policy "saved" replaced."""
     aliases: Mapping[str, str]
     """Keys that were filled from the tensor of another key because the two were tied when saved."""
     bytes_needed: int
-    """Saved size of the elements that this rank needs. With `read_once`, of the elements that it reads."""
+    """Saved size of the elements that this rank needs. With `read_once`, of the elements that it
+    reads."""
     bytes_read: int
-    """Bytes of elements that this rank read from data files, for itself or for other ranks of its host."""
+    """Bytes of elements that this rank read from data files, for itself or for other ranks of its
+    host."""
     bytes_read_to_check: int
     """Additional bytes that were read only to verify checksums: headers, and the rest of blocks."""
     bytes_checked: int
-    """Bytes that this rank compared with saved checksums, including headers. A rank that reads a byte for others also
-    checks it."""
+    """Bytes that this rank compared with saved checksums, including headers. A rank that reads a
+    byte for others also checks it."""
     dry_run: bool
     not_requested: tuple[str, ...] = ()
     """With strict="subset", the keys in `unexpected`. `ok` allows them."""
     resized: tuple[str, ...] = ()
-    """Extra state of modules whose shape or dtype differed from the saved one. The saved one replaced it."""
+    """Extra state of modules whose shape or dtype differed from the saved one. The saved one
+    replaced it."""
     retyped: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """key -> (saved class, class in the target) of values whose classes differ, such as a plain dict for an
-    OrderedDict, a dict of inner tensors for a quantized tensor, or a text for a number. Numbers of different classes
-    and None are not listed."""
+    """key -> (saved class, class in the target) of values whose classes differ, such as a plain
+    dict for an OrderedDict, a dict of inner tensors for a quantized tensor, or a text for a
+    number. Numbers of different classes and None are not listed."""
     skipped: Mapping[str, str] = field(default_factory=dict)
     """Folder names of newer steps of the run, and why each of them was not loaded."""
     omitted: tuple[str, ...] = ()
-    """Keys that are stored at `path` but are not in the `Checkpoint` that you passed, such as an epoch that has no
-    canonical name."""
+    """Keys that are stored at `path` but are not in the `Checkpoint` that you passed, such as an
+    epoch that has no canonical name."""
     bytes_received: int = 0
     """Bytes of elements that other ranks read for this one: ranks of its host or, with `read_once`,
     of the job."""

@@ -54,9 +54,9 @@ class TimedReport(Tabled):
     ) -> None:
         """Write the phases of all ranks to the file `path`, in the format of Chrome traces.
 
-        Collective: all ranks call it with their reports of the same call, and the first rank writes. Perfetto and
-        `chrome://tracing` open the file. It shows each rank as a process, with a row per thread, and marks waits for
-        other ranks.
+        Collective: all ranks call it with their reports of the same call, and the first rank
+        writes. Perfetto and `chrome://tracing` open the file. It shows each rank as a process,
+        with a row per thread, and marks waits for other ranks.
 
         Args:
             process_group: the ranks that made the call.
@@ -98,9 +98,10 @@ class FilledReport(TimedReport):
     lists numbers that it stored as a 0-d tensor, or the reverse. These convert exactly, with any
     `dtype_policy`."""
     overflowed: Mapping[str, int]
-    """Key of the target -> number of finite elements beyond the range of its dtype. They became infinite, NaN, or
-    another number. A load counts this rank's elements, or with `read_once="job"` those of all ranks. A transfer counts
-    elements of this rank's source in CPU memory. It does not count elements on devices, because it does not wait."""
+    """Key of the target -> number of finite elements beyond the range of its dtype. They became
+    infinite, NaN, or another number. A load counts this rank's elements, or with
+    `read_once="job"` those of all ranks. A transfer counts elements of this rank's source in CPU
+    memory. It does not count elements on devices, because it does not wait."""
 
     @property
     def _overflows(self) -> list[str]:
@@ -131,8 +132,8 @@ class CheckedReport(TimedReport):
     checksum. The format has none, `check` was off, or the check would have read too much: see
     docs/what-ok-means.md."""
     unchecked: str
-    """What was not compared, in words. Empty if every byte was compared, and if a conversion wrote the saved
-    fingerprints."""
+    """What was not compared, in words. Empty if every byte was compared, and if a conversion
+    wrote the saved fingerprints."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -48,17 +48,20 @@ def is_count(value: object, least: int = 1) -> bool:
 @named_arguments
 @dataclass(frozen=True)
 class Keep:
-    """Which steps to keep: a step stays if any rule keeps it. The newest step always stays. `Keep()` keeps all steps.
+    """Which steps to keep: a step stays if any rule keeps it. The newest step always stays.
+    `Keep()` keeps all steps.
 
         reshard.Keep(last=3, every=10_000, best=2, metric="loss", mode="min")
 
     Args:
-        last: keep this number of the newest steps. None: keep one if there is `every` or `best`, and all otherwise.
+        last: keep this number of the newest steps. None: keep one if there is `every` or `best`,
+            and all otherwise.
         every: keep all steps that are multiples of this number.
-        best: keep this number of the steps with the best `metric`. If metrics are equal, the newer step is better.
-            Steps that were saved without metrics do not count.
+        best: keep this number of the steps with the best `metric`. If metrics are equal, the
+            newer step is better. Steps that were saved without metrics do not count.
         metric: a name in `metrics` of `CheckpointManager.save`. Metrics without it are an error.
-        mode: "min" if low values of the metric are good, "max" if high values are. Required with `metric`.
+        mode: "min" if low values of the metric are good, "max" if high values are. Required with
+            `metric`.
 
     Raises OptionError for invalid rules.
     """
@@ -116,8 +119,8 @@ class Step:
     nbytes: int
     """Size of its tensors, if it is known."""
     problem: str | None
-    """Why `reshard.open` of the run skips it, or None. It is not complete according to the names and sizes of its
-    files, or the run went back to an earlier step."""
+    """Why `reshard.open` of the run skips it, or None. It is not complete according to the names
+    and sizes of its files, or the run went back to an earlier step."""
 
 
 @renamed()

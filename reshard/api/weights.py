@@ -156,13 +156,15 @@ class SinceLastPass:
 
 @named_arguments
 class WeightSource:
-    """The weights of a sharded training job, as an inference engine loads them: full tensors, under the engine's
-    names, in its dtype.
+    """The weights of a sharded training job, as an inference engine loads them: full tensors,
+    under the engine's names, in its dtype.
 
-    The job may have any layout and any pipeline stages. Each byte is sent once to each rank that gets it. A pass needs
-    memory for one bucket at a time (at least 64 MiB). It yields a tied tensor once, under its first name.
+    The job may have any layout and any pipeline stages. Each byte is sent once to each rank that
+    gets it. A pass needs memory for one bucket at a time (at least 64 MiB). It yields a tied
+    tensor once, under its first name.
 
-    Every pass reads the tensors again. Their values may change, but the tensor objects must stay the same.
+    Every pass reads the tensors again. Their values may change, but the tensor objects must stay
+    the same.
     """
 
     def __init__(
@@ -202,9 +204,7 @@ class WeightSource:
         if not isinstance(state, Mapping):
             raise OptionError(f"WeightSource takes the state dict of a model, got {state_instead_of(state)}")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise OptionError(
-                f"dtype must be a floating-point torch.dtype, such as torch.bfloat16, got {dtype!r:.80}"
-            )
+            raise OptionError(f"dtype must be a floating-point torch.dtype, such as torch.bfloat16, got {dtype!r:.80}")
         self._group = Group(process_group)
         self.rank = self._group.rank
         """This rank's place in `process_group`; the first one gets the buckets."""

@@ -219,9 +219,7 @@ def both_sides(
         )
     topology = next((side for side in sides if not isinstance(side, StateLayout)), None)
     if topology is None and rules:
-        raise UsageError(
-            f"--rule is for a topology, but {source!r} and {onto!r} are not topologies: leave out --rule"
-        )
+        raise UsageError(f"--rule is for a topology, but {source!r} and {onto!r} are not topologies: leave out --rule")
     first, second = (side if isinstance(side, StateLayout) else side.layout(known[0].specs) for side in sides)
     return Sides(first, second, topology, topology is sides[1])
 

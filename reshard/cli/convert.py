@@ -81,7 +81,7 @@ _Dequantize = Annotated[
 
 def convert(
     source: Source,
-    target: Annotated[str, typer.Argument(metavar="OUTPUT", help="The folder or URL to write; for torch_save, a file.")],
+    target: Annotated[str, typer.Argument(metavar="OUTPUT", help="The folder to write. For torch_save, the file.")],
     format: _Format = "native",
     model: Model = False,
     normalized: Normalized = False,

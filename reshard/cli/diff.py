@@ -94,8 +94,7 @@ def diff(
     """Compare two checkpoints of any format and topology.
 
     Reads both, and compares names, shapes, dtypes, objects, and values. For each tensor that differs, prints the index
-    of the first element that differs, in the full tensor. --by-fingerprint is fast, but does not detect damage since
-    the save.
+    of the first different element in the full tensor. --by-fingerprint is fast, but cannot find damage since the save.
 
     Exits with 0 if both are the same, 1 if they differ or one is damaged, and 3 if there is nothing to compare.
     """

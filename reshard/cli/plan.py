@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 __all__ = ["plan"]
 
 
+_Planned = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, layout file, plan file, or topology.")
+]
 _Onto = Annotated[
     str,
     typer.Argument(
@@ -45,16 +48,14 @@ _ReadRate = Annotated[
     str | None,
     typer.Option(metavar="SIZE", help="Estimate the load time. SIZE is what each host reads per second, such as 2GB."),
 ]
-_AllowUnsharded = Annotated[
-    bool, typer.Option("--allow-unsharded-axes", help="Accept an axis that shards no tensor.")
-]
+_AllowUnsharded = Annotated[bool, typer.Option("--allow-unsharded-axes", help="Accept an axis that shards no tensor.")]
 _Json = Annotated[
     bool, typer.Option("--json", help="Print the bytes per rank and the proof as JSON. With --items, also the items.")
 ]
 
 
 def plan(
-    source: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, layout or plan file, or topology.")],
+    source: _Planned,
     onto: _Onto,
     rule: Rules = None,
     select: Select = None,

@@ -623,18 +623,19 @@ class TierRestoreReport(HostsReport):
     """What `Tier.restore` did. Only `bytes_received`, `load`, and `phases` differ between ranks."""
 
     number: int | None
-    """Number of the generation that was loaded. None if everything came from the fallback, and
-    memory holds nothing."""
+    """Number of the generation that was loaded. None if the complete fallback was loaded. Memory
+    then holds no generation."""
     step: int | None
+    """Step of the generation. None if the complete fallback was loaded."""
     from_fallback: tuple[str, ...]
-    """Tensors that survived on no host and were read from the fallback, which has the same values
-    by fingerprint."""
+    """Tensors that survived on no host. They were read from the fallback, whose saved fingerprints
+    of them are equal."""
     skipped: tuple[str, ...]
     """Generations that were not loaded, and why: newer ones, and those from which the job did not
     continue."""
     bytes_checked: int
-    """Bytes of blocks that this rank compared with their checksums: all remaining files, and data
-    received from other hosts again."""
+    """Bytes of blocks that this rank compared with their checksums. Data that it received from other
+    hosts was compared on both sides, and counts on both."""
     load: LoadReport
 
     def __repr__(self) -> str:
@@ -657,8 +658,8 @@ class GatherReport(Tabled):
     nbytes: int
     """Size of the data files in bytes."""
     skipped: tuple[str, ...] = ()
-    """Folders with nothing of a host; generations that are not earlier states of this one, and why they were not used.
-    """
+    """Folders that are not a host's folder. Generations that are not earlier states of this one, and why they were not
+    used."""
 
     def __repr__(self) -> str:
         """One line."""

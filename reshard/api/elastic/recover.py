@@ -441,9 +441,9 @@ def gather(
 
     Raises (nothing is written then):
         CheckpointNotFoundError: no folder has a generation that counts, or one of this step.
-        CorruptCheckpointError: the remaining data is not complete. The message names tensors and regions, and an older
-            generation that is complete.
-        CheckpointError: there are two candidates for the last generation. Pass `step` to choose.
+        CorruptCheckpointError: the remaining data is not complete. The message names the missing boxes of each tensor,
+            and an older generation that is complete.
+        CheckpointError: there are two candidates for the last generation. To choose one, pass `step`.
         CheckpointExistsError: there is already a checkpoint at `out`.
     """
     check_executor(executor, 1, out)
@@ -456,7 +456,7 @@ def gather(
         steps = ", ".join(f"step {kept.step}" for kept in sorted(found.made, reverse=True))
         what = f"no complete in-memory checkpoint{'' if step is None else f' of step {step}'}"
         where = f"{_shown(places)}; found there: {steps}" if steps else _shown(places)
-        raise CheckpointNotFoundError(f"{what} in {where}. Give the folder of each host, such as /dev/shm/run1/node3")
+        raise CheckpointNotFoundError(f"{what} in {where}. Pass the folder of each host, such as /dev/shm/run1/node3")
     if not order.newest_first:
         raise CheckpointError(found.tied_text(order.tied))
     wanted, *older = order.newest_first

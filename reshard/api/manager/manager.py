@@ -58,8 +58,8 @@ _OF_ORBAX = {
 
 @dataclass(frozen=True, repr=False)
 class StepReport(Tabled):
-    """What `CheckpointManager.save` did at a step. The same on all ranks. True if the call saves the step to storage or
-    memory."""
+    """What `CheckpointManager.save` did at a step. The same on all ranks. True if the call saves
+    the step to storage or memory."""
 
     step: int
     storage: str
@@ -67,13 +67,13 @@ class StepReport(Tabled):
     memory: str
     """Why the step is saved to memory. Empty if it is not."""
     preempted: str
-    """What requested that the job end. The step is complete in storage, and your loop should end now. Empty if there is
-    no request."""
+    """What requested that the job end. The step is complete in storage, and your loop should end
+    now. Empty if there is no request."""
     is_saved: bool = False
     """True if an earlier call saved the step to storage, so this call did not."""
     unranked: str = ""
-    """The metric of `Keep` if the step was saved to storage without it, or with NaN. The step is then never the best.
-    """
+    """The metric of `Keep` if the step was saved to storage without it, or with NaN. The step is
+    then never the best."""
 
     def __bool__(self) -> bool:
         return bool(self.storage or self.memory)

@@ -376,7 +376,7 @@ def test_a_gathering_that_lacks_something_names_it(tmp_path: Path, capsys: pytes
     words = r"no complete in-memory checkpoint of step 7 in .*; found there: step 2, step 1\. Give the folder of each"
     with pytest.raises(CheckpointNotFoundError, match=words):
         reshard.elastic.gather(places, tmp_path / "out", step=7)
-    inside = rf"checkpoint in {tmp_path}/run \(the hosts' folders are in it: a, b, c\)\. Give the folder of each host"
+    inside = rf"checkpoint in {tmp_path}/run \(the hosts' folders are in it: a, b, c\)\. Pass the folder of each host"
     with pytest.raises(CheckpointNotFoundError, match=inside):
         reshard.elastic.gather([tmp_path / "run"], tmp_path / "out")
     with pytest.raises(SystemExit) as ended:

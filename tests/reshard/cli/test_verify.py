@@ -454,7 +454,9 @@ def test_diff_says_once_that_a_side_is_damaged(say, checkpoint, other, tmp_path,
         assert f"; {len(names)} tensors could not be compared: {', '.join(map(repr, names[:3]))}" in line
         assert "model.layers.1.w" in names
     monkeypatch.chdir(tmp_path)
-    assert say("diff", "bad/", "checkpoint").out.startswith(f"damaged  {file.relative_to(tmp_path)}: the block of bytes [")
+    assert say("diff", "bad/", "checkpoint").out.startswith(
+        f"damaged  {file.relative_to(tmp_path)}: the block of bytes ["
+    )
     _flip(checkpoint)
     assert [line.split("/")[0] for line in say("diff", "bad", "checkpoint").out.splitlines()] == ["damaged  bad"]
     assert len(say("diff", checkpoint, bad).out.splitlines()) == 1, "of each tensor, the side that is read first"
