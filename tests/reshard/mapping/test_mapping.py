@@ -633,7 +633,7 @@ def test_values_of_single_ranks_are_renamed_by_their_full_names(mapping: Any, tm
         assert reshard.load(target, path, mapping=names).ok
         assert target.pop("random").value == {"seed": 1}
         target["random"] = reshard.PerRank()
-    with pytest.raises(KeyMismatchError, match="'rng' is no tensor and would have two names"):
+    with pytest.raises(KeyMismatchError, match="'rng' is not a tensor and would have two names"):
         reshard.convert(tmp_path / "c", tmp_path / "e", mapping={"one": "rng", "two": "rng"})
     taken = Mapping([Rename("rng", "w")])
     with pytest.raises(KeyMismatchError, match="two tensors or objects would be called 'w'"):
