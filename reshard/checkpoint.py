@@ -68,8 +68,8 @@ _OF_OTHERS = {
 
 @renamed(left_out="omitted")
 class NormalizedState(dict[str, Any]):
-    """The result of `Checkpoint.normalized`: a dict with "model" and "optim".
-    For calls that need a checkpoint, `Checkpoint.canonical` returns the same state as a `Checkpoint`."""
+    """The result of `Checkpoint.normalized`: a dict with "model" and "optim". For calls that need
+    a checkpoint, `Checkpoint.canonical` returns the same state as a `Checkpoint`."""
 
     _INSTEAD: ClassVar[str] = (
         "call .canonical(hints=...) in place of .normalized(hints=...): it returns the same state as a Checkpoint"
@@ -89,7 +89,8 @@ class StateMapping(Protocol):
 
 
 class Checkpoint(Mapping[str, LazyTensor]):
-    """A read-only mapping from keys to lazy tensors, and everything else that a checkpoint contains.
+    """A read-only mapping from keys to lazy tensors, and everything else that a checkpoint
+    contains.
 
     Keys, shapes, and dtypes come from the metadata. Only indexing a tensor reads data. You can also
     look up the other keys of tied tensors (`aliases`), but iteration omits them."""
@@ -187,13 +188,14 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return unflatten({of.path_of(name): leaf for name, leaf in leaves.items()}, of.containers)
 
     def select(self, globs: str | Iterable[str]) -> Checkpoint:
-        """Return the part of the checkpoint whose keys match a glob, to compare, verify, plan, or convert it. Reads no
-        tensor data.
+        """Return the part of the checkpoint whose keys match a glob, to compare, verify, plan, or
+        convert it. Reads no tensor data.
 
         Args:
             globs: `*` also matches dots. Globs that begin with `!` exclude keys.
 
-        Raises KeyMismatchError if a glob matches no key or no key is left, and OptionError if there is no glob.
+        Raises KeyMismatchError if a glob matches no key or no key is left, and OptionError if
+        there is no glob.
         """
         contents = self.contents
         extra = [alias for alias in self.aliases if alias not in contents.tensors]
@@ -422,7 +424,8 @@ def _similar(name: str, known: Mapping[str, Any]) -> str:
 
 @renamed()
 def open(path: StoragePath, *, step: int | None = None, check: bool = True) -> Checkpoint:
-    """Open a checkpoint of any known format: a folder, a single file, or a URL. For a run, pass its folder.
+    """Open a checkpoint of any known format: a folder, a single file, or a URL. For a run, pass
+    its folder.
 
         checkpoint = reshard.open("run/step-1000")
         rows = checkpoint["model.wq.weight"][:4]  # reads the blocks with these rows
@@ -432,14 +435,16 @@ def open(path: StoragePath, *, step: int | None = None, check: bool = True) -> C
 
     Args:
         path: a folder, file, URL, or `Storage`.
-        step: the checkpoint of a run with this number in its folder's name, such as `step-10` or `checkpoint-10`.
-            Default: the newest complete one.
-        check: compare tensor data with checksums when it is read, and raise an error if it changed. False: do not
-            compare, to recover data from a damaged checkpoint. A native checkpoint with truncated files then opens,
-            too. Only tensors in the lost parts cannot be read.
+        step: the checkpoint of a run with this number in its folder's name, such as `step-10` or
+            `checkpoint-10`. Default: the newest complete one.
+        check: compare tensor data with checksums when it is read, and raise an error if it
+            changed. False: do not compare, to recover data from a damaged checkpoint. A native
+            checkpoint with truncated files then opens, too. Only tensors in the lost parts cannot
+            be read.
 
     Raises:
-        CheckpointNotFoundError: there is nothing at `path`, the run has no such step, or no step is complete.
+        CheckpointNotFoundError: there is nothing at `path`, the run has no such step, or no step
+            is complete.
         FormatError: the files have no known format, or more than one.
         CorruptCheckpointError: the metadata cannot be read or contradicts itself.
         UnsafeDataError: a pickle needs something that could run code.

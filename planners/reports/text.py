@@ -26,11 +26,11 @@ __all__ = ["PlanDiff", "PlanStats", "diff", "explain", "format_bytes", "format_p
 def format_plan(
     plan: LoadPlan | SavePlan | TransferPlan | Schedule, limit: int | None = 20, *, width: int = 100, items: bool = True
 ) -> str:
-    """Format the plan as text: totals, bytes per rank with a bar, and up to `limit` items (None:
-    all) of the first ranks, or none without `items`.
+    """Return the plan as text: totals, bytes per rank with a bar, and at most `limit` items of the
+    first ranks. `limit=None` lists all items. `items=False` lists none.
 
-    For a schedule, up to `limit` rounds are listed. `width` is that of the terminal in characters and limits the bars.
-    Raises PlanError for a value that is neither.
+    For a schedule, lists at most `limit` rounds. `width` is the width of the terminal in characters.
+    It limits the bars. Raises PlanError if the value is neither a plan nor a schedule.
     """
     if isinstance(plan, Schedule):
         return "\n".join(_schedule_lines(plan, limit))
@@ -57,7 +57,7 @@ def format_plan(
 def explain(plan: LoadPlan | SavePlan | TransferPlan, fqn: str, rank: int) -> str:
     """Explain what a rank does with one tensor: what it holds or needs, and every item of it.
 
-    Raises PlanError for a name that is not in the plan, or a rank outside the job.
+    Raises PlanError if the plan has no tensor of this FQN, or if the rank is outside the job.
     """
     if fqn not in plan.names:
         raise PlanError("the plan has no tensor of this name", fqn=fqn)

@@ -65,11 +65,13 @@ class Mapping:
         """Return the checkpoint with the new names and shapes. Reads no tensor unless its values
         determine a shape.
 
-        Optimizer states, per-parameter settings, and lists of parameters follow their parameters. A state of one
-        element, such as a step, stays as it is. A larger state must have the parameter's shape.
+        Optimizer states, per-parameter settings, and lists of parameters follow their parameters.
+        A state of one element, such as a step, stays as it is. A larger state must have the
+        parameter's shape.
 
         Raises:
-            KeyMismatchError: a tensor that a rule combines with others is missing, or two tensors get the same name.
+            KeyMismatchError: a tensor that a rule combines with others is missing, or two tensors
+                get the same name.
             PlanError, NormalizationError: shapes do not fit a rule. Some of these errors are raised
                 when the tensor is read.
         """
@@ -82,7 +84,8 @@ class Mapping:
         return mapped
 
     def views(self, specs: Dict[str, TensorSpec]) -> dict[str, View]:
-        """Return the mapped tensors as views of the given ones, for `planners.plan_reads(..., views=...)`.
+        """Return the mapped tensors as views of the given ones, for `planners.plan_reads(...,
+        views=...)`.
 
         Raises the errors of `apply`, and NormalizationError for rules that compute values.
         """

@@ -38,8 +38,8 @@ Names = Sequence[str] | str
 
 @dataclass(frozen=True, init=False)
 class Rule(ABC):
-    """How to build new tensors, the targets of the rule, from stored ones. Equal rules compare equal and have the same
-    hash."""
+    """How to build new tensors, the targets of the rule, from stored ones. Equal rules compare
+    equal and have the same hash."""
 
     sources: tuple[Pattern, ...]
     targets: tuple[Pattern, ...]
@@ -150,8 +150,8 @@ def renames(names: Mapping[str, str], source: str = "", target: str = "") -> lis
 
 @dataclass(frozen=True, init=False)
 class Drop(Rule):
-    """Omits tensors, such as rotary tables and quantization state. Also omits a plain value if `source` is its full
-    name. The inverse cannot restore them."""
+    """Omits tensors, such as rotary tables and quantization state. Also omits a plain value if
+    `source` is its full name. The inverse cannot restore them."""
 
     def __init__(self, source: str) -> None:
         self._set(source, ())
@@ -165,11 +165,11 @@ class Drop(Rule):
 
 @dataclass(frozen=True, init=False)
 class Concat(Rule):
-    """Concatenates tensors along `dim`. With `groups`, it does so group by group, as Megatron fuses query groups:
-    `[q q q q k k v v]` with one group, and `[q q k v  q q k v]` with two.
+    """Concatenates tensors along `dim`. With `groups`, it does so group by group, as Megatron
+    fuses query groups: `[q q q q k k v v]` with one group, and `[q q k v  q q k v]` with two.
 
-    `parts` are the relative sizes of the tensors, such as (4, 1, 1). Only the inverse needs them. If you pass them,
-    they are checked.
+    `parts` are the relative sizes of the tensors, such as (4, 1, 1). Only the inverse needs them.
+    If you pass them, they are checked.
     """
 
     parts: tuple[int, ...]
@@ -309,8 +309,8 @@ class Transpose(Rule):
 
 @dataclass(frozen=True, init=False)
 class Reshape(Rule):
-    """Changes the shape from `old` to `new`, and keeps elements in row-major order. Use it, for example, if heads are a
-    separate dim.
+    """Changes the shape from `old` to `new`, and keeps elements in row-major order. Use it, for
+    example, if heads are a separate dim.
 
         Reshape("{l+}.query.kernel", "{l+}.q_proj.weight", old=(-1, 8, 64), new=(-1, 512))
 
@@ -342,10 +342,11 @@ class Reshape(Rule):
 
 @dataclass(frozen=True, init=False)
 class Resize(Rule):
-    """Changes the size of `dim` from `old` to `new`. Adds rows of zeros at its end, or removes rows from its end.
+    """Changes the size of `dim` from `old` to `new`. Adds rows of zeros at its end, or removes
+    rows from its end.
 
-    If rows are removed, the inverse adds zeros. So it is exact only if the rows were zeros, such as the padding of a
-    vocabulary. A tensor whose dim already has the size `new` stays the same.
+    If rows are removed, the inverse adds zeros. So it is exact only if the rows were zeros, such
+    as the padding of a vocabulary. A tensor whose dim already has the size `new` stays the same.
     """
 
     old: int
@@ -370,10 +371,11 @@ class Resize(Rule):
 
 @dataclass(frozen=True, init=False)
 class Rope(Rule):
-    """Converts the rows of query or key weights between the two rotary conventions: pairs (x0 y0 x1 y1) and halves
-    (x0 x1 y0 y1).
+    """Converts the rows of query or key weights between the two rotary conventions: pairs (x0 y0
+    x1 y1) and halves (x0 x1 y0 y1).
 
-    The rows of each head, `head_size` in number, are permuted separately. `to` is "halves" (Hugging Face) or "pairs".
+    The rows of each head, `head_size` in number, are permuted separately. `to` is "halves"
+    (Hugging Face) or "pairs".
     """
 
     head_size: int
@@ -451,8 +453,8 @@ class Computing(Rule):
 
 @dataclass(frozen=True, init=False)
 class Cast(Computing):
-    """Converts floating-point tensors with at least one dim to another dtype when they are read. Other tensors stay the
-    same.
+    """Converts floating-point tensors with at least one dim to another dtype when they are read.
+    Other tensors stay the same.
 
     `old` is the dtype of the inverse. Without `old`, the rule has no inverse.
     """
@@ -477,12 +479,14 @@ class Cast(Computing):
 
 @dataclass(frozen=True, init=False)
 class Offset(Computing):
-    """Adds `by` to every element, for norm weights that are centered at 0 in one framework and at 1 in another.
+    """Adds `by` to every element, for norm weights that are centered at 0 in one framework and at
+    1 in another.
 
-    Optimizer moments stay the same. Masters change like the parameter. Sums are rounded to the tensor's dtype: in
-    bfloat16, 0.001 plus 1 is 1. With `exact`, an element that the inverse would not restore is an error when its tensor
-    is first read. This check reads the tensor once more. To avoid the error, put a `Cast` to a wider dtype before this
-    rule. The sign of zeros is not kept.
+    Optimizer moments stay the same. Masters change like the parameter. Sums are rounded to the
+    tensor's dtype: in bfloat16, 0.001 plus 1 is 1. With `exact`, an element that the inverse
+    would not restore is an error when its tensor is first read. This check reads the tensor once
+    more. To avoid the error, put a `Cast` to a wider dtype before this rule. The sign of zeros is
+    not kept.
     """
 
     by: float
@@ -503,8 +507,8 @@ class Offset(Computing):
 
 @dataclass(frozen=True, init=False)
 class Dequantize(Computing):
-    """Multiplies block-quantized weights by their scales when they are read, and converts them to `dtype`. A weight
-    without scales stays the same. Has no inverse.
+    """Multiplies block-quantized weights by their scales when they are read, and converts them to
+    `dtype`. A weight without scales stays the same. Has no inverse.
     """
 
     optional: ClassVar[bool] = True
@@ -530,10 +534,11 @@ class Dequantize(Computing):
 
 @dataclass(frozen=True, init=False)
 class Mxfp4(Computing):
-    """Converts MXFP4 weights (four bits, with a scale per block) to `dtype` when they are read. gpt-oss stores its
-    weights in this form.
+    """Converts MXFP4 weights (four bits, with a scale per block) to `dtype` when they are read.
+    gpt-oss stores its weights in this form.
 
-    The result is transposed, because the unquantized weights are stored in that order. Has no inverse.
+    The result is transposed, because the unquantized weights are stored in that order. Has no
+    inverse.
     """
 
     optional: ClassVar[bool] = True
