@@ -231,7 +231,7 @@ def test_a_load_without_strictness_says_that_it_loaded_nothing(tmp_path: Path, c
         reshard.load({}, tmp_path / "c", strict=False)
         assert not caplog.records
         reshard.load({"v": torch.zeros(2)}, tmp_path / "c", strict=False)
-    assert caplog.messages == [f"reshard.load: nothing was loaded: the state has no name of {tmp_path / 'c'}"]
+    assert caplog.messages == [f"reshard.load: nothing was loaded: the state has no key of {tmp_path / 'c'}"]
 
 
 @pytest.mark.parametrize("key", ["w", "q"])
