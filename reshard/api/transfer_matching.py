@@ -348,7 +348,7 @@ class Agreed:
             views=views,
             mapping=names,
             left=left,
-            joined=[f"{key}: several values in the source map to it, and may differ: leave it out" for key in joined],
+            joined=[f"{key}: several source values map to this key, and may differ: leave it out" for key in joined],
             strict=options["strict"],
             allow_cast=options["dtype_policy"] == "cast",
         )

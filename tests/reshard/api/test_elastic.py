@@ -373,7 +373,7 @@ def test_a_gathering_that_lacks_something_names_it(tmp_path: Path, capsys: pytes
     with pytest.raises(CorruptCheckpointError, match=r"'w' lacks Box\[240:300, 0:1000\], written by rank 4.*step=1"):
         reshard.elastic.gather(places, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    words = r"no complete in-memory checkpoint of step 7 in .*; found there: step 2, step 1\. Give the folder of each"
+    words = r"no complete in-memory checkpoint of step 7 in .*; found there: step 2, step 1\. Pass the folder of each"
     with pytest.raises(CheckpointNotFoundError, match=words):
         reshard.elastic.gather(places, tmp_path / "out", step=7)
     inside = rf"checkpoint in {tmp_path}/run \(the hosts' folders are in it: a, b, c\)\. Pass the folder of each host"
@@ -552,7 +552,7 @@ def test_what_cannot_be_kept_is_refused_on_all_ranks_and_leaves_the_one_before(t
         ends = kept(tmp_path, 2)
     assert {type(end) for end in ends} == {StorageError, RankFailedError}
     assert "host 'a' must hold 7" in str(ends[0])
-    assert "make the file system larger" in str(ends[0])
+    assert "Make the file system larger" in str(ends[0])
     assert is_step(recovered(tmp_path, ["a", "b", "c"])[1], 1)
 
 

@@ -50,7 +50,8 @@ def test_boxes_that_do_not_fit_the_tensor_are_refused_with_what_would(local):
     layout = TensorLayout.from_boxes(SPEC, {0: CORNERS})
 
     with pytest.raises(
-        LayoutError, match=r"tensor 'w': rank 0 (passed its|should hold boxes of \[2, 3\] and \[1, 2\].*\[8\])"
+        LayoutError,
+        match=r"tensor 'w': (rank 0 passed its|by the layout, rank 0 should hold boxes of \[2, 3\] and \[1, 2\].*\[8\])",
     ):
         part_tensors("w", [local], layout, 0)
 

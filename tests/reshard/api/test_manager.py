@@ -439,7 +439,7 @@ def test_pruning_a_managed_run_says_that_it_does_not_know_the_policy(
     ignores = "prune ignores the keep rules of this run's CheckpointManager: it"
     assert f"{ignores} would delete step-1, step-2" in caplog.text
     assert reshard.prune(tmp_path / "run", keep_last=1) == would
-    assert f"{ignores} removed step-1, step-2" in caplog.text
+    assert f"{ignores} deleted step-1, step-2" in caplog.text
 
 
 def test_a_step_of_a_branch_that_was_not_restored_is_refused(tmp_path: Path) -> None:
@@ -672,7 +672,7 @@ BAD = [
     ({"every": 5}, "every must be reshard.Every"),
     ({"every": Every(steps=1), "full_every": 0}, "full_every must be an integer >= 1"),
     ({"every": Every(steps=1), "ask_every": 1.5}, "ask_every must be an integer >= 1"),
-    ({"every": Every(steps=1), "memory_every": Every(steps=1)}, "memory_every= if you pass memory="),
+    ({"every": Every(steps=1), "memory_every": Every(steps=1)}, "memory= and memory_every= need each other"),
     ({"every": Every(steps=1), "base": "auto"}, "does not take base=: full_every"),
     ({"every": Every(steps=1), "keep": 3}, "keep must be reshard.Keep"),
     ({"every": Every(steps=1), "memory": "m", "memory_every": Every(steps=1)}, "memory must be a reshard.elastic.Tier"),
