@@ -84,8 +84,8 @@ Names = Annotated[
         "--names",
         metavar="FROM:TO",
         autocompletion=namings,
-        help="Convert names and tensors from one naming scheme to another, such as torchtitan:huggingface. "
-        "Needs --config.",
+        help="Convert the names and tensors of CHECKPOINT from one naming scheme to another, such as "
+        "torchtitan:huggingface. Needs --config.",
     ),
 ]
 On = Annotated[
@@ -304,7 +304,7 @@ HintOption = Annotated[
     typer.Option(
         "--hint",
         metavar="KEY=JSON",
-        help="For canonical names: a fact that the checkpoint lacks. An error names each hint that is needed. "
+        help="For canonical names: a fact that the checkpoint lacks. If a hint is needed, an error names it. "
         "Repeatable.",
     ),
 ]

@@ -66,7 +66,7 @@ def inspect(
     Reads metadata only, and runs no code from the checkpoint. For a run, also lists its checkpoints.
 
     Exits with 1 if a file is missing or too short, if metadata is damaged, or if parts of a tensor are missing or
-    overlap. For a run, also exits with 1 if no checkpoint is complete, or if one that is newer than the shown one has
+    overlap. For a run, also exits with 1 if no checkpoint is complete, or if a checkpoint newer than the one shown has
     lost files. To check values, use verify.
     """
     if histograms and html is None:

@@ -40,8 +40,8 @@ _Onto = Annotated[
     typer.Argument(
         metavar="ONTO",
         autocompletion=topologies,
-        help="The target topology, such as fsdp=3, fsdp=4,tp=2, hsdp=2x4, or pp=2,fsdp=4. A checkpoint, layout file, "
-        "plan file, or topology file gives its own layout.",
+        help="The target topology, such as fsdp=3, fsdp=4,tp=2, hsdp=2x4, or pp=2,fsdp=4. Or a checkpoint, layout "
+        "file, plan file, or topology file.",
     ),
 ]
 _ReadRate = Annotated[
@@ -65,10 +65,10 @@ def plan(
     limit: Annotated[int, typer.Option(metavar="N", min=0, help="Show at most this many ranks and read items.")] = 12,
     items: Annotated[bool, typer.Option("--items", help="List what each rank reads, box by box.")] = False,
     legend: Legend = False,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON: a plan file.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan to FILE, as JSON.")] = None,
     html: Html = None,
     read_rate: _ReadRate = None,
-    ranks_per_host: Annotated[int, typer.Option(metavar="N", min=1, help="Used by --read-rate and --html.")] = 8,
+    ranks_per_host: Annotated[int, typer.Option(metavar="N", min=1, help="For --read-rate and --html.")] = 8,
     allow_unsharded_axes: _AllowUnsharded = False,
     allow_uncut_axes: Annotated[bool, typer.Option("--allow-uncut-axes", hidden=True)] = False,
     as_json: _Json = False,
