@@ -176,8 +176,8 @@ class PlanDiff:
     changed: dict[str, str]
     """Names whose shape, dtype, or placement differs, with the difference."""
     rank_bytes: tuple[Ints, Ints]
-    """Bytes of each rank in both: read, written, received, or held. A rank that one of them
-    lacks has 0."""
+    """Bytes of each rank in `a` and in `b`: read, written, received, or held. If one of them lacks a
+    rank, its bytes are 0."""
 
     @property
     def is_empty(self) -> bool:
@@ -211,9 +211,9 @@ class PlanDiff:
 def diff(
     a: LoadPlan | SavePlan | TransferPlan | StateLayout, b: LoadPlan | SavePlan | TransferPlan | StateLayout
 ) -> PlanDiff:
-    """Compare two plans of one kind, or two layouts. Items are not listed.
+    """Compare two plans of one kind, or two layouts. Does not list items.
 
-    Raises PlanError for two different kinds, or for any other value.
+    Raises PlanError for plans of different kinds, and for any other value.
     """
     if type(a) is not type(b):
         raise PlanError(f"cannot compare {type(a).__name__} with {type(b).__name__}: give two of one kind")
@@ -292,7 +292,7 @@ class PlanStats:
     """Number of items of each rank; None for save plans, where it depends on how chunks are
     divided."""
     unsharded_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """See `StateLayout.unsharded_axes`: of the target layout, or of the layout that is saved."""
+    """The `StateLayout.unsharded_axes` of the layout that the plan leads to. For a save, those of the saved layout."""
 
     uncut_axes = property(lambda self: self.unsharded_axes)  # its old name
 
@@ -361,11 +361,7 @@ class PlanStats:
 
 
 def summarize(plan: LoadPlan | SavePlan | TransferPlan) -> PlanStats:
-    """Count the bytes and items of all ranks. Products of both sides are counted without
-    listing items.
-
-    Raises PlanError for a value that is not a plan.
-    """
+    """Count the bytes and items of all ranks. Raises PlanError for a value that is not a plan."""
     if not isinstance(plan, Plan):
         raise PlanError(f"cannot summarize a {type(plan).__name__}: give a load, save or transfer plan")
     uncut = list(plan.sides.values())[-1].unsharded_axes()

@@ -98,7 +98,7 @@ def convert(
     step: Step = None,
     workers: Workers = 1,
     on: On = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an OUTPUT of this format.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing OUTPUT of this format.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Write a checkpoint in another format, naming scheme, dtype, or layout.
