@@ -53,7 +53,7 @@ class Managed(RuleBasedStateMachine):
         self.make()
 
     def make(self) -> None:
-        asks = Preemption(signals=(), asks=lambda: self.is_asked)
+        asks = Preemption(signals=(), poll=lambda: self.is_asked)
         self.manager: Any = reshard.CheckpointManager(self.folder / "run", preemption=asks, **self.options)
         self.restored(max(self.there, default=None), self.manager.restore(state := self.state(-1)), state)
 

@@ -64,10 +64,14 @@ def renamed(**names: str) -> Callable[[Named], Named]:
     return decorate
 
 
-def named_arguments(kind: type[R]) -> type[R]:
-    """Let a class suggest a name for an unknown argument, as `renamed` does for functions."""
-    kind.__init__ = renamed()(kind.__init__)  # type: ignore[method-assign]
-    return kind
+def named_arguments(**names: str) -> Callable[[type[R]], type[R]]:
+    """Let a class suggest a name for an unknown argument, and take old names, as `renamed` does for functions."""
+
+    def decorate(kind: type[R]) -> type[R]:
+        kind.__init__ = renamed(**names)(kind.__init__)  # type: ignore[method-assign]
+        return renamed(**names)(kind)
+
+    return decorate
 
 
 def _refuse_call(what: str, it: Callable[..., Any], args: tuple[Any, ...], given: Mapping[str, Any]) -> None:

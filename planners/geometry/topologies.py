@@ -39,6 +39,9 @@ __all__ = [
 #     * on pp=1
 
 
+_NOT_A_COMMENT = "\\"
+"""Before a line of a topology's text: its glob begins with `#`, or with this."""
+
 Axes = tuple[tuple[str, ...], ...]
 
 
@@ -164,8 +167,8 @@ class Topology:
         its_homes = [*itertools.starmap(Home.parse, (homes or {}).items())]
         its_even = list(even)
         for number, line in lines[1:]:
-            body = line.removesuffix("(optional)").rstrip()
-            optional = body != line
+            body = line.removeprefix(_NOT_A_COMMENT).removesuffix("(optional)").rstrip()
+            optional = line.endswith("(optional)")
             try:
                 pattern, arrow, placements = body.rpartition(" -> ")
                 glob, on, where = body.rpartition(" on ")
@@ -309,6 +312,7 @@ class Topology:
         lines = [str(self.mesh)]
         lines += [f"{r.pattern} -> {r.text}{' (optional)' if r.optional else ''}" for r in self.rules]
         lines += [f"{h.pattern} on {h.text}{' (optional)' if h.optional else ''}" for h in self.homes]
+        lines = [_NOT_A_COMMENT * line.startswith(("#", _NOT_A_COMMENT)) + line for line in lines]
         return "\n".join([*lines, *([f"even {','.join(self.even)}"] if self.even else [])])
 
     def __repr__(self) -> str:
@@ -328,8 +332,9 @@ class Globs:
     """Which of thousands of patterns match a name, without trying them all. `*` matches any text, dots included, `?`
     one character and `[...]` one of several.
 
-    A pattern with whole segments, such as `*.experts.17.*`, only matches names that have them one after another. So
-    patterns are filed under their longest run of literal segments, and a name is looked up under its own runs:
+    A pattern with whole segments, such as `*.experts.17.*`, only matches names that have them one
+    after another. So patterns are filed under their longest run of literal segments, and a name
+    is looked up under its own runs:
 
         layers.3.experts.17.w1    ->    ("experts", "17"), ("17",), ...    ->    *.experts.17.*
     """
@@ -422,8 +427,9 @@ def fsdp_tp(
     replicas: int = 1,
     context_parallel: int = 1,
 ) -> Topology:
-    """FSDP2 over tensor parallelism. `tp_dims` gives the dim that `tp` shards, by glob (first match; all other tensors
-    are replicated over it). FSDP2 then shards dim 0 of the result. Globs that match nothing are skipped.
+    """FSDP2 over tensor parallelism. `tp_dims` gives the dim that `tp` shards, by glob (first
+    match; all other tensors are replicated over it). FSDP2 then shards dim 0 of the result. Globs
+    that match nothing are skipped.
 
     Axes are replica, fsdp, cp, and tp, from the outermost. Axes of size 1 are omitted, but at least one remains.
     """
@@ -536,8 +542,9 @@ def looks_like_a_topology(text: str) -> bool:
 def topology_of(text: str, rules: Mapping[str, str] | None = None, saved: StateLayout | None = None) -> Topology:
     """The topology that a few words name, or that `Topology.parse` reads from a text with rules.
 
-    With all axes among those that `saved` records, each tensor is sharded over them as it was, such as for `dp=2,tp=2`.
-    Axes keep the name that the text gives them. The layers that `pp` distributes are those of `saved`.
+    With all axes among those that `saved` records, each tensor is sharded over them as it was,
+    such as for `dp=2,tp=2`. Axes keep the name that the text gives them. The layers that `pp`
+    distributes are those of `saved`.
 
     Raises PlanError, with what may have been meant, for anything else.
     """
@@ -677,8 +684,9 @@ def flat_layouts(
 ) -> dict[str, TensorLayout]:
     """Return the layout of each tensor of a flat buffer of which every rank holds a range.
 
-    `offsets` gives the position of each tensor if it is not that of `flat_offsets`. Ranges may include padding, and
-    ranks with equal ranges are replicas. Raises PlanError if the ranges do not cover every element of a tensor.
+    `offsets` gives the position of each tensor if it is not that of `flat_offsets`. Ranges may
+    include padding, and ranks with equal ranges are replicas. Raises PlanError if the ranges do
+    not cover every element of a tensor.
     """
     tensors = list(specs)
     places = flat_offsets(tensors, align_elements=align_elements)[0] if offsets is None else offsets

@@ -14,6 +14,7 @@ from planners.plans.save import DIVIDE_ABOVE_BYTES
 from reshard.arguments import check_options, globs_of
 from reshard.errors import KeyMismatchError, LayoutError, OptionError, did_you_mean, format_value, option_error
 from reshard.native.manifest import STAGE_BYTES
+from reshard.ranks.group import DEADLINE_S
 from reshard.stored.checksums import CheckTime
 
 if TYPE_CHECKING:  # imported by calls that map, or transfer
@@ -192,7 +193,7 @@ DEFAULTS = TransferOptions(
     max_inflight_bytes=256 << 20,
     ranks_per_host=None,
     delta=False,
-    timeout=1800.0,
+    timeout=DEADLINE_S,
 )
 """The defaults."""
 _TRANSFER_OWN = ("views", "source_layouts", "target_layouts", "timeout")

@@ -45,7 +45,7 @@ def is_count(value: object, least: int = 1) -> bool:
     return type(value) is int and value >= least
 
 
-@named_arguments
+@named_arguments()
 @dataclass(frozen=True)
 class Keep:
     """Which steps to keep: a step stays if any rule keeps it. The newest step always stays.

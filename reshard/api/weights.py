@@ -154,7 +154,7 @@ class SinceLastPass:
         self._kept = now
 
 
-@named_arguments
+@named_arguments()
 class WeightSource:
     """The weights of a sharded training job, as an inference engine loads them: full tensors,
     under the engine's names, in its dtype.

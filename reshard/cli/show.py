@@ -157,13 +157,15 @@ def print_totals(screen: Console, title: str, nbytes: Mapping[str, int], kinds: 
     `nbytes` and `kinds` are by name; a kind is one or several lines."""
     from planners.units import format_each
 
+    if not kinds:
+        return
     counts, weights = Counter(kinds.values()), Counter[Sequence[str]]()
     for name, kind in kinds.items():
         weights[kind] += nbytes[name]
     first = weights.most_common(8)
     numbers = [counted(counts[kind], "tensor") for kind, _ in first]
     sizes = format_each([weight for _, weight in first])
-    wide = [max(map(len, texts), default=0) for texts in (numbers, sizes)]
+    wide = [max(map(len, texts)) for texts in (numbers, sizes)]
     rows: list[tuple[str, str]] = []
     for number, amount, (kind, _) in zip(numbers, sizes, first):
         rows += zip((f"{number:>{wide[0]}}  {amount:>{wide[1]}}", *[""] * len(kind)), kind)

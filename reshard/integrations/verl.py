@@ -25,6 +25,7 @@ from planners.geometry.arrays import grouped
 from reshard.api.weights import ChangedElements, SinceLastPass, WeightBucket, WeightPlace, WeightSource, marked_last
 from reshard.errors import OptionError, ReshardError, framework
 from reshard.live.dtypes import dtype_from_name, dtype_name
+from reshard.ranks.group import DEADLINE_S
 
 with framework("verl"):
     from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
@@ -55,7 +56,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         rollout_dtype: str = "bfloat16",
         transport: str | None = None,
         host: str | None = None,
-        timeout: float = 1800.0,
+        timeout: float = DEADLINE_S,
     ) -> None:
         """
         Args:

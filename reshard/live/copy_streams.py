@@ -20,7 +20,7 @@ from reshard.live.dtypes import as_array, item_dtype, row_major_bytes
 from reshard.live.garbage_collection import gc_paused
 
 __all__ = [
-    "CopyStream", "CopyStreams", "HostMemory", "Uploads", "batches", "device_module", "fetch",
+    "ALIGNED_BYTES", "CopyStream", "CopyStreams", "HostMemory", "Uploads", "batches", "device_module", "fetch",
     "has_copy_streams", "of_caller", "pinned", "row_major_pieces", "to_host", "wait_for",
 ]  # fmt: skip
 
@@ -291,6 +291,8 @@ T = TypeVar("T")
 
 BLOCK_BYTES = 1 << 30
 """Of pinned memory that is kept from save to save."""
+ALIGNED_BYTES = 64
+"""One cache line."""
 _SMALL_BYTES, _TOGETHER_BYTES = 16 << 10, 256 << 10
 _JOINED = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8)
 STAGE_BYTES = 64 << 20
@@ -425,6 +427,10 @@ def _ask(elements: torch.Tensor, room: torch.Tensor, lane: CopyStream) -> None:
         room.view(plain.dtype).view(plain.shape).copy_(plain, non_blocking=True)
 
 
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
+
+
 class HostMemory:
     """Memory for whole saves, kept for the next ones: as much as ever was in use at a time, and no
     more.
@@ -440,15 +446,15 @@ class HostMemory:
         self._lock = threading.Lock()
 
     def take(self, sizes: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Memory for each of these sizes, one after another within blocks; and the blocks, to be
-        given back."""
+        """Memory for each of these sizes, one after another within blocks, aligned to cache lines; and
+        the blocks, to be given back."""
         rooms: list[torch.Tensor] = []
         blocks: list[torch.Tensor] = []
-        for together in batches(sizes, int, BLOCK_BYTES):
-            block, at = self._block(sum(together)), 0
+        for together in batches(sizes, _aligned, BLOCK_BYTES):
+            block, at = self._block(sum(map(_aligned, together))), 0
             for size in together:
                 rooms.append(block[at : at + size])
-                at += size
+                at += _aligned(size)
             blocks.append(block)
         return rooms, blocks
 
@@ -489,8 +495,7 @@ def batches(
 
 def fetch(tensors: Iterable[torch.Tensor], lanes: CopyStreams, rooms: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of tensors on devices with lanes, each in its memory on the host. They are there when
-    the lanes are: wait for those. Larger elements come before smaller ones, so that all are
-    aligned."""
+    the lanes are: wait for those."""
     found = []
     for tensor, room in zip(tensors, rooms, strict=True):
         lane, at = lanes[tensor.device], 0

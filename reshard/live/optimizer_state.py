@@ -527,7 +527,7 @@ def flatten_optimizer(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             flat[f"state.{name}"] = values
             continue
         nested = any(isinstance(value, dict) for value in values.values())
-        inner = leaves_of(values, lambda item: not isinstance(item, dict)) if nested else values
+        inner = leaves_of(values, lambda item: not isinstance(item, dict) or not item) if nested else values
         own = {f"state.{name}.{'.'.join(map(str, at)) if nested else at}": leaf for at, leaf in inner.items()}
         if len(own) < len(inner):
             raise NormalizationError(

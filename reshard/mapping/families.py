@@ -339,8 +339,9 @@ def latent_to_megatron(*, transformer_engine: bool) -> list[Rule]:
 def next_layers_to_megatron(model: Decoder, rules: Sequence[Rule], inner: str) -> list[Rule]:
     """Map multi-token prediction layers. On disk, their numbers continue; Megatron keeps them apart.
 
-    `rules` are those of the other layers, and `inner` is Megatron's name for the transformer layer inside. The copies
-    of the embedding and the output layer on disk keep their names, because Megatron has none for them.
+    `rules` are those of the other layers, and `inner` is Megatron's name for the transformer
+    layer inside. The copies of the embedding and the output layer on disk keep their names,
+    because Megatron has none for them.
     """
     out: list[Rule] = []
     for number in range(model.next_layers):

@@ -31,9 +31,6 @@ from reshard.state_dict.saved_optimizer import read_saved
 __all__ = ["receive_model", "receive_optimizer", "setting"]
 
 
-DEADLINE_S = 300.0
-"""How long ranks wait for each other's verdict."""
-
 Boxes = list[tuple[Shape, Shape]]
 
 
@@ -57,7 +54,7 @@ def setting(options: StateDictOptions | None = None, *, alone: bool = False) -> 
     `options`: of the call, unless they were compared before. Raises LayoutError where ranks were
     given different ones.
     """
-    group = Group(alone=alone, deadline_s=DEADLINE_S)
+    group = Group(alone=alone)
     with group.together("setting a state dict"):
         if options is not None:
             group.same_options("the setters of state dicts", vars(options))
@@ -221,7 +218,7 @@ def _fill(
     """
     views = {path: _views(target) for path, target in targets.items()}
     wanted = {path: [(box.offsets, box.sizes) for box, _ in own] for path, own in views.items()}
-    group = Group(deadline_s=DEADLINE_S)
+    group = Group()
     asked = group.gather((wanted, sorted(known)), kind=tuple[dict[str, Boxes], list[str]])
     requests: list[dict[str, Boxes]] = []
     answer = None

@@ -42,10 +42,6 @@ from reshard.state_dict.saved_optimizer import is_zero_redundancy
 __all__ = ["collect_model", "collect_optimizer", "iter_full"]
 
 
-DEADLINE_S = 300.0
-"""How many seconds ranks wait for each other before they gather."""
-
-
 def collect_model(state: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
     """Return the state dict that the options request. With `full_state_dict`, this is collective
     and returns a new dict.
@@ -208,7 +204,7 @@ def _meeting(options: Mapping[str, object], process_group: dist.ProcessGroup | N
     """Return a group of all ranks, after checking that they use the same options. Different options
     raise an error here, so that no rank mistakes the values of another gather for its own.
     """
-    group = Group(process_group, deadline_s=DEADLINE_S)
+    group = Group(process_group)
     group.same_options("the getters of state dicts", options)
     return group
 

@@ -179,9 +179,6 @@ def _exchange(data: torch.Tensor, sizes: Sequence[int], group: Any, to_rank: int
 # needs are sent, once each, several tensors in one message.
 
 
-DEADLINE_S = 300.0
-"""How long ranks wait for each other to agree on what to send."""
-
 MESSAGES_BYTES = 64 << 20
 """Of one tensor after another, until each rank holds about so much of them, what crosses is sent
 together."""
@@ -315,7 +312,7 @@ def _exchange_rows(moves: list[_Move], group: Any) -> None:
 
 def _agree(moves: list[_Move], group: Any) -> None:
     mine = sorted((move.name, list(move.shape), str(move.local.dtype)) for move in moves)
-    said = Group(group, deadline_s=DEADLINE_S).distinct_answers(mine)
+    said = Group(group).distinct_answers(mine)
     if len(said) > 1:
         held = [({name for name, _, _ in one}, ranks) for one, ranks in said]
         every = [names for names, _ in held]

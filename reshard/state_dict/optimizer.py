@@ -347,12 +347,13 @@ def _apart(state: list[Entry], live: LiveOptimizers) -> list[str]:
         for own in optimizer.state.values():
             if isinstance(own, dict):
                 made |= {(k, key): name for key, value in own.items() if (name := tensor_class(value))}
+    is_torchs = [type(optimizer).__module__.startswith("torch.optim.") for optimizer in live.optimizers]
     quantized = [
         (one, key, value)
         for one, values in state
-        if values and type(live.optimizers[one.optimizer]).__module__.startswith("torch.optim.")
+        if values and is_torchs[one.optimizer]
         for key, value in values.items()
-        if isinstance(value, torch.Tensor) and inner_names(value)
+        if type(value) is not torch.Tensor and isinstance(value, torch.Tensor) and inner_names(value)
     ]
     return [
         f"{one.name}: its {key!r} is a {tensor_class(value)}, and {type(live.optimizers[one.optimizer]).__name__} "

@@ -14,7 +14,7 @@ from reshard.errors import NormalizationError, format_names, option_error
 __all__ = ["Cast", "InChunks", "OptimizerReport", "SetReport", "StateDictOptions", "as_options"]
 
 
-@named_arguments
+@named_arguments()
 @dataclass(frozen=True)
 class StateDictOptions:
     """Options of the six get and set functions. They have the same meaning in

@@ -92,6 +92,15 @@ def test_formats_have_the_names_of_the_field_too(name: Any, own: str, path: str,
     assert reshard.open(tmp_path / path).format == own
 
 
+def test_managers_had_other_words_for_their_synchronization(tmp_path: Path) -> None:
+    with pytest.warns(DeprecationWarning, match=r"ask_every= of CheckpointManager\(\) is now called sync_every="):
+        reshard.CheckpointManager(tmp_path / "run", every=reshard.Every(steps=1), ask_every=2).close()
+    with pytest.warns(DeprecationWarning, match=r"asks= of Preemption\(\) is now called poll="):
+        preemption = reshard.Preemption(asks=bool)
+    with pytest.warns(DeprecationWarning, match=r"Preemption\.asks is now called poll"):
+        assert preemption.asks is bool
+
+
 def test_full_saves_were_whole(tmp_path: Path) -> None:
     with pytest.warns(DeprecationWarning, match=r"whole_every= of CheckpointManager\(\) is now called full_every="):
         reshard.CheckpointManager(tmp_path / "run", every=reshard.Every(steps=1), whole_every=2).close()

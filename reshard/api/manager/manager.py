@@ -150,8 +150,8 @@ class CheckpointManager:
         bytes_per_s: with `memory`, the average bandwidth with which each rank sends and receives
             copies.
         preemption: what may request a save at the next step.
-        ask_every: ranks exchange requests and the clock at multiples of this number of steps. Each
-            exchange takes about one round trip to the store of the process group.
+        sync_every: the ranks synchronize at every k-th step. Only then do they learn of requests, and
+            of the time on rank 0. This takes about one round trip to the store of the process group.
         read_only: only restore and list steps, for example while another manager saves.
         process_group: the ranks that save together. Default: the default group, or this process
             alone.
@@ -164,7 +164,7 @@ class CheckpointManager:
         StorageError: the root is not writable.
     """
 
-    @renamed(deadline_s="timeout", whole_every="full_every")
+    @renamed(deadline_s="timeout", whole_every="full_every", ask_every="sync_every")
     @with_options(SaveOptions, *_OWN)
     def __init__(
         self,
@@ -178,7 +178,7 @@ class CheckpointManager:
         background: bool = True,
         bytes_per_s: float = 256 << 20,
         preemption: Preemption = _ON_SIGTERM,
-        ask_every: int = 1,
+        sync_every: int = 1,
         read_only: bool = False,
         process_group: dist.ProcessGroup | None = None,
         timeout: float | timedelta = DEADLINE_S,
@@ -188,7 +188,7 @@ class CheckpointManager:
         self.root, self.every = absolute(path_text(root)), _schedule(every, read_only)
         self.keep, self.preemption = keep, preemption
         self._memory, self._memory_every = memory, memory_every
-        self._full_every, self._background, self._ask_every = full_every, background, ask_every
+        self._full_every, self._background, self._sync_every = full_every, background, sync_every
         self._bytes_per_s = bytes_per_s
         self._options, self._claim, self._ledger = options, None, Ledger(self.root)
         group = self._group()
@@ -201,7 +201,7 @@ class CheckpointManager:
                 "memory_every": memory_every,
                 "full_every": full_every,
                 "background": background,
-                "ask_every": ask_every,
+                "sync_every": sync_every,
                 "bytes_per_s": bytes_per_s,
                 "read_only": read_only,
             }
@@ -243,7 +243,7 @@ class CheckpointManager:
                 raise OptionError(f"{name} must be {words}, got {format_value(its)}")
         if (self._memory is None) != (self._memory_every is None):
             raise OptionError("memory= and memory_every= need each other: pass both or neither")
-        for name in ("full_every", "ask_every"):
+        for name in ("full_every", "sync_every"):
             its = getattr(self, f"_{name}")
             if type(its) is not int or its < 1:
                 raise OptionError(f"{name} must be an integer >= 1, got {its!r:.80}")
@@ -321,7 +321,7 @@ class CheckpointManager:
         wanted = force or self.every.is_multiple(step, before)
         if self._memory_every is not None:
             wanted = wanted or self._memory_every.is_multiple(step, before)
-        if not wanted and step % self._ask_every:
+        if not wanted and step % self._sync_every:
             return Due()
         now = time.monotonic()
         mine = Vote(

@@ -18,7 +18,7 @@ _CHUNK = 1 << 16
 """Numbers that are made objects of Python at a time."""
 
 
-@named_arguments
+@named_arguments()
 class ElasticSampler(Sampler[int]):
     """A sampler for one rank's share of each epoch. It resumes exactly, even on a different number
     of ranks.

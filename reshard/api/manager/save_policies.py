@@ -24,7 +24,7 @@ __all__ = ["Due", "Every", "Preemption", "Signals", "Vote", "checked_metrics", "
 _log = logging.getLogger("reshard")
 
 
-@named_arguments
+@named_arguments()
 @dataclass(frozen=True)
 class Every:
     """When a step is due: at multiples of `steps`, or when `seconds` have passed since the last
@@ -66,13 +66,13 @@ class Every:
         return f"every {self.seconds:g} s" if self.seconds is not None and waited_s >= self.seconds else ""
 
 
-@named_arguments
+@named_arguments(asks="poll")
 @dataclass(frozen=True)
 class Preemption:
     """What may request a save at the next step: a signal, a file that appears, or a function. If
     any rank receives a request, all ranks save.
 
-        reshard.Preemption(file="/run/maintenance", asks=lambda: cloud.is_preempted())
+        reshard.Preemption(file="/run/maintenance", poll=lambda: cloud.is_preempted())
     """
 
     signals: Collection[int] = (signal.SIGTERM,)
@@ -80,16 +80,16 @@ class Preemption:
     closed. It also calls the earlier handlers."""
     file: str | os.PathLike[str] | None = None
     """A relative path refers to the current folder when `Preemption` is created."""
-    asks: Callable[[], Any] | None = None
-    """Called at each step at which ranks exchange requests; a true result is a request."""
+    poll: Callable[[], Any] | None = None
+    """Called at each step at which the ranks synchronize. A true result is a request."""
 
     def __post_init__(self) -> None:
         if self.file is not None:
             if not isinstance(self.file, str | os.PathLike):
                 raise OptionError(f"Preemption: file must be a path, got {self.file!r:.80}")
             object.__setattr__(self, "file", os.path.abspath(self.file))
-        if self.asks is not None and not callable(self.asks):
-            raise OptionError(f"Preemption: asks must be a function, got {self.asks!r:.80}")
+        if self.poll is not None and not callable(self.poll):
+            raise OptionError(f"Preemption: poll must be a function, got {self.poll!r:.80}")
         if not isinstance(self.signals, Collection):
             raise OptionError(f"Preemption: signals must be a list, such as [signal.SIGTERM], got {self.signals!r:.80}")
         for number in self.signals:
@@ -99,7 +99,7 @@ class Preemption:
     def asked(self) -> list[str]:
         """Return what requests a save now, except signals."""
         found = [f"the file {os.fspath(self.file)}"] if self.file is not None and os.path.exists(self.file) else []
-        return [*found, *(["Preemption.asks"] if self.asks is not None and self.asks() else [])]
+        return [*found, *(["Preemption.poll"] if self.poll is not None and self.poll() else [])]
 
 
 class Signals:

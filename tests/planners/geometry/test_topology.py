@@ -115,6 +115,13 @@ def test_text_and_json_are_read_back(text):
     assert hash(loads(dumps(topology))) == hash(topology)
 
 
+def test_globs_that_look_like_comments_are_read_back():
+    globs = ("#head.*", "\\#w", "\\w", "even *", "*")
+    topology = Topology.parse("tp=2", dict.fromkeys(globs, "S(0)"), {"#head.*": "tp=0"})
+
+    assert Topology.parse(str(topology)) == topology
+
+
 def test_comments_and_blank_lines_are_passed_over():
     assert Topology.parse("# how it was\n\n dp=2 \n* -> R\n") == Topology.parse("dp=2", {"*": "R"})
 

@@ -606,7 +606,7 @@ def test_a_relative_file_of_a_request_stays_where_it_was_named(tmp_path: Path, m
 @pytest.mark.parametrize("how", ["signal", "file", "asks"])
 def test_a_job_that_is_to_end_saves_at_the_next_step(how: str, tmp_path: Path) -> None:
     file, asked, heard = tmp_path / "stop", [False], []
-    preemption = Preemption(file=file, asks=lambda: asked[0])
+    preemption = Preemption(file=file, poll=lambda: asked[0])
     earlier = signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
     try:
         with reshard.CheckpointManager(tmp_path / "run", every=Every(steps=100), preemption=preemption) as manager:
@@ -671,7 +671,7 @@ def test_a_step_whose_save_failed_in_the_background_may_be_saved_again(tmp_path:
 BAD = [
     ({"every": 5}, "every must be reshard.Every"),
     ({"every": Every(steps=1), "full_every": 0}, "full_every must be an integer >= 1"),
-    ({"every": Every(steps=1), "ask_every": 1.5}, "ask_every must be an integer >= 1"),
+    ({"every": Every(steps=1), "sync_every": 1.5}, "sync_every must be an integer >= 1"),
     ({"every": Every(steps=1), "memory_every": Every(steps=1)}, "memory= and memory_every= need each other"),
     ({"every": Every(steps=1), "base": "auto"}, "does not take base=: full_every"),
     ({"every": Every(steps=1), "keep": 3}, "keep must be reshard.Keep"),
@@ -700,7 +700,7 @@ POLICIES = [
     (lambda: Keep(mode="least"), "mode must be 'min' or 'max'"),  # type: ignore[arg-type]
     (lambda: Keep(best=1, metric="acc"), "mode must be 'min' if low values of 'acc' are good, 'max' if high .* None"),
     (lambda: Keep(metric="loss"), "mode must be 'min' if low values of 'loss' are good"),  # best_step() ranks by it
-    (lambda: Preemption(asks=True), "asks must be a function"),  # type: ignore[arg-type]
+    (lambda: Preemption(poll=True), "poll must be a function"),  # type: ignore[arg-type]
     (lambda: Preemption(file=3), "^Preemption: file must be a path, got 3$"),  # type: ignore[arg-type]
     (lambda: Preemption(signals=(999,)), "999 is not a signal"),
 ]

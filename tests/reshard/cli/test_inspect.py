@@ -76,6 +76,15 @@ def test_json_of_numbers_that_json_does_not_have(capsys) -> None:
     assert told == {"l": ["inf", "-inf", "nan", "nan", 1.5], "nan": "inf"}
 
 
+def test_without_tensors_there_are_no_headings_for_them(say, tmp_path) -> None:
+    reshard.save({"w": torch.ones(2), "step": 3}, tmp_path / "c")
+    assert "dtypes" in say("inspect", tmp_path / "c").out
+    some = say("inspect", tmp_path / "c", "--select", "step").out
+    assert "step" in some
+    assert "dtypes" not in some
+    assert "layouts" not in some
+
+
 def test_only_some_names(say, checkpoint) -> None:
     told = json.loads(say("inspect", checkpoint, "--select", "*.w", "--json").out)
 

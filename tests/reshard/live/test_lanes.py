@@ -79,18 +79,18 @@ def test_memory_that_cannot_be_pinned_is_told_of(caplog: Any, monkeypatch: pytes
 
 def test_memory_is_kept_in_blocks_as_much_as_was_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    monkeypatch.setattr(downloads, "BLOCK_BYTES", 100)
+    monkeypatch.setattr(downloads, "BLOCK_BYTES", 200)
     memory = downloads.HostMemory(lambda n: made.append(n) or torch.empty(n, dtype=torch.uint8))
-    rooms, blocks = memory.take([64, 30, 8, 250, 0, 90])
-    assert [room.numel() for room in rooms] == [64, 30, 8, 250, 0, 90]
-    assert made == [94, 8, 250, 90]
+    rooms, blocks = memory.take([64, 30, 70, 250, 0, 90])
+    assert [room.numel() for room in rooms] == [64, 30, 70, 250, 0, 90]
+    assert made == [128, 128, 256, 128], "whole cache lines"
     spans = sorted((room.data_ptr(), room.data_ptr() + room.numel()) for room in rooms if room.numel())
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     memory.give(blocks)
     again, same = memory.take([250, 90])
-    assert made == [94, 8, 250, 90], "what is there is used"
+    assert made == [128, 128, 256, 128], "what is there is used"
     memory.give(same)
-    memory.take([251])
-    assert made == [94, 8, 250, 90, 251], "in the place of some that is too small"
+    memory.take([257])
+    assert made == [128, 128, 256, 128, 320], "in the place of some that is too small"
     assert len(memory._free) == 3
     assert [room.numel() for room in again] == [250, 90]

@@ -110,6 +110,17 @@ class InPart(Base):
             own["mask"] = own["mask"].bool()
 
 
+class WithEmptyDicts(Base):
+    """Makes dicts that are empty at first, and uses them later."""
+
+    def factor(self, group: dict[str, Any], p: torch.Tensor) -> Any:
+        own = self.state[p]
+        if not own:
+            own |= {"by_kind": {"sum": torch.zeros(()), "past": {}}, "memo": {}}
+        own["by_kind"]["sum"] += 1 + len(own["memo"]) + len(own["by_kind"]["past"])
+        return 1 / own["by_kind"]["sum"]
+
+
 class Projector:
     """Has a tensor and a number, as GaLore's has."""
 
@@ -224,6 +235,13 @@ def test_a_fresh_optimizer_goes_on_as_if_nothing_had_happened(
         target[1].step()
     assert same(target[0].state_dict(), source[0].state_dict())
     assert same(target[1].state_dict(), source[1].state_dict())
+
+
+@pytest.mark.parametrize(
+    "way", [way for way in WAYS if "drop_in" not in way.__name__]
+)  # DCP's files have no empty dicts
+def test_empty_dicts_within_state_are_kept(way: Callable[..., None], tmp_path: Path) -> None:
+    test_a_fresh_optimizer_goes_on_as_if_nothing_had_happened(WithEmptyDicts, way, tmp_path)
 
 
 @pytest.mark.parametrize("kind", KINDS)
