@@ -239,12 +239,11 @@ def _refuse(found: TensorMatches, mismatched: list[str], stray: list[str], stric
     lines += listed("named by a view or the mapping, but not in the target", dict.fromkeys(stray, ""), found.after)
     if not lines:
         return
-    fixes = ["mapping= and views= set which source fills which target"]
+    lines.append("  fix: mapping= and views= set which source fills which target")
     if strict and (found.missing or found.unexpected):
-        fixes.append("strict=False ignores missing and unexpected keys")
+        lines.append("  fix: strict=False ignores missing and unexpected keys")
     if any(": has dtype " in line for line in mismatched) and not any(line.endswith(")") for line in mismatched):
-        fixes.append("dtype_policy='cast' converts dtypes")
-    lines += [f"  fix: {fix}" for fix in fixes]
+        lines.append("  fix: dtype_policy='cast' converts dtypes")
     raise KeyMismatchError("\n".join(["the target does not match the source:", *lines]))
 
 
