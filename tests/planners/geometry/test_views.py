@@ -115,7 +115,7 @@ def test_padding_is_forgotten_by_an_inverse_and_cropping_needs_a_fill():
 
 
 def test_what_is_used_twice_has_no_inverse():
-    with pytest.raises(PlanError, match="2 times"):
+    with pytest.raises(PlanError, match="in 2 boxes"):
         inverse([FUSED.reorder([(0, 6), (0, 1)])])
     with pytest.raises(PlanError, match="the same name"):
         inverse([FUSED, FUSED])

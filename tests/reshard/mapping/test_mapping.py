@@ -618,7 +618,7 @@ def test_values_that_are_no_tensors_are_renamed_and_dropped_by_their_full_names_
     assert state["count"] == 3
     for rule in (Rename("rest.{x}", "more.{x}"), Drop("st{x}")):
         with pytest.raises(
-            KeyMismatchError, match=r"no rule of the mapping matches .* A value that is no tensor .* by its full name$"
+            KeyMismatchError, match=r"no rule of the mapping matches .* A rule renames or drops a plain value only by its full name$"
         ):
             reshard.load(dict(state), tmp_path / "c", mapping=Mapping([rule]), strict=False)
 
