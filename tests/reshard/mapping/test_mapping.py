@@ -617,9 +617,8 @@ def test_values_that_are_no_tensors_are_renamed_and_dropped_by_their_full_names_
     reshard.load(state, tmp_path / "c", mapping=rules, strict=False)
     assert state["count"] == 3
     for rule in (Rename("rest.{x}", "more.{x}"), Drop("st{x}")):
-        with pytest.raises(
-            KeyMismatchError, match=r"no rule of the mapping matches .* A rule renames or drops a plain value only by its full name$"
-        ):
+        words = r"no rule of the mapping matches .* A rule renames or drops a plain value only by its full name$"
+        with pytest.raises(KeyMismatchError, match=words):
             reshard.load(dict(state), tmp_path / "c", mapping=Mapping([rule]), strict=False)
 
 
