@@ -159,8 +159,10 @@ class Report(Tabled):
 
     def __repr__(self) -> str:
         """One line; `str` has all problems."""
-        first = f", the first: {self.findings[0]}" if self.findings else ""
-        return f"Report({self.subject!r}, {format_count(self.tensors, 'tensor')}, {self.verdict}{first})"
+        return (
+            f"Report({self.subject!r}, {format_count(self.tensors, 'tensor')}, {self.verdict}"
+            f"{f', the first: {self.findings[0]}' if self.findings else ''})"
+        )
 
     def __str__(self) -> str:
         covered = [f"  covered: {self.covers or self.covered}"] if self.covered and self.findings else []

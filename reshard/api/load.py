@@ -534,8 +534,8 @@ class LoadReport(FilledReport, CheckedReport):
         if self.retyped:
             names = [f"{key}: saved {saved}, not {other}" for key, (saved, other) in self.retyped.items()]
             odd.append(f"retyped {format_names(names)}")
-        read = f"{format_bytes(self.bytes_read)} read for {format_bytes(self.bytes_needed)} needed"
-        read += (
-            f", {format_bytes(self.bytes_read_to_check)} more read for checksums" if self.bytes_read_to_check else ""
+        read = (
+            f"{format_bytes(self.bytes_read)} read for {format_bytes(self.bytes_needed)} needed"
+            f"{f', {format_bytes(self.bytes_read_to_check)} more read for checksums' * bool(self.bytes_read_to_check)}"
         )
         return f"LoadReport({', '.join([head, *odd, read])})"

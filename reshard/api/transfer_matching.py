@@ -164,7 +164,7 @@ class _Pairer:
             if not self.allow_cast or why:
                 self.mismatched.append(
                     f"{key}: has dtype {view.spec.dtype} in the source, but {spec.dtype} in the target"
-                    + f" ({why})" * bool(why)
+                    f"{f' ({why})' * bool(why)}"
                 )
                 return False
             self.out.cast[key] = (view.spec.dtype, spec.dtype)

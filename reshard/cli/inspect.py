@@ -94,7 +94,7 @@ def inspect(
         html.write_text(checkpoint.to_html(histograms=histograms, steps=_costs(run)), encoding="utf-8")
     if not as_json and (drawn is None or steps):
         name = path if os.path.exists(path) and not checkpoint.run else checkpoint.url
-        show.print_text(show.console(), name + ", the newest complete checkpoint" * bool(steps), style="bold")
+        show.print_text(show.console(), f"{name}{', the newest complete checkpoint' * bool(steps)}", style="bold")
     problems = [show.as_given(it, path) for it in whole.problems()]
     if drawn is not None:
         _draw(checkpoint, drawn, legend)

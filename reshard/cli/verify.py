@@ -106,7 +106,7 @@ def _failure(report: Report, right: str, against: str | None) -> str:
             what = f"{counted(len({*found}) - 1, 'name')}, and {counted(others, 'problem')} with files or metadata"
         if len(found) < number:
             what += f"; {counted(number - len(found), 'more name')} in damaged files not read"
-        return f"damaged: {what}" + (against is not None) * f"; not compared with {against}"
+        return f"damaged: {what}{f'; not compared with {against}' * (against is not None)}"
     whole = "undamaged" if right.startswith("complete and undamaged") else "complete"
     harmed = sum(is_about(finding.message, against) for finding in report.findings)
     if harmed == number:

@@ -177,7 +177,7 @@ def test_many_names_that_are_not_saved_are_refused_soon(monkeypatch):
     monkeypatch.setattr(load, "did_you_mean", lambda *_: asked.append(1) or "")
     saved, wanted = (fsdp(2).layout([TensorSpec(f"{n}.{i}", (2,), "uint8") for i in range(20_000)]) for n in "ab")
 
-    with pytest.raises(LayoutMismatchError, match=r"20000 of 20000 tensors .* do not match"):
+    with pytest.raises(LayoutMismatchError, match=r"20000 of 20000 wanted tensors do not match"):
         plan_reads(saved, wanted)
 
     assert len(asked) == 5

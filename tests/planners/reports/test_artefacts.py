@@ -125,7 +125,7 @@ def test_an_empty_plan_has_a_page():
 
 def test_a_page_says_that_the_plan_was_proved_or_what_is_wrong():
     for plan, did in (
-        (LOAD, "each element that it needs exactly once"),
+        (LOAD, "rank reads each element that it needs"),
         (SAVE, "element is written"),
         (MOVE, "needed element is delivered"),
     ):
