@@ -35,7 +35,7 @@ class PlanError(ReshardError, ValueError):
     Attributes:
         fqn: the tensor, or None.
         rank: the rank, or None.
-        box: the region in the tensor's global coordinates, or None.
+        box: the box of the full tensor, or None.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class PlanError(ReshardError, ValueError):
     ) -> None:
         where = [f"tensor {fqn!r}"] if fqn is not None else []
         where += [f"rank {rank}"] if rank is not None else []
-        where += [f"region {box}"] if box is not None else []
+        where += [f"{box}"] if box is not None else []
         super().__init__(f"{message} ({', '.join(where)})" if where else message)
         self.fqn = fqn
         self.rank = rank

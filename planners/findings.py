@@ -10,7 +10,7 @@ from typing import Literal
 
 from planners.errors import ProofError
 from planners.notebooks import Tabled
-from planners.units import format_count, format_some
+from planners.units import format_bytes, format_count, format_some
 
 __all__ = ["Coverage", "Finding", "Report", "in_groups"]
 
@@ -23,9 +23,10 @@ class Finding:
     fqn: str | None = None
     rank: int | None = None
     element: tuple[int, ...] | None = None
-    """Index of one affected element, in global coordinates of the tensor if known."""
+    """Index of one affected element. It refers to the full tensor, if that is known."""
     kind: Literal["wrong", "one-sided", "unchecked"] = "wrong"
-    """`one-sided`: only one of two sides has the name. `unchecked`: it was not read, or not compared."""
+    """`one-sided`: only one of two sides has the name. `unchecked`: the tensor was not read or
+    not compared."""
 
     def __str__(self) -> str:
         where = [f"{self.fqn!r}"] if self.fqn is not None else []
@@ -72,18 +73,20 @@ def _front(name: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How many bytes of a checkpoint's tensors `verify` read and compared."""
+    """How much of a checkpoint `verify` read and compared."""
 
     total_bytes: int
+    """Size of the tensors."""
     read_bytes: int
-    """Bytes of these that were read, so they exist."""
+    """Bytes of the tensors that were read, and so exist."""
     checked_bytes: int
-    """Bytes of these that were compared with checksums or with the values of another side. A changed bit would have
-    been found."""
+    """Bytes of the tensors that were compared with checksums, or with the values of another
+    checkpoint. `verify` would have found a changed bit in them."""
     metadata_checked: bool = False
-    """True if names, shapes, and plain objects were also compared with a checksum, and not only with each other."""
+    """True if a checksum covers names, shapes, and plain objects. False if they were only
+    compared with each other."""
     unchecked: str = ""
-    """In words, what the checksums of the format do not cover."""
+    """What the checksums of the format do not cover, in words."""
 
     @property
     def is_full(self) -> bool:
@@ -91,10 +94,10 @@ class Coverage:
         return self.checked_bytes >= self.total_bytes
 
     def __str__(self) -> str:
-        open_too = f"; {self.unchecked}" if self.unchecked else ""
+        total, read, checked = map(format_bytes, (self.total_bytes, self.read_bytes, self.checked_bytes))
         return (
-            f"metadata {'verified by checksum' if self.metadata_checked else 'consistent'}; {self.read_bytes} of "
-            f"{self.total_bytes} bytes of values read, {self.checked_bytes} checked{open_too}"
+            f"metadata {'verified by checksum' if self.metadata_checked else 'consistent'}; values: {total} in all, "
+            f"{read} read, {checked} verified{f'; {self.unchecked}' * bool(self.unchecked)}"
         )
 
 
@@ -109,11 +112,12 @@ class Report(Tabled):
     tensors: int
     """Number of tensors that were verified."""
     covered: Coverage | None = None
-    """How many bytes of a checkpoint were read and compared. None for plans and damaged checkpoints."""
+    """How much of a checkpoint was read and compared. None for plans and for damaged
+    checkpoints."""
     covers: str = ""
-    """In words, what was verified if there are no problems."""
+    """What was verified, in words, if there are no problems."""
     hint: str = ""
-    """What may explain the problems."""
+    """A possible cause of the problems."""
 
     @property
     def _problem(self) -> str:
@@ -138,7 +142,7 @@ class Report(Tabled):
         return f"ok: {covers}" if (covers := self.covers or str(self.covered or "")) else "ok"
 
     def raise_if_failed(self) -> None:
-        """Raise ProofError with the problems, if there are any. For a damaged checkpoint, that is also a
+        """Raise ProofError with the problems, if there are any. For a damaged checkpoint, the error is also a
         `reshard.errors.CorruptCheckpointError`."""
         if self.findings:
             first = self.findings[0]
@@ -155,8 +159,10 @@ class Report(Tabled):
 
     def __repr__(self) -> str:
         """One line; `str` has all problems."""
-        first = f", the first: {self.findings[0]}" if self.findings else ""
-        return f"Report({self.subject!r}, {format_count(self.tensors, 'tensor')}, {self.verdict}{first})"
+        return (
+            f"Report({self.subject!r}, {format_count(self.tensors, 'tensor')}, {self.verdict}"
+            f"{f', the first: {self.findings[0]}' if self.findings else ''})"
+        )
 
     def __str__(self) -> str:
         covered = [f"  covered: {self.covers or self.covered}"] if self.covered and self.findings else []

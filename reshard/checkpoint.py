@@ -68,17 +68,17 @@ _OF_OTHERS = {
 
 @renamed(left_out="omitted")
 class NormalizedState(dict[str, Any]):
-    """The result of `Checkpoint.normalized`: a dict with "model" and "optim".
-    `Checkpoint.canonical` returns the same state as a checkpoint, which calls take that need one."""
+    """The result of `Checkpoint.normalized`: a dict with "model" and "optim". For calls that need
+    a checkpoint, `Checkpoint.canonical` returns the same state as a `Checkpoint`."""
 
     _INSTEAD: ClassVar[str] = (
-        "call .canonical(hints=...) in place of .normalized(hints=...), which returns the same state as a Checkpoint"
+        "call .canonical(hints=...) in place of .normalized(hints=...): it returns the same state as a Checkpoint"
     )
     """What errors say where a checkpoint is expected."""
     notes: tuple[str, ...] = ()
     """What could not be done, such as padding that could not be removed and incomplete lists."""
     omitted: tuple[str, ...] = ()
-    """Keys of what belongs to neither model nor optimizer, such as an epoch."""
+    """Keys of values that belong to neither the model nor the optimizer, such as an epoch."""
 
 
 class StateMapping(Protocol):
@@ -89,10 +89,11 @@ class StateMapping(Protocol):
 
 
 class Checkpoint(Mapping[str, LazyTensor]):
-    """A read-only mapping from keys to lazy tensors, and everything else that a checkpoint contains.
+    """A read-only mapping from keys to lazy tensors, and everything else that a checkpoint
+    contains.
 
-    Names, shapes, and dtypes come from the metadata. Only indexing a tensor reads data. You can
-    look up further names of tied weights (`aliases`), but iteration leaves them out."""
+    Keys, shapes, and dtypes come from the metadata. Only indexing a tensor reads data. You can also
+    look up the other keys of tied tensors (`aliases`), but iteration omits them."""
 
     def __init__(self, contents: Contents, url: str, asked: AnyPath | None = None) -> None:
         """`asked` is the path by which it was opened."""
@@ -101,16 +102,16 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self.format = contents.format
         """Name of the format, such as "dcp"."""
         self.objects = contents.objects
-        """Everything that is no tensor, by key, as plain data; unknown classes are `Record`s of
-        `formats.pickles`."""
+        """All values that are not tensors, by key, as plain data. Values of unknown classes are
+        `Record`s of `formats.pickles`."""
         self.aliases = contents.aliases
-        """Further names of stored tensors: tied weights that are stored once."""
+        """Other keys of tied tensors that are stored once: other key -> key of the stored tensor."""
         self.fingerprints = contents.fingerprints
-        """Digests of the values that were saved along, or None."""
+        """The saved fingerprints of the tensors, by key, or None."""
         self.warnings = contents.warnings
         """What was ignored or could not be represented."""
         self.run = os.fspath(asked) if asked is not None and os.fspath(asked) != url else ""
-        """The folder of the run in which it was found; empty where it was opened by its own
+        """The folder of the run in which the checkpoint was found. Empty if it was opened by its own
         path."""
         # how it was made from what is at `url`: by which mappings and hints; empty if
         # it is that itself
@@ -135,8 +136,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     @property
     def layout(self) -> StateLayout:
-        """How the checkpoint stores its tensors: the saved mesh and placements if the format has
-        them, or the boxes of the chunks, each under the rank that wrote it."""
+        """The layout of the stored tensors. It has the saved mesh and placements if the format records
+        them. Otherwise, it has the boxes of the chunks, each under the rank that wrote it."""
         return StateLayout({name: stored_layout(self.contents.tensors[name]) for name in self})
 
     @property
@@ -146,20 +147,20 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     @property
     def bytes_unchecked(self) -> int:
-        """Bytes of elements that were read so far and not compared: the format has no checksums, `check` is off, or the
-        check would have read too much (`MAX_CHECK_MULTIPLE`)."""
+        """Bytes of elements that were read so far and not compared with checksums. The format has none, `check` is off,
+        or the check would have read too much (`MAX_CHECK_MULTIPLE`)."""
         return self.contents.checking.bytes_unchecked
 
     @property
     def unchecked(self) -> str:
-        """In words, what was read so far and not compared. Empty if there is nothing."""
+        """What was read so far and not compared with checksums, in words. Empty if there is nothing."""
         return self.contents.checking.words(self.bytes_unchecked, self.bytes_checked + self.bytes_unchecked)
 
     def problems(self, *, deep: bool = False) -> list[str]:
-        """Return one text for each missing file, and for each tensor with a missing region or with
+        """Return one text for each missing file, and for each tensor with missing elements or with
         chunks that overlap or exceed it. Reads no tensor data.
 
-        `deep` also checks that every stored item contains what the metadata says.
+        With `deep`, also check that the bytes of every chunk are there.
         """
         found = self.contents.problems()
         whole: set[Hashable] = set()
@@ -180,20 +181,21 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def nested(self) -> Any:
         """Return the state with the nesting that it was saved with. Leaves are `LazyTensor`s and
-        plain objects, with tied tensors under all their names."""
+        plain objects. Tied tensors are there under all their keys."""
         leaves: dict[str, Any] = {name: self[name] for name in dict.fromkeys((*self, *self.aliases))}
         leaves.update(self.objects)
         of = self.contents
         return unflatten({of.path_of(name): leaf for name, leaf in leaves.items()}, of.containers)
 
     def select(self, globs: str | Iterable[str]) -> Checkpoint:
-        """Return the part with the names that match a glob, lazily, to compare, verify, plan, or convert.
+        """Return the part of the checkpoint whose keys match a glob, to compare, verify, plan, or
+        convert it. Reads no tensor data.
 
         Args:
-            globs: `*` also matches dots. Globs that begin with `!` exclude names.
+            globs: `*` also matches dots. Globs that begin with `!` exclude keys.
 
-        Raises KeyMismatchError for a glob that matches no name, and where none is left, and OptionError if there is no
-        glob.
+        Raises KeyMismatchError if a glob matches no key or no key is left, and OptionError if
+        there is no glob.
         """
         contents = self.contents
         extra = [alias for alias in self.aliases if alias not in contents.tensors]
@@ -223,16 +225,17 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return part
 
     def mapped(self, mapping: StateMapping) -> Checkpoint:
-        """Return the checkpoint under other names and in other shapes, lazily: see
-        `reshard.mapping`."""
+        """Return the checkpoint with other keys and shapes: see `reshard.mapping`. Reads no tensor
+        data."""
         if isinstance(mapping, Mapping):
             raise OptionError("pass a reshard.mapping.Mapping, such as Mapping([Rename('old', 'new')]), not a dict")
         return mapping.apply(self)
 
     def normalized(self, hints: Mapping[str, Any] | None = None) -> NormalizedState:
-        """Return the state under canonical names, whatever framework wrote it, as a dict to look
-        at, and to set from once its lazy tensors are read. To load, plan, compare, or convert it,
-        call `canonical` instead.
+        """Return the state under canonical names, whatever framework wrote it.
+
+        The result is a dict. You can inspect it, read its lazy tensors, and set a model from these. To
+        load, plan, compare, or convert the state, call `canonical` instead.
 
             {"model": {fqn: LazyTensor},
              "optim": {"state": {fqn: {name: LazyTensor or value}}, "param_groups": [{..., "params": [fqn, ...]}]}}
@@ -262,10 +265,12 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return result
 
     def canonical(self, hints: Mapping[str, Any] | None = None, *, model_only: bool = False) -> Checkpoint:
-        """Return what `normalized` does, as a checkpoint that you can load, plan, compare, and
-        convert. Its keys are "model.<fqn>", "optim.state.<fqn>.<name>", and
-        "optim.param_groups.<i>.<name>", whatever the sections were called; with `model_only`, bare
-        parameter names. Other values, such as an epoch, are not in it: `.warnings` lists them.
+        """Return the same state as `normalized`, as a checkpoint that you can load, plan, compare, and
+        convert.
+
+        Its keys are "model.<fqn>", "optim.state.<fqn>.<name>", and "optim.param_groups.<i>.<name>",
+        whatever the sections were called. With `model_only`, its keys are FQNs. It does not contain
+        other values, such as an epoch. `.warnings` lists them.
 
         Raises the errors of `normalized`.
         """
@@ -285,8 +290,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         problems. Notebooks display a checkpoint as this page.
 
         Args:
-            histograms: a glob of the tensors whose values are shown, such as `"*.weight"`. They are read when the page
-                is made: at most 512 of them, the first by name. The page says how many it leaves out.
+            histograms: a glob of the tensors whose values are shown, such as `"*.weight"`. At most 512 of them are
+                read, the first by name. The page says how many it omits.
             steps: the checkpoints of its run.
         """
         from planners.reports.checkpoint_pages import SavedFile, Shown, checkpoint_page
@@ -419,25 +424,28 @@ def _similar(name: str, known: Mapping[str, Any]) -> str:
 
 @renamed()
 def open(path: StoragePath, *, step: int | None = None, check: bool = True) -> Checkpoint:
-    """Open a checkpoint of any known format: a folder, a single file, or a URL. For a run, pass its folder.
+    """Open a checkpoint of any known format: a folder, a single file, or a URL. For a run, pass
+    its folder.
 
         checkpoint = reshard.open("run/step-1000")
         rows = checkpoint["model.wq.weight"][:4]  # reads the blocks with these rows
-        newest = reshard.open("run")              # `.url` says which; `.warnings` lists steps that were skipped
+        newest = reshard.open("run")              # .url is the chosen step; .warnings lists skipped steps
 
     Reads the metadata only, and runs no code from the checkpoint.
 
     Args:
         path: a folder, file, URL, or `Storage`.
-        step: which checkpoint of a run, by the number in its folder's name: `step-10`, `checkpoint-10`, `10`, ...
-            Default: the newest complete one.
-        check: compare tensor data with checksums when it is read, and raise an error if it changed. False: do not
-            compare, to recover data from a damaged checkpoint. Then a native one
-            with truncated files opens, too: only tensors in the lost parts cannot be read.
+        step: the checkpoint of a run with this number in its folder's name, such as `step-10` or
+            `checkpoint-10`. Default: the newest complete one.
+        check: compare tensor data with checksums when it is read, and raise an error if it
+            changed. False: do not compare, to recover data from a damaged checkpoint. A native
+            checkpoint with truncated files then opens, too. Only tensors in the lost parts cannot
+            be read.
 
     Raises:
-        CheckpointNotFoundError: there is nothing at `path`, the run has no such step, or no step is complete.
-        FormatError: the files have no known format, or several.
+        CheckpointNotFoundError: there is nothing at `path`, the run has no such step, or no step
+            is complete.
+        FormatError: the files have no known format, or more than one.
         CorruptCheckpointError: the metadata cannot be read or contradicts itself.
         UnsafeDataError: a pickle needs something that could run code.
     """

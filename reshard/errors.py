@@ -59,7 +59,7 @@ class CorruptCheckpointError(CheckpointError, ValueError):
     """Bytes are missing, truncated, or changed. The message names file, bytes, and tensors, if they are known."""
 
     places: tuple[tuple[str, int, int], ...] = ()
-    """The file, the first byte, and one past the last, of what is missing or was changed, where that is known."""
+    """Known places of missing or changed bytes: the file, the first byte, and one past the last byte."""
 
 
 class VerificationError(CorruptCheckpointError, ProofError):
@@ -141,7 +141,7 @@ class UndefinedTargetsError(RankFailedError):
 
     Attributes:
         rank: the rank whose failure came first, or -1 if that is not known.
-        targets: keys of the targets that are undefined, on whichever rank.
+        targets: keys of the undefined targets, on all ranks.
     """
 
     def __init__(self, message: str, *, rank: int, targets: tuple[str, ...]) -> None:

@@ -244,7 +244,7 @@ class ProductForm:
         return out
 
     def chunks(self, shape: Shape) -> Iterator[tuple[int, Box]]:
-        """Every distinct region once, with the lowest rank that holds it."""
+        """Every distinct box once, with the lowest rank that holds it."""
         geometry = self.geometry(shape)
         for owners, rank in zip(geometry.distinct(), geometry.holders(geometry.holding)[:, 0].tolist()):
             for box, _ in geometry.part(owners).boxes():
@@ -569,7 +569,7 @@ class TensorLayout:
         return self.form.parts(self.spec.shape, rank)
 
     def boxes(self, rank: int) -> tuple[Box, ...]:
-        """Return the regions that `rank` holds, in global coordinates and local order; () if there are none."""
+        """Return the boxes that `rank` holds, in global coordinates and local order. () if it holds none."""
         return tuple(box for part in self.parts(rank) for box, _ in part.boxes())
 
     def numel(self, rank: int) -> int:
@@ -585,7 +585,7 @@ class TensorLayout:
         return self.form.numels(self.spec.shape)
 
     def chunks(self) -> Iterator[tuple[int, Box]]:
-        """Return every distinct region once, with the lowest rank that holds it."""
+        """Return every distinct box once, with the lowest rank that holds it."""
         return self.form.chunks(self.spec.shape)
 
     def __setattr__(self, name: str, value: object) -> None:

@@ -232,8 +232,8 @@ class Fault:
     """How many should: 0 for an element outside the region."""
 
     def __str__(self) -> str:
-        times = {0: "never", 1: "once"}.get(self.count, f"{self.count} times")
-        return f"element {self.element} is covered {times}" + ("" if self.wanted else ", but is outside")
+        boxes = f"{self.count or 'no'} box{'es' * (self.count > 1)}"
+        return f"element {self.element} is in {boxes}" + ("" if self.wanted else ", but is outside the tensor")
 
 
 def tiling_fault(region: Sequence[Box], boxes: Sequence[Box]) -> Fault | None:

@@ -53,12 +53,12 @@ class Rule:
     placements: tuple[Placement, ...]
     """One placement per group of axes. They apply from left to right."""
     axes: Axes | None = None
-    """Groups of mesh axes in the order in which they shard. The axes of a group act as one. None: the axes that the
-    tensor's home leaves free, in mesh order, each by itself."""
+    """Groups of mesh axes in the order in which they shard. The axes of a group act as one. None: each
+    axis that the tensor's home leaves free is a group, in mesh order."""
     optional: bool = False
     """True if the glob may match no tensor."""
     line: int = field(default=0, repr=False, compare=False)
-    """In the text of its topology, from 1; 0 if it is from no text."""
+    """Line number in the text of its topology, from 1. 0 if the rule is not from a text."""
 
     @classmethod
     def parse(cls, pattern: str, text: str, optional: bool = False, line: int = 0) -> Rule:
@@ -106,21 +106,22 @@ class Home:
 class Topology:
     """A mesh, with rules and homes that place tensors on it.
 
-    The first rule that matches a name decides how it is sharded; a tensor that no rule matches is an error. Of the
-    homes that match, the first one that fixes an axis decides its coordinate; a tensor without a home is on the full
-    mesh. A 0-d tensor is replicated whatever its rule says. A rule or home without effect is an error, unless it is
-    optional.
+    The first rule that matches an FQN decides how the tensor is sharded. A tensor that no rule matches
+    is an error. Among the homes that match, the first one that fixes an axis decides the coordinate
+    along it. A tensor without a home is on the full mesh. A 0-d tensor is always replicated. A rule or
+    home without effect is an error, unless it is optional.
     """
 
     mesh: Mesh
     rules: tuple[Rule, ...]
     homes: tuple[Home, ...] = ()
     even: tuple[str, ...] = ()
-    """Axes that must divide the dims they shard without remainder, such as heads and experts."""
+    """Axes that must divide the dims that they shard without remainder, such as those for heads and
+    experts."""
     origin: str = field(default="", repr=False, compare=False)
-    """How its errors begin: with the file that it is from."""
+    """The file that the topology is from. Its errors begin with it."""
     notes: tuple[str, ...] = field(default=(), repr=False, compare=False)
-    """What it assumes that the checkpoint does not record."""
+    """Assumptions about facts that the checkpoint does not record."""
     _forms: dict[tuple[object, ...], ProductForm] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -155,7 +156,8 @@ class Topology:
         *,
         even: Iterable[str] = (),
     ) -> Topology:
-        """Create a topology from a mesh, rules, and homes given as text by glob; or from the text that `str` returns.
+        """Create a topology from the text of a mesh, with rules and homes as text by glob. Or pass only the text that
+        `str` returns.
 
         Raises PlanError for text that cannot be parsed.
         """
@@ -183,11 +185,11 @@ class Topology:
         return cls(Mesh.parse(lines[0][1] if lines else ""), tuple(its_rules), tuple(its_homes), tuple(its_even))
 
     def layout(self, specs: Iterable[TensorSpec] | Mapping[str, TensorSpec]) -> StateLayout:
-        """Return the layout of a state on this topology. The job has the ranks of the mesh, even if the tensors need
-        fewer.
+        """Return the layout of a state on this topology. The job has all ranks of the mesh, even if the
+        tensors need fewer.
 
-        Raises PlanError, which names all tensors that no rule matches, all rules and homes without effect, and the
-        first tensor that cannot be sharded as its rule says.
+        Raises PlanError if no rule matches a tensor, if a rule or home has no effect, or if a tensor
+        cannot be sharded as its rule says.
         """
         tensors: dict[str, TensorLayout] = {}
         used: set[Rule | Home] = set()
@@ -235,11 +237,11 @@ class Topology:
         return StateLayout(tensors, self.mesh.world_size)
 
     def unsharded_axes(self, layout: StateLayout) -> dict[str, tuple[str, ...]]:
-        """Return the axes that some rule shards over and that shard no tensor of `layout`, which
-        this topology made. Each comes with the names of the tensors that are replicated over it
-        because no such rule matches them.
+        """Return the axes that shard no tensor of `layout`, although a rule of this topology shards over
+        them. `layout` is a layout that this topology made. The result has the FQNs of the tensors that
+        are replicated over each axis.
 
-        An axis for which all rules say R, as in `ddp(8)`, is replicated on purpose and not listed.
+        An axis for which all rules say R, as in `ddp(8)`, is replicated on purpose. It is not listed.
         """
         fixable = {name for home in self.homes for name, _ in home.at}
         free = [tuple((name,) for name in self.mesh.names if name not in fixed) for fixed in ((), fixable)]
@@ -408,8 +410,7 @@ def ddp(world_size: int) -> Topology:
 
 
 def fsdp(shards: int, *, context_parallel: int = 1) -> Topology:
-    """Dim 0 of every tensor is sharded. Ranks of context parallelism shard parameters like any other: both axes act as
-    one."""
+    """Dim 0 of every tensor is sharded over all ranks. The axis of context parallelism and that of FSDP act as one."""
     return fsdp_tp(shards, 1, {}, context_parallel=context_parallel)
 
 

@@ -185,12 +185,12 @@ def _goes_on(left: Box, right: Box, dim: int) -> bool:
 
 @dataclass(frozen=True)
 class View:
-    """How to compose every element of `spec` from sources. Patches and fills cover the target exactly once."""
+    """How to compose each element of the tensor `spec` from source tensors. Patches and fills cover it exactly once."""
 
     spec: TensorSpec
-    """Name, shape, and dtype of the target."""
+    """FQN, shape, and dtype of the composed tensor."""
     sources: tuple[TensorSpec, ...]
-    """The source tensors, all with one dtype, each once."""
+    """The source tensors, each once. All have the same dtype."""
     patches: tuple[Patch, ...]
     """Boxes that come from sources."""
     fills: tuple[Fill, ...] = ()
@@ -236,7 +236,7 @@ class View:
 
     @property
     def shape(self) -> Shape:
-        """Shape of the target."""
+        """Shape of the composed tensor."""
         return self.spec.shape
 
     @cached_property
@@ -245,12 +245,12 @@ class View:
         return ViewGeometry(self.shape, tuple(source.shape for source in self.sources), self.patches, self.fills)
 
     def overlap(self, saved: Sequence[Form], wanted: Form) -> ViewOverlap:
-        """Return what ranks that want the target placed as `wanted` take of sources that are placed
-        as `saved`."""
+        """Return the boxes that ranks take from sources with the layouts `saved`, if they want the
+        composed tensor in the layout `wanted`."""
         return _overlap_of(self.geometry, tuple(saved), wanted)
 
     def rename(self, fqn: str) -> View:
-        """The same under another name."""
+        """Return the same view with another FQN."""
         return View(TensorSpec(fqn, self.shape, self.spec.dtype), self.sources, self.patches, self.fills)
 
     def crop(self, box: Box) -> View:
@@ -386,7 +386,7 @@ class View:
         return _joined(self.spec, placed)
 
     def apply(self, arrays: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
-        """Build the full target from full sources by name. For tests and small tensors."""
+        """Build the full tensor from full sources by name. For tests and small tensors."""
         given = [arrays[source.fqn] for source in self.sources]
         out: npt.NDArray[Any] = np.zeros(self.shape, dtype=given[0].dtype if given else np.float64)
         for fill in self.fills:
@@ -451,7 +451,8 @@ def stack(fqn: str, views: Sequence[View], dim: int = 0) -> View:
 
 
 def inverse(views: Iterable[View], fill: float | None = None) -> tuple[View, ...]:
-    """Return every source of `views` as a view of their targets, in order of first use. Fills are dropped.
+    """Return every source of `views` as a view of the composed tensors, in order of first use. Fills are
+    dropped.
 
     Raises PlanError if an element of a source is used more than once, or is not used and has no `fill`.
     """
@@ -476,10 +477,11 @@ def inverse(views: Iterable[View], fill: float | None = None) -> tuple[View, ...
 
 
 def viewed(views: Iterable[View], specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-    """Return the tensors of a state after `views`: targets replace their sources, and all others stay the same.
+    """Return the tensors of a state after `views`. Composed tensors replace their sources. All others
+    stay the same.
 
-    Raises PlanError for a source that the state lacks or has with another shape or dtype, and for
-    a repeated name.
+    Raises PlanError if the state lacks a source or has it with another shape or dtype, and for a
+    repeated FQN.
     """
     made: dict[str, TensorSpec] = {}
     used: set[str] = set()

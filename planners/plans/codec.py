@@ -50,8 +50,8 @@ def dumps(value: object, *, indent: int | None = None) -> str:
 def loads(text: str | bytes) -> Any:
     """Deserialize a value that `dumps` wrote.
 
-    Raises CodecError for a text that is not JSON, that has another version, or that was edited and is no longer
-    consistent. A plan with explicitly listed items is verified.
+    Verifies a plan with explicitly listed items. Raises CodecError if the text is not JSON, has another
+    version, or was edited and is no longer consistent.
     """
     try:
         data = json.loads(text)

@@ -28,14 +28,14 @@ __all__ = ["CopyPlan", "plan_copies"]
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """Which ranks keep copies of the data of other ranks, in addition to the one on its own host."""
+    """Which ranks keep copies of the data of other ranks. The host of each rank has the first copy of its data."""
 
     hosts: tuple[str, ...]
     """Host of each rank."""
     nbytes: tuple[int, ...]
     """Bytes that each rank writes."""
     copies: int
-    """Number of copies of each byte, not counting the first. Any hosts up to this number may be lost."""
+    """Number of copies of each byte, not counting the first. This number of hosts may be lost."""
     rings: tuple[tuple[str, ...], ...]
     keepers: tuple[tuple[int, ...], ...]
     """For each rank, the ranks that receive a copy."""

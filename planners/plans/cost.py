@@ -83,7 +83,7 @@ class Cluster:
         """Return a bandwidth. Raises PlanError if the cluster does not have it."""
         value = getattr(self, name)
         if value is None:
-            raise PlanError(f"to estimate {purpose} the cluster needs a bandwidth: give {name}")
+            raise PlanError(f"to estimate {purpose}, the cluster needs a bandwidth: pass {name}")
         return float(value)
 
     def by_host(self, per_rank: Ints) -> Ints:
@@ -105,7 +105,7 @@ class Estimate:
     rank_requests: Ints
     """Number of reads after coalescing, of files written, or of peers received from."""
     rank_bytes: Ints
-    """Bytes that each rank transfers in fact: reads include gaps between needed bytes."""
+    """Bytes that each rank really transfers. Reads include gaps between needed bytes."""
     host_in_bytes: Ints
     """Bytes that each host receives from storage or from other hosts."""
     host_out_bytes: Ints
@@ -121,24 +121,24 @@ class Estimate:
 
     @property
     def over_read(self) -> float:
-        """Bytes read per byte needed; 1 for saves and transfers."""
+        """Bytes read per byte needed. 1 for saves and transfers."""
         needed = int(self.rank_needed_bytes.sum())
         return int(self.rank_bytes.sum()) / needed if needed else 1.0
 
     @property
     def slowest_host(self) -> int:
-        """The first host that finishes last."""
+        """The host that finishes last. If several do, the first of them."""
         return int(self.host_seconds.argmax())
 
     @property
     def straggling(self) -> float:
-        """Time of the slowest host divided by the mean of the busy hosts; 1 is even."""
+        """Time of the slowest host divided by the mean of the busy hosts. 1 if all are equal."""
         busy = self.host_seconds[self.host_seconds > 0]
         return float(busy.max() / busy.mean()) if len(busy) else 1.0
 
     @property
     def fits(self) -> bool | None:
-        """True if every host has enough memory; None if the cluster does not say how much there is."""
+        """True if every host has enough memory. None if `cluster` has no `host_memory_bytes`."""
         limit = self.cluster.host_memory_bytes
         return None if limit is None else bool(self.peak_host_bytes.max(initial=0) <= limit)
 
@@ -159,9 +159,9 @@ class Estimate:
 
 
 def estimate(plan: LoadPlan | SavePlan | TransferPlan, cluster: Cluster) -> Estimate:
-    """Estimate bytes, requests, memory, and time of a plan, per rank and host. Items are not listed.
+    """Estimate the bytes, requests, memory, and time of a plan, per rank and host. Does not list items.
 
-    Raises PlanError for a cluster without the bandwidth that the plan needs, or for a value that is not a plan.
+    Raises PlanError if the cluster lacks a bandwidth that the plan needs, or if the value is not a plan.
     """
     if not isinstance(cluster, Cluster):
         raise PlanError(f"estimate(plan, cluster) needs a Cluster, got {cluster!r:.80}")
@@ -252,14 +252,14 @@ def _shared_s(total_bytes: int, seconds: Floats, cluster: Cluster) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Estimates of one change for several targets."""
+    """Estimates of a change to each of several target topologies."""
 
     estimates: dict[str, Estimate]
-    """Estimates by the name of the target, fastest first."""
+    """Name of the target topology -> its estimate, the fastest first."""
 
     @property
     def best(self) -> str:
-        """The fastest target that fits in memory; if none does, the fastest."""
+        """The fastest target topology that fits in memory. If none does, the fastest."""
         return next((n for n, e in self.estimates.items() if e.fits is not False), next(iter(self.estimates)))
 
     def __str__(self) -> str:
@@ -303,10 +303,11 @@ def compare_topologies(
     *,
     live: bool = False,
 ) -> Comparison:
-    """Estimate the cost of moving a state from `source` to each of several targets: by a load, or, if `live`, by
-    transfers between running ranks.
+    """Estimate the cost of moving a state from `source` to each of several target topologies, by a load.
+    With `live`, by transfers between running ranks.
 
-    Raises PlanError if there are no targets, or for a cluster without the bandwidth that is needed.
+    Raises PlanError if there are no target topologies, or if the cluster lacks a bandwidth that is
+    needed.
     """
     if not targets:
         raise PlanError("no targets to compare: pass at least one layout or topology by name")

@@ -46,21 +46,22 @@ class ReadItem(NamedTuple):
     source: Box
     """The overlap, in the saved chunk's coordinates."""
     target: Box
-    """The overlap, in the local tensor's coordinates. Its sizes are the same, except for `dims`."""
+    """The overlap, in the local tensor's coordinates. Its sizes are the same, unless `dims` changes
+    them."""
     nbytes: int
     """Bytes of the overlap, as saved."""
     part: int = 0
-    """Which of the rank's local tensors of this name; 0 unless the target is explicit boxes or a
-    flat range."""
+    """Index of the rank's local tensor of this FQN. 0 unless the wanted layout has explicit boxes or
+    flat ranges."""
     saved_as: str | None = None
-    """Name of the saved tensor if a view gives it another."""
+    """FQN of the saved tensor, if a view gives it another one."""
     dims: Dims | None = None
-    """Per dim of the target, the dim of the chunk that it comes from, or None for a new dim of size 1. Dims of the
-    chunk that are not named have size 1. None: the same dims in the same order."""
+    """For each dim of the local tensor, the dim of the chunk that it comes from, or None for a new dim
+    of size 1. Other dims of the chunk have size 1. None: the same dims in the same order."""
 
     @property
     def saved_fqn(self) -> str:
-        """Name of the saved tensor that the chunk belongs to."""
+        """FQN of the saved tensor that the chunk belongs to."""
         return self.fqn if self.saved_as is None else self.saved_as
 
     @property
@@ -95,20 +96,20 @@ class ReadItems(PlanItems[ReadItem]):
 class LoadPlan(Plan[ReadItems]):
     """What every rank reads. Immutable.
 
-    A plan consists of its two layouts, and of views if target tensors are composed of saved ones. Items are computed
-    for the rank that you ask for. A plan with explicitly listed items (`with_items`) keeps them, and `verify` checks
-    them.
+    A plan consists of two layouts, and of views if wanted tensors are composed of saved ones. Items
+    are computed for the rank that you ask for. A plan with explicitly listed items (`with_items`)
+    keeps them, and `verify` checks them.
     """
 
     __slots__ = ("_groups", "_rank_bytes", "saved", "views", "wanted")
 
     kind, verb, _MADE_OF, _Listed = "load", "reads", ("saved", "wanted", "views"), ReadItems
-    covers = "every element of the target is read exactly once, from the right place"
+    covers = "every rank reads each element that it needs exactly once, from the right place"
 
     saved: StateLayout
     wanted: StateLayout
     views: dict[str, View]
-    """Target tensors that are composed of saved ones. All others are saved under their own name."""
+    """Wanted tensors that are composed of saved ones. All others are saved under their own FQN."""
 
     def __init__(
         self,
@@ -124,28 +125,28 @@ class LoadPlan(Plan[ReadItems]):
         self._groups: tuple[dict[str, int], ...] | None = None
 
     def overlap(self, fqn: str) -> Overlap:
-        """Return the overlap of the saved and the target layout of a tensor, shared by all tensors of the same
-        geometry."""
+        """Return the overlap of the saved and the wanted layout of a tensor. All tensors of the same
+        geometry share it."""
         wanted, view = self.wanted[fqn], self.views.get(fqn)
         if view is None:
             return overlap_of(wanted.spec.shape, self.saved[fqn].form, wanted.form)
         return view.overlap([self.saved[source.fqn].form for source in view.sources], wanted.form)
 
     def sources(self, fqn: str) -> tuple[str, ...]:
-        """Return the names of the saved tensors that a target tensor is composed of."""
+        """Return the FQNs of the saved tensors that a wanted tensor is composed of."""
         view = self.views.get(fqn)
         return (fqn,) if view is None else tuple(source.fqn for source in view.sources)
 
     def geometry_key(self, fqn: str) -> tuple[object, ...]:
-        """Return all that the plan of a tensor depends on except names. Tensors with equal keys
-        share one plan."""
+        """Return everything that the plan of a tensor depends on, except FQNs. Tensors with equal
+        results share one plan."""
         wanted, view = self.wanted[fqn].geometry_key, self.views.get(fqn)
         if view is None:
             return wanted, self.saved[fqn].geometry_key
         return wanted, view.geometry, tuple(self.saved[source.fqn].geometry_key for source in view.sources)
 
     def saved_itemsize(self, fqn: str) -> int:
-        """Return the bytes per element of a target tensor, as saved."""
+        """Return the saved bytes per element of a wanted tensor."""
         view = self.views.get(fqn)
         return self.saved[fqn].spec.itemsize if view is None else view.spec.itemsize
 
@@ -170,9 +171,9 @@ class LoadPlan(Plan[ReadItems]):
         return itertools.chain.from_iterable(items for _, items in found)
 
     def groups(self) -> tuple[dict[str, int], ...]:
-        """Target names that share one plan, with their positions among all target names. Computed once.
+        """Return groups of FQNs that share one plan, with their positions among all wanted FQNs.
 
-        Raises LayoutMismatchError if a target tensor, or a source of its view, is not saved.
+        Raises LayoutMismatchError if a wanted tensor, or a source of its view, is not saved.
         """
         if self._groups is None:
             groups: dict[tuple[object, ...], dict[str, int]] = {}
@@ -185,7 +186,8 @@ class LoadPlan(Plan[ReadItems]):
         return self._groups
 
     def tensor_items(self, fqn: str, rank: int) -> list[ReadItem]:
-        """Return what the layouts make `rank` read of one tensor, ignoring explicitly listed items."""
+        """Return the items that `rank` reads of one tensor according to the layouts. Ignores explicitly
+        listed items."""
         names, itemsize = self.sources(fqn) if fqn in self.views else (None,), self.saved_itemsize(fqn)
         try:
             return [
@@ -196,7 +198,7 @@ class LoadPlan(Plan[ReadItems]):
             raise CoverageError(str(error), fqn=fqn, rank=rank, box=error.box) from None
 
     def fills(self, rank: int) -> tuple[FillItem, ...]:
-        """Return the constants that views put in the local tensors of `rank`, mostly padding."""
+        """Return the constants that views put into the local tensors of `rank`, such as padding."""
         check_rank(rank, self.world_size)
         return tuple(
             FillItem(fqn, slot.box, slot.value, slot.part)
@@ -206,7 +208,7 @@ class LoadPlan(Plan[ReadItems]):
         )
 
     def rank_bytes(self) -> Ints:
-        """Return the bytes that each rank reads, as saved: every needed element once. Items are not listed."""
+        """Return the saved bytes that each rank reads, every needed element once. Does not list items."""
         if self._rank_bytes is not None:
             return self._rank_bytes
         total = np.zeros(self.world_size, dtype=np.int64)
@@ -237,7 +239,7 @@ class LoadPlan(Plan[ReadItems]):
         return count_reads(self).items
 
     def findings(self) -> Iterator[Finding]:
-        """Return all problems. Products of both sides are checked per dim, everything else item by item."""
+        """Return all problems."""
         unfit = dict(_unfit(self.saved, self.wanted, self.views, allow_cast=True))
         yield from (Finding(message, fqn) for fqn, message in unfit.items())
         fit = self
@@ -271,16 +273,17 @@ def plan_reads(
     allow_cast: bool = False,
     views: Mapping[str, View] | Iterable[View] = (),
 ) -> LoadPlan:
-    """Plan what every rank of `wanted` reads from chunks placed as `saved`. Tensors that only `saved` has are not read.
+    """Plan what every rank of `wanted` reads from chunks placed as `saved`. Tensors that only `saved`
+    has are not read.
 
-    `views` lists target tensors that are composed of saved ones with other names or shapes. Views
-    of tensors that are not in `wanted` are not used. Deterministic: the result depends only on the
-    arguments and is the same on every rank.
+    `views` lists wanted tensors that are composed of saved ones with other FQNs or shapes. Views of
+    tensors that are not in `wanted` are not used. The result depends only on the arguments, and is
+    the same on every rank.
 
     Raises:
-        LayoutMismatchError: names the first 20 target tensors and sources of views that are not
-            saved, or are saved with another shape or dtype. `allow_cast` accepts other dtypes and
-            leaves the cast to the caller.
+        LayoutMismatchError: a wanted tensor or a source of a view is not saved, or is saved with
+            another shape or dtype. The error lists the first 20. With `allow_cast`, dtypes may
+            differ, and the caller casts.
     """
     check_states(saved=saved, wanted=wanted)
     given = views.values() if isinstance(views, Mapping) else views
@@ -289,7 +292,7 @@ def plan_reads(
     if problems:
         lines = in_groups(problems)
         lines[20:] = [f"and {len(lines) - 20} more"] * (len(lines) > 20)
-        head = f"{len(problems)} of {len(wanted)} tensors of the target do not match the saved state:"
+        head = f"{len(problems)} of {len(wanted)} wanted tensors do not match the saved state:"
         listed, reasons = "\n    ".join([head, *lines]), "; ".join(it.message for it in problems)
         if " with shape " in reasons:
             listed += "\n  the shape of each tensor must be the same on both sides"
@@ -311,7 +314,7 @@ def _unfit(
         spec, view = layout.spec, views.get(fqn)
         if view is not None and (differs := _difference(view.spec, spec, allow_cast)):
             yield fqn, f"is made by a view {differs}"
-        user = "target" if view is None else "view"
+        user = "wanted layout" if view is None else "view"
         for source in (spec,) if view is None else view.sources:
             what, other = "is" if view is None else f"takes from {source.fqn!r}, which is", saved.get(source.fqn)
             if other is None:
@@ -321,7 +324,7 @@ def _unfit(
                 yield fqn, f"{what} saved {differs}"
 
 
-def _difference(given: TensorSpec, meant: TensorSpec, allow_cast: bool, user: str = "target") -> str:
+def _difference(given: TensorSpec, meant: TensorSpec, allow_cast: bool, user: str = "wanted layout") -> str:
     """Return in what a tensor is not what it is meant to be; "" if it is."""
     if given.shape != meant.shape:
         return f"with shape {list(given.shape)}, but the {user} has {list(meant.shape)}"

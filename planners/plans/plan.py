@@ -90,26 +90,27 @@ class Provable(Protocol):
 
 
 def verify(subject: object) -> Report:
-    """Prove that a layout or plan is correct, or report what is wrong with it. `covers` of the report says what was
-    proved. The proof does not say that a layout is the intended one: `Topology.unsharded_axes` lists axes that shard
-    nothing.
+    """Prove that a layout or plan is correct, or report what is wrong with it. `covers` of the
+    report says what was proved. The proof does not show that a layout is the one that you meant:
+    `Topology.unsharded_axes` lists axes that shard nothing.
 
-    A layout is correct if its regions cover every tensor, each element once per group of replicas.
-    A load plan is correct if every target element is written exactly once, from the saved element
-    with the same global coordinates (or the one that a view maps to it), out of a chunk that its
-    owner holds, or is a constant of a view. A save plan is correct if every element is written
-    exactly once, by a rank that holds it. A transfer plan is correct if every needed element
-    arrives exactly once, from a rank that holds it. A schedule is correct if its plan is, if no
-    rank sends to two ranks or receives from two in one round, if it stays within its budget, and if
-    every byte of the plan is sent once. A copy plan is correct if the bytes of each rank are on
-    `copies + 1` hosts.
+    - A layout is correct if its boxes cover every tensor, each element once per group of replicas.
+    - A load plan is correct if every target element is written exactly once. It comes from the saved
+      element with the same global coordinates, or from the one that a view maps to it, in a chunk
+      that its owner holds. Or it is a constant of a view.
+    - A save plan is correct if every element is written exactly once, by a rank that holds it.
+    - A transfer plan is correct if every needed element arrives exactly once, from a rank that holds
+      it.
+    - A schedule is correct if its plan is correct, if in one round no rank sends to two ranks or
+      receives from two, if it stays within its budget, and if every byte of the plan is sent once.
+    - A copy plan is correct if the bytes of each rank are on `copies + 1` hosts.
 
     Raises PlanError for a value that is not a layout, plan, or schedule.
     """
     if isinstance(subject, TensorLayout):
         subject = StateLayout({subject.fqn: subject})
     if isinstance(subject, StateLayout):
-        covers = "its regions tile every tensor, each element once per group of replicas"
+        covers = "its boxes cover every tensor, each element once per group of replicas"
         return Report(repr(subject), tuple(_layout_findings(subject)), len(subject), covers=covers)
     if isinstance(subject, Provable):
         left = getattr(subject, "missing", ())
@@ -165,7 +166,7 @@ class Plan(ABC, Pictured, Generic[ItemsT]):
 
     @property
     def sides(self) -> dict[str, StateLayout]:
-        """The layouts of the plan by their role; the last one is the target."""
+        """The layouts of the plan by their role. The plan leads to the last one."""
         return {name: value for name, value in self._made_of().items() if isinstance(value, StateLayout)}
 
     def with_items(self: PlanT, items: Mapping[int, Sequence[Any]]) -> PlanT:

@@ -40,12 +40,12 @@ def plan_relay(
     allow_cast: bool = False,
     allow_missing: bool = False,
 ) -> tuple[TransferPlan, ...]:
-    """Plan a transfer in one or two steps: two if that moves fewer bytes between groups.
+    """Plan a transfer in one step, or in two steps if that moves fewer bytes between groups.
 
-    Groups are hosts, if `ranks_per_host` is given, and then the two sides, if no rank is on both. The first plan moves
-    the state from `before` to a layout in which some tensors are striped over replicas. These keep the dtype that they
-    have in `before`; all others are as `after` specifies. The second plan moves the striped tensors only. Arguments and
-    errors are those of `plan_transfers`.
+    Groups are the hosts, if you pass `ranks_per_host`, and the two sides, if no rank is on both. The
+    first of two plans moves the state from `before` to a layout in which some tensors are striped over
+    replicas. These tensors keep their dtype from `before`. All others are as `after` specifies. The
+    second plan moves only the striped tensors. Arguments and errors are those of `plan_transfers`.
     """
     direct = plan_transfers(
         before, after, ranks_per_host=ranks_per_host, allow_cast=allow_cast, allow_missing=allow_missing

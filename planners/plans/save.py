@@ -30,9 +30,9 @@ class WriteItem(NamedTuple):
 
     fqn: str
     box: Box
-    """The region, in global coordinates. The file stores it as one array."""
+    """The box, in global coordinates. The file stores it as one array."""
     source: Box
-    """The same region, in the coordinates of the rank's local tensor."""
+    """The same elements, in the coordinates of the rank's local tensor."""
     nbytes: int
     part: int = 0
     """Which of the rank's local tensors of this name."""
@@ -114,8 +114,8 @@ class SavePlan(Plan[WriteItems]):
         return sorted(out, key=lambda item: (item.fqn, item.part, item.source))
 
     def writers(self, fqn: str, chunk: Box) -> tuple[tuple[int, Box], ...]:
-        """Return the writers of a chunk: (rank, region in global coordinates). The regions together
-        are the chunk.
+        """Return the writers of a chunk: (rank, box in global coordinates). Together, the boxes are
+        the chunk.
 
         `chunk` is one of `layout[fqn].chunks()`, or a box within one. Chunks and ranks are not listed. Raises PlanError
         if no rank holds it.
@@ -126,7 +126,7 @@ class SavePlan(Plan[WriteItems]):
         return found
 
     def writers_near(self, fqn: str, box: Box) -> Sequence[tuple[int, Box]]:
-        """Return (rank, region in global coordinates) of all writes that share an element with `box`."""
+        """Return (rank, box in global coordinates) of all writes that share an element with `box`."""
         if fqn not in self._place:
             raise PlanError("there is no such tensor in this plan", fqn=fqn)
         assigned, t = self._place[fqn]
@@ -164,14 +164,14 @@ class SavePlan(Plan[WriteItems]):
 def plan_writes(
     layout: StateLayout, *, divide_above_bytes: int = DIVIDE_ABOVE_BYTES, ranks_per_host: int | None = None
 ) -> SavePlan:
-    """Plan which rank writes which chunk of `layout`: each element once, with even bytes over the ranks that hold it.
+    """Plan which rank writes which chunk of `layout`. Each element is written once. The ranks that
+    hold the elements write about equal numbers of bytes.
 
     With `ranks_per_host`, hosts are balanced, too: ranks 0 to ranks_per_host - 1 share the first
-    one, and so on. Deterministic: the result depends only on the arguments and is the same on every
-    rank.
+    host, and so on. The result depends only on the arguments, and is the same on every rank.
 
-    Raises PlanError if two ranks hold regions that overlap without being equal, because neither can then be written
-    once.
+    Raises PlanError if two ranks hold boxes that overlap but are not equal, because neither can then
+    be written once.
     """
     return SavePlan(layout, divide_above_bytes, ranks_per_host)
 

@@ -38,7 +38,7 @@ class Message(NamedTuple):
     sender: int
     receiver: int
     pieces: tuple[TransferItem, ...]
-    """Parts of read items, packed back to back. Each part is in row-major order of its box."""
+    """Parts of transfer items, without gaps. Each part is in row-major order of its box."""
 
     @property
     def nbytes(self) -> int:
@@ -177,9 +177,7 @@ def slack_bytes(max_inflight_bytes: int) -> int:
 
 def schedule(plan: TransferPlan, *, max_inflight_bytes: int = MAX_INFLIGHT_BYTES) -> Schedule:
     """Schedule all messages of `plan` in rounds. The number of rounds equals the number of messages
-    of the busiest rank.
-
-    The result is deterministic: every rank computes the same schedule.
+    of the busiest rank. Every rank computes the same schedule.
 
     Args:
         plan: what to send.

@@ -77,8 +77,8 @@ class TransferItem(NamedTuple):
 
 
 class TransferItems(PlanItems[TransferItem]):
-    """Items in the order of names, then of the sender's regions, then of the receiver's elements. Their bytes include
-    copies within a rank."""
+    """Items in the order of names, then of the sender's boxes, then of the receiver's elements. Their
+    bytes include copies within a rank."""
 
     __slots__ = ()
 
@@ -334,20 +334,22 @@ def plan_transfers(
 ) -> TransferPlan:
     """Plan which rank sends what to which, so that ranks with the layout `before` have the layout `after`.
 
-    A receiver that holds an element copies it. Others receive it from one of its holders: from
-    their own host if possible, otherwise from the holders in turn, the least loaded first.
-    Deterministic: the result depends only on the arguments and is the same on every rank. Names
-    that only `before` has are dropped.
+    A receiver that already holds an element copies it locally. Other receivers get it from one of its
+    holders: from their own host if possible, otherwise from the holders in turn, the least loaded
+    first. The result depends only on the arguments, and is the same on every rank. FQNs that only
+    `before` has are dropped.
 
     Args:
         before, after: the layouts.
-        ranks_per_host: ranks 0 to n - 1 are on the first host, and so on; None if hosts do not matter.
-        allow_cast: dtypes may differ. Bytes are counted and sent in the dtype of `before`. The cast is left to the
-            caller.
-        allow_missing: names that only `after` has are not filled, and are listed as the plan's `missing`.
+        ranks_per_host: number of ranks per host: ranks 0 to n - 1 are on the first host, and so on.
+            None if hosts do not matter.
+        allow_cast: dtypes may differ. Bytes are counted and sent in the dtype of `before`. The caller
+            casts.
+        allow_missing: FQNs that only `after` has are not filled. The plan lists them as `missing`.
 
     Raises:
-        LayoutMismatchError: names all tensors whose shapes or dtypes differ, or that no rank holds before.
+        LayoutMismatchError: shapes or dtypes of tensors differ, or no rank holds a tensor before. The
+            error lists all of them.
     """
     check_states(before=before, after=after)
     names = [fqn for fqn in after if fqn in before] if allow_missing else list(after)
@@ -387,7 +389,7 @@ def _holders_findings(route: Route, before: ProductGeometry) -> Iterator[Finding
         number = number * own.owners + owners
     wrong_ranks = holders.ranks[number[before.mesh.positions(holders.ranks)] != holders.source_of]
     for rank in wrong_ranks[:1].tolist():
-        yield Finding("sends a region that it does not hold", None, rank)
+        yield Finding("sends a box that it does not hold", None, rank)
 
 
 def _dealing_findings(route: Route) -> Iterator[Finding]:
@@ -396,7 +398,7 @@ def _dealing_findings(route: Route) -> Iterator[Finding]:
     order = np.lexsort((route.order, holders.source_of))
     wrong = np.flatnonzero(route.order[order] != holders.ranks)
     for place in wrong[:1].tolist():
-        yield Finding("sends a region that it does not hold", None, int(route.order[order][place]))
+        yield Finding("sends a box that it does not hold", None, int(route.order[order][place]))
 
 
 def _tensor_findings(plan: TransferPlan, rank: int, fqn: str, items: Sequence[TransferItem]) -> Iterator[Finding]:

@@ -326,8 +326,8 @@ def cuts(layout: TensorLayout, caption: str) -> str:
         ))  # fmt: skip
         body.append(_cell(x + 14, y + 14, right - x, below - y, ranks, where, drawn != exact))
     rest = f", at index 0 of the {len(shape) - 2} other dims" if len(shape) > 2 else ""
-    rest += f"; not drawn: how {' and '.join(inner)} shards each region again" if inner else ""
-    rest += "; a region is drawn for many shards, from the first to the last rank" if drawn != exact else ""
+    rest += f"; not drawn: how {' and '.join(inner)} shards each box again" if inner else ""
+    rest += "; each drawn box stands for many shards, from the first to the last rank" if drawn != exact else ""
     rest += "; 0+ means rank 0 and others" if any(part.endswith("+</text>") for part in body) else ""
     fine = ' class="fine"' if max(map(len, (rows, columns))) > 33 else ""
     return (
@@ -364,7 +364,7 @@ def notation(sides: Iterable[StateLayout]) -> str:
 def _words(layout: TensorLayout) -> str:
     owners = Owners(layout)
     copies = f" on {owners.copies:,} ranks each" if owners.copies > 1 else ""
-    return f"{in_both_forms(layout)} · {owners.pieces:,} region{'s' * (owners.pieces != 1)}{copies}"
+    return f"{in_both_forms(layout)} · {owners.pieces:,} box{'es' * (owners.pieces != 1)}{copies}"
 
 
 def _cell(

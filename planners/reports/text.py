@@ -26,11 +26,11 @@ __all__ = ["PlanDiff", "PlanStats", "diff", "explain", "format_bytes", "format_p
 def format_plan(
     plan: LoadPlan | SavePlan | TransferPlan | Schedule, limit: int | None = 20, *, width: int = 100, items: bool = True
 ) -> str:
-    """Format the plan as text: totals, bytes per rank with a bar, and up to `limit` items (None:
-    all) of the first ranks, or none without `items`.
+    """Return the plan as text: totals, bytes per rank with a bar, and at most `limit` items of the
+    first ranks. `limit=None` lists all items. `items=False` lists none.
 
-    For a schedule, up to `limit` rounds are listed. `width` is that of the terminal in characters and limits the bars.
-    Raises PlanError for a value that is neither.
+    For a schedule, lists at most `limit` rounds. `width` is the width of the terminal in characters.
+    It limits the bars. Raises PlanError if the value is neither a plan nor a schedule.
     """
     if isinstance(plan, Schedule):
         return "\n".join(_schedule_lines(plan, limit))
@@ -57,7 +57,7 @@ def format_plan(
 def explain(plan: LoadPlan | SavePlan | TransferPlan, fqn: str, rank: int) -> str:
     """Explain what a rank does with one tensor: what it holds or needs, and every item of it.
 
-    Raises PlanError for a name that is not in the plan, or a rank outside the job.
+    Raises PlanError if the plan has no tensor of this FQN, or if the rank is outside the job.
     """
     if fqn not in plan.names:
         raise PlanError("the plan has no tensor of this name", fqn=fqn)
@@ -176,8 +176,8 @@ class PlanDiff:
     changed: dict[str, str]
     """Names whose shape, dtype, or placement differs, with the difference."""
     rank_bytes: tuple[Ints, Ints]
-    """Bytes of each rank in both: read, written, received, or held. A rank that one of them
-    lacks has 0."""
+    """Bytes of each rank in `a` and in `b`: read, written, received, or held. If one of them lacks a
+    rank, its bytes are 0."""
 
     @property
     def is_empty(self) -> bool:
@@ -211,9 +211,9 @@ class PlanDiff:
 def diff(
     a: LoadPlan | SavePlan | TransferPlan | StateLayout, b: LoadPlan | SavePlan | TransferPlan | StateLayout
 ) -> PlanDiff:
-    """Compare two plans of one kind, or two layouts. Items are not listed.
+    """Compare two plans of one kind, or two layouts. Does not list items.
 
-    Raises PlanError for two different kinds, or for any other value.
+    Raises PlanError for plans of different kinds, and for any other value.
     """
     if type(a) is not type(b):
         raise PlanError(f"cannot compare {type(a).__name__} with {type(b).__name__}: give two of one kind")
@@ -292,7 +292,7 @@ class PlanStats:
     """Number of items of each rank; None for save plans, where it depends on how chunks are
     divided."""
     unsharded_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """See `StateLayout.unsharded_axes`: of the target layout, or of the layout that is saved."""
+    """The `StateLayout.unsharded_axes` of the layout that the plan leads to. For a save, those of the saved layout."""
 
     uncut_axes = property(lambda self: self.unsharded_axes)  # its old name
 
@@ -361,11 +361,7 @@ class PlanStats:
 
 
 def summarize(plan: LoadPlan | SavePlan | TransferPlan) -> PlanStats:
-    """Count the bytes and items of all ranks. Products of both sides are counted without
-    listing items.
-
-    Raises PlanError for a value that is not a plan.
-    """
+    """Count the bytes and items of all ranks. Raises PlanError for a value that is not a plan."""
     if not isinstance(plan, Plan):
         raise PlanError(f"cannot summarize a {type(plan).__name__}: give a load, save or transfer plan")
     uncut = list(plan.sides.values())[-1].unsharded_axes()

@@ -63,7 +63,7 @@ def replay(plan: LoadPlan | TransferPlan, rank: int, saved: Mapping[str, npt.NDA
     """Return what arrives in the local tensors of `rank`. `saved` contains the full saved tensors, all of one numeric
     kind. Without it, and for transfers, every element is its own row-major index.
 
-    Returns, for each target name, one array per local tensor. -1 marks elements that were not written.
+    Returns one array per local tensor, by FQN. -1 marks elements that were not written.
     """
     if isinstance(plan, TransferPlan):
         return _replay_transfers(plan, rank)

@@ -117,29 +117,29 @@ def compare(
     Names, shapes, dtypes, objects, and values are compared, including per-rank values. Layouts and
     formats may differ. Some formats do not record types of containers, so these are not compared: a
     list equals a tuple, the key 1 equals "1", and an empty dict equals a missing one. 1 equals 1.0, but
-    not True. Values of tensors are compared bit for bit: NaN equals the same NaN, and -0.0 differs
-    from 0.0. If you pass `atol` or `rtol`, values are equal within `atol + rtol * |b|`.
+    not True. Values of tensors are compared bit by bit: NaN equals the same NaN, and -0.0 differs
+    from 0.0. With `atol` or `rtol`, values are equal if they differ by at most `atol + rtol * |b|`.
 
     Args:
         a, b: a path, an open `Checkpoint`, or a (nested) state dict. With DTensors or
             ShardedTensors the call is collective: each rank compares what it holds, and all ranks
             return the same report. Nothing is gathered.
         rtol, atol: relative and absolute tolerance, as in `torch.allclose`. Default: bit by bit.
-        by_fingerprint: compare saved fingerprints instead of values where both sides have them.
-            This is fast, but does not find damage since the save. Not with a tolerance.
-        labels: names for the two sides in the report; default: their paths.
+        by_fingerprint: compare saved fingerprints instead of values if both sides have them.
+            This is fast, but does not detect damage since the save. Not with a tolerance.
+        labels: names for the two sides in the report. Default: their paths.
         workers: number of processes on this host that compare at the same time.
         executor: runs the comparison as tasks, as in `reshard.convert`. Then pass both checkpoints by path.
         progress: show a progress bar if stderr is a terminal.
         measure: also measure by how much each tensor differs, for `.measures` and `.to_html()`. This takes longer.
-        process_group: the ranks that share the state; default: the default group. If you pass it,
-            the call is collective even if no tensor is sharded, as for pipeline stages, and a name
-            is missing only if no rank has it.
+        process_group: the ranks that share the state. Default: the default group. If you pass it, the
+            call is collective even if no tensor is sharded, as for pipeline stages. A key is then
+            missing only if no rank has it.
         timeout: limit for a collective call, in seconds or as a `timedelta`.
 
-    Returns a report. It lists every difference, with the first differing element of each tensor in
-    row-major order, and everything that cannot be read. `covered` says how many bytes of `a` were
-    read and compared with those of `b`, not counting comparisons by fingerprint.
+    Returns a report. It lists everything that differs or cannot be read. For a tensor, it has the
+    first element that differs, in row-major order. `covered` says how many bytes of `a` were read
+    and compared with those of `b`. Comparisons by fingerprint do not count.
     """
     check_executor(executor, workers, a, b)
     check_options(by_fingerprint=by_fingerprint, progress=progress, measure=measure)
@@ -251,9 +251,9 @@ class CompareReport(Report):
     """By how much each tensor differs, if you passed `measure`. Tensors whose shapes differ have no entry."""
     labels: tuple[str, str] = ("", "")
     damaged: Mapping[str, str] = field(default_factory=dict)
-    """The tensors that were not compared because a side is damaged there, with the errors. `findings` has them too."""
+    """key -> error of tensors that were not compared because one side is damaged. `findings` has them too."""
     is_empty: bool = False
-    """Whether neither side has a tensor or another value, so that there was nothing to compare."""
+    """True if neither side has a tensor or another value, so that there was nothing to compare."""
 
     @property
     def _problem(self) -> str:

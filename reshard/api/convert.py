@@ -73,25 +73,27 @@ class ConvertReport(WrittenReport, CheckedReport):
     """Keys of the source that the format cannot store, and those of `unnamed`."""
     unnamed: tuple[str, ...]
     """With `normalized`, keys of values that have no canonical name and are not plain data, such as
-    per-rank values and averages of the model. Else, keys of what cannot be read here."""
+    per-rank values and averages of the model. Otherwise, keys of values that cannot be read here."""
     retyped: Mapping[str, tuple[str, str]]
-    """Keys of containers whose class the format does not record, such as a named tuple: that class, and the builtin
-    one that was written."""
+    """key -> (saved class, written class) of containers whose class the format cannot record, such as
+    a named tuple. The written class is a builtin one."""
     warnings: tuple[str, ...]
-    """Warnings about the source, and about what was written."""
+    """Warnings about the source and the output."""
     overflowed: Mapping[str, int]
-    """Key -> number of finite elements beyond the range of the dtype that they were converted to, in the job. What is
-    read twice, as for two files of `onto`, counts twice."""
+    """key -> number of finite elements beyond the range of the dtype that they were converted to, in
+    the job. Elements that are read twice, as for two files of `onto`, count twice."""
 
     def __repr__(self) -> str:
         """One line."""
         odd = f", omitted {format_names(self.omitted)}" if self.omitted else ""
         retyped = [f"{key}: {old} -> {new}" for key, (old, new) in self.retyped.items()]
         odd += f", retyped {format_names(retyped)}" if retyped else ""
-        odd += f", {self.unchecked}" if self.unchecked else ""
-        odd += f", warnings: {len(self.warnings)}, the first: {self.warnings[0]}" if self.warnings else ""
         head = f"{format_count(self.tensors, 'tensor')}, {format_bytes(self.total_bytes)}"
-        return f"ConvertReport({head} from {self.source!r} to {self.target!r}, {self.format}{odd})"
+        return (
+            f"ConvertReport({head} from {self.source!r} to {self.target!r}, {self.format}{odd}"
+            f"{f', {self.unchecked}' if self.unchecked else ''}"
+            f"{f', warnings: {len(self.warnings)}, the first: {self.warnings[0]}' if self.warnings else ''})"
+        )
 
 
 @renamed(deadline_s="timeout")
@@ -122,37 +124,39 @@ def convert(
 
         reshard.convert("run/step-1000", "hf", format="safetensors", model_only=True, dtype="bfloat16")
 
-    Each process holds at most 48 MiB of tensors at a time, however large they are. The target is
-    published last: an interrupted conversion leaves nothing that opens as a checkpoint. Call
-    `convert` again with the same arguments to continue it. Another conversion to that target, and
-    `prune`, remove what a killed one left.
+    Each process holds at most 48 MiB of tensors at a time, even if a tensor is larger. The output is
+    published last, so an interrupted conversion leaves nothing that opens as a checkpoint. To continue
+    it, call `convert` again with the same arguments. If a conversion was killed, another conversion to
+    the same output, or `prune`, deletes its files.
+
+    If the source has checksums and fingerprints, `convert` compares the data that it reads with the
+    checksums, and the output with the fingerprints.
 
     Args:
         source: a path or URL of any format that `open` reads, or an open `Checkpoint`.
-        target: a folder, URL, or `Storage`; for "torch_save" the path of a file.
+        target: where to write the output: a folder, URL, or `Storage`. For "torch_save", the path of a file.
         format: the format to write, such as "dcp". "huggingface" is another name of "safetensors",
             and "torch" of "torch_save". Formats with their own names and shapes are written from
-            canonical names, with the same hints.
+            canonical names, which may need `hints`.
         mapping: a `reshard.mapping.Mapping`, or a dict from new names to names in the source.
         onto: write the files that the ranks of this layout or topology would have written (native
             and dcp). A topology can be in words, such as "fsdp=8", or the axes that the source records: see `plan`.
         select: globs of the new names to write. Globs that begin with `!` exclude names.
         dtype: convert floating-point tensors of at least one dim to this dtype, such as "bfloat16" or
-            "bf16". Values out of its range become inf or its largest number: `overflowed` counts them.
+            "bf16". Values beyond its range become inf or its largest number. `overflowed` counts them.
         normalized: convert to canonical names first: see `Checkpoint.normalized`. Plain objects
-            beside model and optimizer keep their keys, unless the key is that of a file; the others
-            are listed in `omitted`.
-        model_only: write only the model's tensors, under their canonical names without a prefix.
-        hints: facts that normalization needs and the checkpoint lacks. Errors say which ones.
-        max_shard_bytes: begin a new file at this size; default: 5 GB. A larger tensor gets its own
+            other than those of the model and the optimizer keep their keys, unless the key is that
+            of a file. `omitted` lists the others.
+        model_only: write only the model's tensors. Their names are FQNs, without a prefix.
+        hints: facts that canonical names need and the checkpoint lacks. Errors say which ones.
+        max_shard_bytes: begin a new file at this size. Default: 5 GB. A larger tensor gets its own
             file. Not with `onto`, and not for formats whose files have fixed contents.
-        check: False accepts a damaged source as it is, and computes new fingerprints for the
-            target.
+        check: False accepts a damaged source, and computes new fingerprints for the output.
         workers: number of processes on this host that write files at the same time.
-        executor: writes each file as a task, for example on Dask, Ray, or MPI. Workers open source
-            and target themselves. Lost tasks are retried.
-        process_group: with torch.distributed initialized, the ranks that share the work. All must
-            see the target.
+        executor: writes each file as a task, for example on Dask, Ray, or MPI. Workers open the
+            source and the output themselves. Lost tasks are retried.
+        process_group: with torch.distributed initialized, the ranks that share the work. All need
+            access to the output.
         alone: this process converts by itself, even in a running job.
         overwrite: replace an existing checkpoint of the same format at `target` once the new one is complete.
             False: an existing one is an error. Files that torch.save did not write are never replaced.
@@ -160,15 +164,12 @@ def convert(
         progress: show a progress bar if stderr is a terminal.
         timeout: limit for the call, in seconds or as a `timedelta`.
 
-    Where the source has checksums and fingerprints, the data that is read is compared with its
-    checksums, and the result with its fingerprints.
-
     Raises:
         CorruptCheckpointError: the source changed after it was saved. Nothing was published.
         FormatError: the format cannot store the source.
         CheckpointExistsError: there is a checkpoint at `target`, and `overwrite` is False.
-        KeyMismatchError: the mapping or selection does not match the source. Others as
-            `reshard.open`.
+        KeyMismatchError: the mapping or selection does not match the source.
+        Other errors are those of `reshard.open`.
     """
     group = Group(process_group, alone=alone, deadline_s=timeout)
     checking = source.contents.checking if isinstance(source, Checkpoint) else Checking()
@@ -319,7 +320,7 @@ def _tidy(journal: Journal, cause: BaseException) -> None:
     try:
         journal.tidy()
     except ReshardError as second:  # the first error is what the caller must see; the next conversion removes the rest
-        cause.add_note(f"removing unfinished files failed too: {second}")
+        cause.add_note(f"deleting unfinished files failed too: {second}")
 
 
 def _write(

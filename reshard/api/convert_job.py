@@ -99,7 +99,7 @@ class ConvertJob:
         path = "" if isinstance(self.target, Storage) else path_text(self.target)
         if self.writing.is_one_file and (not path or os.path.isdir(path)):
             is_folder = path and f"{path} is a folder, but "
-            raise FormatError(f"{is_folder}{self.format} writes one file: give its path")
+            raise FormatError(f"{is_folder}{self.format} writes one file: pass its path")
 
     @property
     def writing(self) -> Writing:
@@ -190,7 +190,7 @@ class ConvertJob:
 def _made(onto: Topology, specs: Mapping[str, TensorSpec]) -> StateLayout:
     layout = onto.layout(specs)
     for axis, fqns in onto.unsharded_axes(layout).items():
-        raise LayoutError(f"{unsharded_text(axis, fqns)}: give rules that match them, or leave out the axis")
+        raise LayoutError(f"{unsharded_text(axis, fqns)}: pass rules that match them, or leave out the axis")
     return layout
 
 

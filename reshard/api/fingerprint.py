@@ -50,22 +50,21 @@ def fingerprint(
     key: Key = PUBLIC,
     executor: Executor | None = None,
 ) -> dict[str, str]:
-    """Return the fingerprint of every tensor of a (nested) state dict or of a checkpoint, by its
-    dotted key.
+    """Return the fingerprint of every tensor of a (nested) state dict or of a checkpoint, by key.
 
     For a state dict, the result is the same on every rank. With torch.distributed initialized, the
-    call is collective over the default group: each rank digests its own shards of DTensors and
-    ShardedTensors, and sends the name of each and about 60 bytes. No tensor is gathered.
-    Replicas, and plain tensors with the same name on several ranks, must be equal bit for bit.
+    call is collective over the default group. Each rank sums up its own shards of DTensors and
+    ShardedTensors, and sends the key of each and about 60 bytes. No tensor is gathered. Replicas must
+    be equal bit by bit, and so must plain tensors under the same key on several ranks.
 
-    For a checkpoint, given as a path, `Storage`, or open `Checkpoint`, this process reads every
-    tensor, in pieces. Other ranks take no part, and saved fingerprints are not used.
+    For a checkpoint, this process reads every tensor, in pieces. Other ranks take no part, and saved
+    fingerprints are not used.
 
     Args:
-        state_dict: tensors of any kind in nested containers, including `LazyTensor`s of a
-            checkpoint; or a checkpoint.
-        layouts: layouts of plain tensors that hold only this rank's shard, by dotted key. Without
-            one, a plain tensor is a full tensor.
+        state_dict: tensors of any kind in nested containers, including `LazyTensor`s of a checkpoint.
+            Or a checkpoint: a path, a `Storage`, or an open `Checkpoint`.
+        layouts: layouts of plain tensors that hold only this rank's shard, by key. A plain tensor
+            without one is a full tensor.
         rank: this process's rank in those layouts. Default: its rank in the default group, or 0.
         exchange: how bytes reach the other ranks. Default: the default group. `lambda data: [data]`
             uses this process only.
@@ -77,8 +76,8 @@ def fingerprint(
             ranks.
         LayoutError: ranks disagree about dtype or shape, or their shards do not cover a full
             tensor.
-        OptionError: the argument is neither a state dict nor a checkpoint, or layouts were
-            given for a checkpoint.
+        OptionError: the argument is neither a state dict nor a checkpoint, or you passed layouts for a
+            checkpoint.
     """
     check_options(key=key)
     check_executor(executor, 1, state_dict)
@@ -86,7 +85,7 @@ def fingerprint(
         state_dict = open_checkpoint(state_dict)
     if isinstance(state_dict, Checkpoint):
         if layouts is not None or rank is not None or exchange is not None:
-            raise OptionError("layouts, rank and exchange are for state dicts; a checkpoint knows its own")
+            raise OptionError("layouts, rank, and exchange are for state dicts: for a checkpoint, leave them out")
         return _of_checkpoint(state_dict, key, executor)
     if rank is None:
         rank = this_rank()

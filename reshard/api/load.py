@@ -78,41 +78,41 @@ def load(
 ) -> LoadReport:
     """Fill `state_dict` in place from the checkpoint at `path`. Layouts and formats may differ.
 
-        report = reshard.load(state, "run/step-1000")  # as {"model": reshard.get_model_state_dict(model), "step": 0}
+        state = {"model": reshard.get_model_state_dict(model), "step": 0}
+        report = reshard.load(state, "run/step-1000")
 
-    Tensors, sharded tensors, and dicts are filled in place. Meta tensors and all other values are replaced in the
-    dict. A dict without tensors gets the saved keys. An optimizer without state gets it: load into the dict from
-    `get_state_dict`. Before the first write, reshard proves the plan, checks that every byte range exists, and verifies
-    the blocks that a rank reads for itself. Data that ranks share, or of an object store, is verified as it arrives.
+    Tensors, sharded tensors, and dicts are filled in place. Meta tensors and all other values are replaced. A dict
+    without tensors gets the saved keys. To fill an optimizer that has no state yet, load into the dict from
+    `get_state_dict`. Before the first write, reshard proves the plan, checks that every byte exists, and verifies the
+    blocks that a rank reads for itself. It verifies shared data, and data of object stores, as the data arrives.
 
     Args:
         state_dict: what to fill: nested dicts and lists of tensors, sharded in any way, and plain values.
         path: a folder, file, URL, `Storage`, or open `Checkpoint`. Ranks that share tensors must load the same save.
-        strict: True or "strict": missing and unexpected keys are errors. "subset": unexpected keys are only reported.
-            False or "partial": both are only reported. A tensor on one side and a list or text on the other: an error.
-            A mapping of globs to these words sets the mode by key: the first match counts; other keys are strict.
-        dtype_policy: "error": another dtype is an error. "cast": elements are converted (not from float to integer);
+        strict: True or "strict": missing and unexpected keys are errors. "subset": unexpected keys are allowed. False
+            or "partial": both are allowed. A tensor for a list or text, or the reverse, is always an error. A dict
+            from globs to these words sets the mode by key. The first match counts, and other keys are strict.
+        dtype_policy: "error": another dtype is an error. "cast": elements are converted, but not from float to integer.
             `overflowed` counts those that the target's dtype cannot hold. "saved": the target gets the saved dtype.
         mapping: {key in `state_dict`: key in the checkpoint} for keys that differ, or a `reshard.mapping.Mapping`.
         dry_run: only report what a load would do, including missing, unexpected, and mismatched keys.
-        check: True or "before": compare with checksums before writing. "during": compare each block after it was
-            written: faster, but if data is damaged, the error names the undefined targets. False: do not compare.
-        read_once: True or "job": each byte is read once in the job, and sent to other ranks that need it. Not with
-            dtype_policy "saved". None or "host": ranks of one host read for each other where that reads less, see
+        check: True or "before": compare with checksums before writing. "during": compare each block after writing it.
+            That is faster, but damage leaves targets undefined. The error names them. False: do not compare.
+        read_once: True or "job": one rank of the job reads each byte and sends it to others that need it. Not with
+            dtype_policy "saved". None or "host": ranks of one host read for each other if that reads less: see
             docs/reading.md. False or "rank": each rank reads for itself.
         process_group: the ranks that load together. A key is unexpected if no rank's target has it.
-        alone: only this process loads, even in a running job. Of sharded tensors, it fills its own shards.
-        threads: maximum number of copy threads; default: this process's share of the host's cores, up to 8.
-        memory_budget_bytes: limit for buffers, at least 128 KiB; default: 32 MiB per thread.
-        progress: the first rank shows progress bars if stderr is a terminal. Each phase logs one line in any case.
+        alone: only this process loads, even in a running job. It fills its own shards of sharded tensors.
+        threads: maximum number of copy threads. Default: this process's share of the host's cores, up to 8.
+        memory_budget_bytes: limit for buffers, at least 128 KiB. Default: 32 MiB per thread.
+        progress: show progress bars on the first rank if stderr is a terminal. Each phase logs a line in any case.
         timeout: limit for the call, in seconds or as a `timedelta`.
 
     Raises (nothing was written, unless the error says so; other ranks raise the same error or `RankFailedError`):
-        KeyMismatchError: keys are missing, unexpected, or mismatched on any rank, or `mapping` matches no name.
-        LayoutError: a target cannot be filled in place, or ranks pass different options (except mapping, check,
-            threads, memory_budget_bytes, progress).
-        OptionError: an option has an unknown value. All others: see `reshard.open`.
-    """
+        KeyMismatchError: keys are missing, unexpected, or mismatched on any rank, or `mapping` matches no key.
+        LayoutError: a target cannot be filled in place, or ranks pass different options. Only mapping, check, threads,
+            memory_budget_bytes, and progress may differ.
+        OptionError: an option has an unknown value. All others: see `reshard.open`."""
     group = Group(process_group, alone=alone, deadline_s=timeout)
     with phase("load", path=path), group.together("load"):
         options = LoadOptions(
@@ -176,7 +176,7 @@ def load_with(
                 native.naming_tensors(error)
             raise
         raise CheckpointError(
-            f"{checkpoint.url} was replaced by a later save, or removed, while it was read: load again ({error})"
+            f"{checkpoint.url} was replaced by a later save, or deleted, while it was read: load again ({error})"
         ) from error
 
 
@@ -374,7 +374,7 @@ def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, sh
     plan = plan_reads(StateLayout(saved), StateLayout(wanted, world))
     if any(plan.findings()):
         raise CorruptCheckpointError(
-            f"{checkpoint.url} lacks elements that the target needs, or has some twice: "
+            f"{checkpoint.url} lacks elements that the target needs, or has some of them twice: "
             f"{'; '.join(in_groups(plan.findings()))}"
         )
     items = plan.items(rank)
@@ -463,47 +463,53 @@ class LoadReport(FilledReport, CheckedReport):
     loaded: tuple[str, ...]
     """Keys of the tensors and objects that were filled."""
     outside: tuple[str, ...]
-    """Keys of the target that the checkpoint does not have, because the `select` of its save
+    """Keys of the target that the checkpoint does not have because the `select` of its save
     excludes them."""
     mismatched: tuple[str, ...]
-    """Keys whose shapes differ, with both shapes. With dtype_policy "error", also keys whose dtypes differ."""
+    """Keys whose shapes differ, with both shapes. With dtype_policy "error", also keys whose
+    dtypes differ."""
     dropped: tuple[str, ...]
-    """Values of the target that were lost because the saved container replaced one without tensors."""
+    """Values of the target that were dropped. They were in a dict or list without tensors. The
+    saved one, which does not have them, replaced it."""
     replaced: Mapping[str, tuple[str, str]]
     """key -> (saved dtype, dtype of the target) of targets that dtype_policy "saved" replaced."""
     aliases: Mapping[str, str]
-    """Keys that were filled from the tensor of another key, because the two were tied when saved."""
+    """Keys that were filled from the tensor of another key because the two were tied when saved."""
     bytes_needed: int
-    """Size of this rank's own elements, as saved. With `read_once`, of the elements that it reads."""
+    """Saved size of the elements that this rank needs. With `read_once`, of the elements that it
+    reads."""
     bytes_read: int
-    """Bytes of elements that this rank read from data files, for itself or for other ranks of its host."""
+    """Bytes of elements that this rank read from data files, for itself or for other ranks of its
+    host."""
     bytes_read_to_check: int
-    """Additional bytes that were read only to verify checksums: headers and the rest of a block."""
+    """Additional bytes that were read only to verify checksums: headers, and the rest of blocks."""
     bytes_checked: int
-    """Bytes that this rank compared with saved checksums, including headers. The rank that reads a byte for others
-    checks it."""
+    """Bytes that this rank compared with saved checksums, including headers. A rank that reads a
+    byte for others also checks it."""
     dry_run: bool
     not_requested: tuple[str, ...] = ()
-    """With strict="subset", the names in `unexpected`, all of which `ok` allows."""
+    """With strict="subset", the keys in `unexpected`. `ok` allows them."""
     resized: tuple[str, ...] = ()
-    """Extra state of modules that had another shape or dtype than the saved one, and was replaced by it."""
+    """Extra state of modules whose shape or dtype differed from the saved one. The saved one
+    replaced it."""
     retyped: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """key -> (saved class, class in the target) of values whose classes differ, such as a plain dict for an
-    OrderedDict, a dict of inner tensors for a quantized tensor, or a text for a number. Numbers of different classes
-    and None are not listed."""
+    """key -> (saved class, class in the target) of values whose classes differ, such as a plain
+    dict for an OrderedDict, a dict of inner tensors for a quantized tensor, or a text for a
+    number. Numbers of different classes and None are not listed."""
     skipped: Mapping[str, str] = field(default_factory=dict)
-    """Newer steps of the run, by the names of their folders, and why none of them was loaded instead."""
+    """Folder names of newer steps of the run, and why each of them was not loaded."""
     omitted: tuple[str, ...] = ()
-    """Keys that are at `path` and not in the checkpoint that was passed, such as an epoch beside canonical names."""
+    """Keys that are stored at `path` but are not in the `Checkpoint` that you passed, such as an
+    epoch that has no canonical name."""
     bytes_received: int = 0
     """Bytes of elements that other ranks read for this one: ranks of its host or, with `read_once`,
     of the job."""
 
     @property
     def ok(self) -> bool:
-        """True if both sides have the same keys, shapes, and types, no tensor of the target was lost, and `overflowed`
-        is empty. Unexpected keys, which no rank's target has, make it False, unless strict="subset" allows them. A
-        plain value replaces the target's, also one of another class: `retyped` lists these, and `ok` is False."""
+        """True if both sides have the same keys, shapes, and types, and if `dropped` and `overflowed` are empty.
+        Unexpected keys make it False, unless strict="subset" allows them. A saved plain value replaces the target's
+        even if the classes differ. Then `retyped` lists it, and `ok` is False."""
         extra = set(self.unexpected).difference(self.not_requested)
         return not (self.missing or extra or self.mismatched or self.dropped or self.retyped or self.overflowed)
 
@@ -528,8 +534,8 @@ class LoadReport(FilledReport, CheckedReport):
         if self.retyped:
             names = [f"{key}: saved {saved}, not {other}" for key, (saved, other) in self.retyped.items()]
             odd.append(f"retyped {format_names(names)}")
-        read = f"{format_bytes(self.bytes_read)} read for {format_bytes(self.bytes_needed)} needed"
-        read += (
-            f", {format_bytes(self.bytes_read_to_check)} more read for checksums" if self.bytes_read_to_check else ""
+        read = (
+            f"{format_bytes(self.bytes_read)} read for {format_bytes(self.bytes_needed)} needed"
+            f"{f', {format_bytes(self.bytes_read_to_check)} more read for checksums' * bool(self.bytes_read_to_check)}"
         )
         return f"LoadReport({', '.join([head, *odd, read])})"

@@ -542,7 +542,7 @@ class Mismatches:
                 _log.warning("reshard.load: no key matches strict=%s", ", ".join(map(repr, idle)))
             if self.missing and match.names and not self.used and group.rank == 0:
                 url = match.checkpoint.url
-                _log.warning("reshard.load: nothing was loaded: the state has no name of %s", url)
+                _log.warning("reshard.load: nothing was loaded: the state has no key of %s", url)
             return truth
         kind = options.wording.mismatch_error if self.mismatched else KeyMismatchError
         error = kind(self._message(match, missing, unexpected, idle, group, options.wording))

@@ -30,12 +30,12 @@ __all__ = ["optimizer_destinations"]
 def optimizer_destinations(
     model: Models, optimizers: Optimizer | Iterable[Optimizer], source: CheckpointSource, *, prefix: str = "optim"
 ) -> dict[str, Any]:
-    """Allocate an optimizer state dict for the state that `source` contains, without stepping or
-    changing the optimizer.
+    """Allocate an optimizer state dict for the state that `source` contains. Does not step or change
+    the optimizer.
 
-    Pass the result to `load`, then to `set_optimizer_state_dict`. `load` does the same for the dict
-    from `get_state_dict`. This function is for a dict that you copy, or if you do not know whether
-    the flat form was saved.
+    Pass the result to `load`, then to `set_optimizer_state_dict`. You do not need this function for
+    the dict from `get_state_dict`, because `load` does the same for it. Use it for a dict that you
+    copy, or if you do not know whether the flat form was saved.
 
     Args:
         model, optimizers: as for `get_state_dict`.
@@ -46,15 +46,14 @@ def optimizer_destinations(
     Returns:
         `{"state": {fqn: {name: value}}, "param_groups": [...]}` for the model's parameters that
         were saved with state. Tensors with the shape of the parameter are sharded like it, in the
-        saved dtype; all others are full tensors. Groups are those of the optimizer. If the flat
-        form was saved, the flat form is returned: `state.<fqn>.<name>` and
-        `param_groups.<fqn>.<field>`. A tensor that was saved once under several keys has one
-        destination. A load of the complete state ties it to a parameter again if the two were saved
-        as one.
+        saved dtype. All others are full tensors. Groups are those of the optimizer. If the flat form
+        was saved, the result is flat: `state.<fqn>.<name>` and `param_groups.<fqn>.<field>`. A tensor
+        that was saved once under several keys has one target. If it was tied to a parameter when
+        saved, a load of the complete state ties the two again.
 
     Raises:
-        KeyMismatchError: the checkpoint has nothing under `prefix`, or the state by numbers of
-            parameters.
+        KeyMismatchError: the checkpoint has nothing under `prefix`, or has state by numbers of
+            parameters and not by names.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     above: KeyPath = tuple(prefix.split(".")) if prefix else ()
@@ -63,7 +62,7 @@ def optimizer_destinations(
         names = sorted({str(checkpoint.contents.path_of(key)[0]) for key in checkpoint})[:8]
         raise KeyMismatchError(
             f"{checkpoint.url} has nothing under {prefix!r}; its keys begin with {', '.join(names)}. "
-            "Give the key that the optimizer's state dict was saved under as prefix="
+            "Pass prefix=, the key under which the optimizer's state dict was saved"
         )
     rows = [row if row.shape is not None else row._replace(value=checkpoint.objects[row.key]) for row in rows]
     parameters = get_model_state_dict(model)

@@ -217,7 +217,7 @@ def complete(given: TransferOptions) -> TransferOptions:
         words = f"max_inflight_bytes must be at least 1024, got {options['max_inflight_bytes']}"
         raise option_error(words, LayoutError)
     if len({view.spec.fqn for view in views}) != len(views):
-        raise LayoutError("two views create the same target")
+        raise LayoutError("two views create the same target: pass one view per target")
     return options
 
 

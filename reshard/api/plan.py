@@ -32,7 +32,8 @@ def plan(
     rules: Mapping[str, str] | None = None,
     allow_unsharded_axes: bool = False,
 ) -> LoadPlan:
-    """Plan what every rank of `onto` would read from `source`. Needs no process group or GPU, and reads no tensor data.
+    """Plan what every rank of `onto` would read from `source`. Reads no tensor data. Needs no
+    process group or GPU.
 
         plan = reshard.plan("run/step-1000", "fsdp=48,tp=16")
         print(reshard.planners.format_plan(plan, limit=3), reshard.planners.verify(plan).ok)
@@ -40,15 +41,20 @@ def plan(
 
     Args:
         source: the path of a checkpoint or layout file, an open `Checkpoint`, or a `StateLayout`.
-        onto: the same, or a `Topology` for all tensors of the source, or one in words as on the command line:
-            "fsdp=3", "fsdp=4,tp=2", "hsdp=2x4", or the axes that the source records, such as "dp=2,tp=2".
-        rules: placements by glob, for a topology with your own axes: `plan(path, "dp=4", rules={"*": "S(0)"})`.
-        allow_unsharded_axes: do not warn of an axis that shards no tensor because no rule matches its name.
+        onto: the same, or the target topology for all tensors of the source: a `Topology`, or
+            words as on the command line. Words can be "fsdp=3", "fsdp=4,tp=2", "hsdp=2x4", or the
+            axes that the source records, such as "dp=2,tp=2".
+        rules: placements by glob, for a topology with your own axes: `plan(path, "dp=4",
+            rules={"*": "S(0)"})`.
+        allow_unsharded_axes: do not warn about an axis that shards no tensor because its rules
+            match none.
 
     Raises:
-        LayoutMismatchError: `onto` has tensors that the source lacks, or that have other shapes or dtypes there.
+        LayoutMismatchError: `onto` has tensors that the source lacks or that have other shapes or
+            dtypes in it.
         PlanError: the words name no topology. The message suggests the closest one.
-        OptionError: `source` or `onto` has none of these types, or there are rules without a topology.
+        OptionError: `source` or `onto` has none of these types, or there are rules without a
+            topology.
     """
     check_options(allow_unsharded_axes=allow_unsharded_axes)
     if rules and not (isinstance(rules, Mapping) and all(isinstance(text, str) for text in rules.values())):

@@ -48,15 +48,15 @@ class TransferReport(FilledReport):
     """What a transfer did. Counts are of this rank unless stated otherwise."""
 
     moved: tuple[str, ...]
-    """Keys of all tensors and objects of the target that were filled, on any rank, and of this rank's own values."""
+    """Keys of all targets that were filled on any rank, and of this rank's per-rank values."""
     bytes_moved: int
     """Bytes sent between ranks, in the job."""
     bytes_between_groups: int
-    """Of `bytes_moved`, bytes sent from source ranks to target ranks if no rank is on both sides.
-    With `ranks_per_host`, bytes sent between hosts. 0 if there is only one group."""
+    """The part of `bytes_moved` that was sent from source ranks to target ranks, if no rank is on both
+    sides. With `ranks_per_host`, the part that was sent between hosts. 0 if there is only one group."""
     bytes_among_receivers: int
-    """Of `bytes_moved`, bytes that replicas of the target sent to each other after each had
-    received a part."""
+    """The part of `bytes_moved` that replicas of the target sent to each other. Each of them first
+    received a part of the tensor from a source."""
     bytes_sent: int
     bytes_received: int
     bytes_copied: int
@@ -66,7 +66,7 @@ class TransferReport(FilledReport):
     buffer_bytes: int
     """Memory used in addition to sources and targets."""
     planned: bool
-    """True if this call made the plan; False if it reused the plan of an earlier transfer of the
+    """True if this call made the plan. False if it reused the plan of an earlier transfer with the
     same layouts."""
 
     def __repr__(self) -> str:
@@ -82,7 +82,7 @@ _cache: OrderedDict[tuple[object, ...], Steps] = OrderedDict()
 
 
 class Prepared:
-    """A transfer with its plan and buffers, made by `prepare`. `run` moves the current values of the tensors."""
+    """A transfer with its plan and buffers. `prepare` makes it. `run` moves the current values of the tensors."""
 
     def __init__(
         self,
@@ -128,7 +128,8 @@ class Prepared:
 
     @property
     def plans(self) -> tuple[TransferPlan, ...]:
-        """Which rank sends what to which, for the whole job: one plan, or two if receivers pass on what they got."""
+        """Which rank sends what to which rank, for the whole job. There is a second plan if receivers send parts to
+        each other."""
         return self._steps.plans
 
     @property
@@ -138,7 +139,7 @@ class Prepared:
 
     @property
     def pairing(self) -> TensorMatches:
-        """The sources of each target."""
+        """The source tensors of each target."""
         return self._steps.pairing
 
     def __repr__(self) -> str:
@@ -149,12 +150,12 @@ class Prepared:
         """Move everything once. Collective.
 
         Raises:
-            UndefinedTargetsError: a rank failed while bytes moved; on all ranks, naming that rank
-                and the targets.
-            RankFailedError, DeadlineError: a rank failed before that; nothing was moved.
-            LayoutError: a tensor's memory was replaced by some that does not fit; on that rank,
-                nothing was moved. In the first run all ranks know of it before a byte moves; later
-                runs do not wait for one another.
+            UndefinedTargetsError: a rank failed while bytes moved. All ranks raise it. It names the
+                rank and the targets.
+            RankFailedError, DeadlineError: a rank failed before that. Nothing was moved.
+            LayoutError: a tensor got new memory that does not fit its layout. This rank moved
+                nothing. In the first run, no other rank moves a byte either. In later runs, ranks
+                do not wait for each other, so other ranks may raise UndefinedTargetsError.
         """
         if self._group.failed:
             self._group = Group(self._process_group, deadline_s=self._options["timeout"])
@@ -228,7 +229,7 @@ class Prepared:
             for exchange in exchanges:
                 exchange.move(group, waiter, again=True)
         raise ReshardError(
-            f"{totals[1]} pairs of ranks differ after everything was sent: check that nothing else writes to "
+            f"{totals[1]} pairs of ranks differ after everything was sent: make sure that nothing else writes to "
             "sources or targets during the transfer"
         )
 
@@ -237,7 +238,7 @@ class Prepared:
         rank = error.rank if isinstance(error, RankFailedError) else self._rank
         return UndefinedTargetsError(
             "the transfer failed midway, and its targets are undefined: "
-            f"{format_some(keys, 20)}. Fill them again in a new process group, because the old one "
+            f"{format_some(keys, 20)}. Create a new process group and fill them again: the old group "
             f"may have pending messages or closed connections. The cause: {error}",
             rank=rank,
             targets=keys,
@@ -298,7 +299,7 @@ class Prepared:
         for transfer in self.pairing.transfers.values():
             live = self._source.state.tensors.get(transfer.source)
             if live is not None and live.is_meta:
-                raise LayoutError(f"the source {transfer.source!r} is a meta tensor: it has no values")
+                raise LayoutError(f"the source {transfer.source!r} is a meta tensor, without values: fill it first")
 
     def _places(self) -> list[tuple[Any, ...]]:
         """Return where all local tensors are, and how they are seen: equal as long as none got other memory."""
@@ -344,8 +345,8 @@ def prepare(
     step.
 
     Collective. Arguments and errors are those of `redistribute`. Nothing moves before you call
-    `run`. The result refers to the tensors that you pass. Their values and their memory may change
-    between runs. With `delta=True`, each run sends only what changed: see docs/live.md.
+    `run`. The result keeps references to the tensors that you pass. Their values and their memory
+    may change between runs. With `delta=True`, each run sends only changed elements: see docs/live.md.
     """
     group = Group(process_group, deadline_s=options.get("timeout", DEFAULTS["timeout"]))
     with phase("prepare") as span, group.together("prepare"):
@@ -372,38 +373,38 @@ def redistribute(
     """Fill `target` in place with the values of `source`, from any layout to any other.
 
     Collective. Both arguments are (nested) state dicts of DTensors, ShardedTensors, plain tensors,
-    and plain data. A plain tensor is a full tensor on every rank that has it, unless a layout says
-    otherwise. Plain data is replaced. A rank passes None or {} for a side that it does not take
-    part in: training and inference may run on different ranks. Each byte that a rank lacks
-    is sent to it once; what it already holds is copied locally. All ranks agree on the transfer
-    before any byte moves.
+    and plain data. A plain tensor is a full tensor on every rank that has it, unless you pass its
+    layout. Plain data is replaced. Source and target may be on different ranks, such as those of
+    training and inference. A rank passes None or {} for a side that it is not part of. Each byte that
+    a rank lacks is sent to it once. Elements that it already holds are copied locally. All ranks
+    agree on the transfer before any byte moves.
 
     Args:
-        source, target: state dicts; None for a side in which this rank takes no part.
-        process_group: the ranks that take part. Layouts name them by their ranks in the default
-            group.
+        source, target: state dicts. None for a side that this rank is not part of.
+        process_group: the ranks that take part. Layouts use their ranks in the default group.
         check: compare fingerprints of both sides afterwards, as `verify_live` does.
-        mapping: target key -> source key, for keys that differ; or a `reshard.mapping.Mapping` from
+        mapping: {target key: source key} for keys that differ, or a `reshard.mapping.Mapping` from
             the names and shapes of the source to those of the target.
-        views: targets that consist of sources of other shapes: `reshard.planners.concat("wqkv", [q, k,
-            v])`.
+        views: targets that are made of source tensors of other shapes, such as
+            `reshard.planners.concat("wqkv", [q, k, v])`.
         source_layouts, target_layouts: layouts of plain local tensors, by key
             (`reshard.planners.TensorLayout`).
         strict: False ignores keys that only one side has.
         dtype_policy: "error": dtypes must be equal. "cast": elements are converted, and sent in the
-            smaller dtype; `overflowed` counts those on the CPU that the target's dtype cannot
-            hold.
+            smaller dtype. `overflowed` counts the elements in CPU memory that the target's dtype
+            cannot hold.
         check_replicas: compare digests of replicas before they are sent.
         max_inflight_bytes: limit for the memory of messages in flight, on each rank.
-        ranks_per_host: ranks 0 to n - 1 share a host, and so on. Bytes then come from the same host
-            where possible.
+        ranks_per_host: number of ranks per host: ranks 0 to n - 1 share a host, and so on. If
+            possible, each rank then gets bytes from its own host.
+        delta: for `prepare`: each run sends only elements that changed since the last one.
         timeout: limit for each phase, in seconds or as a `timedelta`.
 
     Raises (nothing was moved; other ranks raise the same error or `RankFailedError`):
-        KeyMismatchError: lists all missing, unexpected, and mismatched keys; or values differ
-            between ranks.
-        LayoutError: ranks disagree about a layout or an option, a rank has no part, source and
-            target share memory, or targets overlap.
+        KeyMismatchError: keys are missing, unexpected, or mismatched, or values differ between
+            ranks. The error lists them.
+        LayoutError: ranks disagree about a layout or an option, a rank has neither source nor
+            target, source and target share memory, or targets overlap.
     Raises UndefinedTargetsError if a rank fails while bytes move.
     """
     prepared = prepare(source, target, process_group, **options)
@@ -425,20 +426,19 @@ def verify_live(
     process_group: dist.ProcessGroup | None = None,
     **options: Unpack[TransferOptions],
 ) -> Report:
-    """Compare every target tensor with its sources, bit for bit, by fingerprints. Layouts may
+    """Compare every target tensor with its source, bit by bit, by fingerprints. Layouts may
     differ.
 
-    Collective. Arguments are those of `redistribute`. Every rank digests its own shards, and sends
-    and receives about 60 bytes per tensor. Where dtypes differ, sources are converted to the
-    target's dtype first. All NaNs then count as equal, because torch's conversion can give the same
-    NaN different bits.
+    Collective. Arguments are those of `redistribute`. Every rank sums up its own shards, and sends
+    and receives about 60 bytes per tensor. If dtypes differ, the source is first converted to the
+    target's dtype. All NaNs then count as equal, because torch's conversion can give the same NaN
+    different bits.
 
     Returns the same report on all ranks, with a problem for each target that differs.
 
     Raises:
-        ReplicaDriftError: ranks that should hold the same elements, of the source (as converted) or
-            of the target, hold different ones.
-        KeyMismatchError, LayoutError: as `redistribute`.
+        ReplicaDriftError: replicas differ, in the source (after conversion) or in the target.
+        KeyMismatchError, LayoutError: as for `redistribute`.
     """
     group = Group(process_group, deadline_s=options.get("timeout", DEFAULTS["timeout"]))
     rank = group.job_rank
@@ -456,11 +456,11 @@ def verify_live(
         told = group.merge(sums, add, "fingerprints", kind=list[HeldSums])
     before, after = map(conclude, told)
     findings = [
-        Finding(f"has the fingerprint {after[key]}, but its source has {before[key]}: their values differ", key)
+        Finding(f"has the fingerprint {after[key]}, but its source has {before[key]}: the values differ", key)
         for key in pairing.views
         if before[key] != after[key]
     ]
-    covers = "every target tensor with a source has the fingerprint that its sources give; other values: not compared"
+    covers = "every target tensor that has a source has the same fingerprint as it; plain values were not compared"
     return Report("the redistributed state", tuple(findings), len(pairing.views), covers=covers)
 
 

@@ -54,9 +54,9 @@ class TimedReport(Tabled):
     ) -> None:
         """Write the phases of all ranks to the file `path`, in the format of Chrome traces.
 
-        Collective: all ranks call it with their reports of the same call, and the first rank writes. Perfetto and
-        `chrome://tracing` open the file. It shows each rank as a process, with a row per thread, and marks waits for
-        other ranks.
+        Collective: all ranks call it with their reports of the same call, and the first rank
+        writes. Perfetto and `chrome://tracing` open the file. It shows each rank as a process,
+        with a row per thread, and marks waits for other ranks.
 
         Args:
             process_group: the ranks that made the call.
@@ -98,9 +98,10 @@ class FilledReport(TimedReport):
     lists numbers that it stored as a 0-d tensor, or the reverse. These convert exactly, with any
     `dtype_policy`."""
     overflowed: Mapping[str, int]
-    """Key of the target -> number of finite elements beyond the least or largest number of its dtype: they became
-    infinite, NaN, or another number. A load counts this rank's elements, with `read_once="job"` those of all ranks; a
-    transfer counts those of this rank's source in CPU memory, and none on devices, for which it does not wait."""
+    """Key of the target -> number of finite elements beyond the range of its dtype. They became
+    infinite, NaN, or another number. A load counts this rank's elements, or with
+    `read_once="job"` those of all ranks. A transfer counts elements of this rank's source in CPU
+    memory. It does not count elements on devices, because it does not wait."""
 
     @property
     def _overflows(self) -> list[str]:
@@ -128,11 +129,11 @@ class CheckedReport(TimedReport):
     """Format of the checkpoint that was loaded or written."""
     bytes_unchecked: int
     """Bytes of the requested elements (in a load, of this rank) that were not compared with a
-    checksum: the format has none, `check` was off, or the check would have read too much, see
+    checksum. The format has none, `check` was off, or the check would have read too much: see
     docs/what-ok-means.md."""
     unchecked: str
-    """In words, what was not compared. Empty if every byte was, and for a conversion that wrote the saved fingerprints.
-    """
+    """What was not compared, in words. Empty if every byte was compared, and if a conversion
+    wrote the saved fingerprints."""
 
 
 @dataclass(frozen=True, repr=False)

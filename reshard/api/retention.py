@@ -48,18 +48,20 @@ def is_count(value: object, least: int = 1) -> bool:
 @named_arguments()
 @dataclass(frozen=True)
 class Keep:
-    """Which steps to retain: a step stays if any of the rules keeps it. The newest step always stays. `Keep()` retains
-    all steps.
+    """Which steps to keep: a step stays if any rule keeps it. The newest step always stays.
+    `Keep()` keeps all steps.
 
         reshard.Keep(last=3, every=10_000, best=2, metric="loss", mode="min")
 
     Args:
-        last: keep this number of the newest steps. None: one beside `every` or `best`; all without these.
-        every: keep multiples of this number permanently.
-        best: keep this number of the steps with the best `metric`, of equal ones the newest. Steps that were saved
-            without metrics do not count.
+        last: keep this number of the newest steps. None: keep one if there is `every` or `best`,
+            and all otherwise.
+        every: keep all steps that are multiples of this number.
+        best: keep this number of the steps with the best `metric`. If metrics are equal, the
+            newer step is better. Steps that were saved without metrics do not count.
         metric: a name in `metrics` of `CheckpointManager.save`. Metrics without it are an error.
-        mode: whether low values of the metric are good ("min"), or high ones ("max"). Required with `metric`.
+        mode: "min" if low values of the metric are good, "max" if high values are. Required with
+            `metric`.
 
     Raises OptionError for invalid rules.
     """
@@ -77,8 +79,8 @@ class Keep:
             raise OptionError(f"Keep: every must be an integer of steps >= 1, got {self.every!r:.80}")
         if not is_count(self.best, 0) or not isinstance(self.metric, str) or bool(self.best) > bool(self.metric):
             raise OptionError(
-                f"Keep: best must be an integer >= 0; if not 0, add metric=, such as 'loss'; got "
-                f"best={self.best!r}, metric={self.metric!r}"
+                f"Keep: best must be an integer >= 0, and best= and metric= need each other, as in best=2, "
+                f"metric='loss'; got best={self.best!r}, metric={self.metric!r}"
             )
         if self.mode not in ("min", "max") and (self.metric or self.mode is not None):
             words = "'min' or 'max'"
@@ -109,16 +111,16 @@ class Step:
     """A checkpoint of a run."""
 
     step: int | None
-    """The number in its name; None for Lightning's `last.ckpt`, and where no name in the folder has
-    a number."""
+    """The number in its name. None for Lightning's `last.ckpt`, and if no name in the folder has a
+    number."""
     path: str
     format: str | None
-    """Its format; None if it cannot be opened."""
+    """Its format. None if it cannot be opened."""
     nbytes: int
-    """Size of its tensors, as far as known."""
+    """Size of its tensors, if it is known."""
     problem: str | None
-    """Why `reshard.open` of the run skips it: it is not complete, according to the names and sizes of its files, or the
-    run went back to an earlier step. Else None."""
+    """Why `reshard.open` of the run skips it, or None. It is not complete according to the names
+    and sizes of its files, or the run went back to an earlier step."""
 
 
 @renamed()
@@ -126,11 +128,11 @@ def steps(folder: AnyPath) -> list[Step]:
     """List the checkpoints of the run in a folder, in any format, from the oldest to the newest.
     `latest_complete` returns the newest complete one.
 
-    `reshard.open(folder)` chooses from the same list, if names have step numbers. If none has, the
-    list has the native checkpoints directly below `folder` in the order of their saves, and
-    `reshard.open` raises: it opens one only by its own path. The list is empty for a folder without
-    checkpoints below it, and for one that does not exist, as before the first save. Two levels of
-    folder names are searched.
+    If names have step numbers, `reshard.open(folder)` chooses from the same list. If no name has one,
+    the list has the native checkpoints directly below `folder`, in the order of their saves.
+    `reshard.open(folder)` then raises, and you open a checkpoint by its own path. The list is empty
+    for a folder that has no checkpoints below it or does not exist, as before the first save.
+    `steps` searches two levels of folders.
 
     Raises FormatError for a local folder with many entries and no checkpoint, and for a folder with
     two runs.
@@ -158,17 +160,16 @@ def steps(folder: AnyPath) -> list[Step]:
 def latest_complete(folder: AnyPath) -> str | None:
     """Return the path of the newest complete checkpoint of a run, in any format, or None.
 
-    That is the complete one with the highest step, which `reshard.open` chooses.
-    If no name has a step number, it is the native checkpoint at or directly below `folder`
-    whose save began last; `reshard.open` does not choose among these. A folder that does
-    not exist has none.
+    The newest is the one with the highest step. `reshard.open` chooses the same one. If no name has a
+    step number, the newest is the native checkpoint, at or directly below `folder`, whose save began
+    last. `reshard.open` does not choose among these. The result is None if the folder does not exist.
 
     A checkpoint is not complete if its manifest is missing or damaged, or if one of its files is
-    missing or truncated, as far as its format records names and sizes of files. Contents are not
-    read.
+    missing or truncated. Only some formats record the names and sizes of their files. Contents are
+    not read.
 
-    Raises FormatError if a newer version of reshard wrote one of them, because that one may be the
-    newest; and as `reshard.steps`.
+    Raises FormatError if a newer version of reshard wrote one of the checkpoints, because that one may
+    be the newest. Also raises the errors of `reshard.steps`.
     """
     for step in reversed(steps_at(folder, is_sure=True)):
         if step.is_discarded:
@@ -187,30 +188,32 @@ def latest_complete(folder: AnyPath) -> str | None:
 
 @renamed()
 def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, dry_run: bool = False) -> list[str]:
-    """Remove all complete native checkpoints directly below `folder` except the `keep_last` newest.
-    Return the removed paths; with `dry_run`, those that would be removed. Checkpoints in other
-    formats stay, and do not count.
+    """Delete all complete native checkpoints directly below `folder` except the `keep_last` newest.
+    Return the deleted paths. With `dry_run`, only return the paths that would be deleted.
 
-    The highest step numbers are the newest, as for `latest_complete`. The `keep_last` checkpoints
-    whose saves began last stay, too: after a return to an earlier step, these are what the run
-    continues from. Checkpoints whose names have no step number, such as `best`, stay and do not
-    count. `prune` does not know what a `CheckpointManager` keeps, such as its best steps, so a
-    warning names removed steps.
+    The newest checkpoints are those with the highest step numbers, as for `latest_complete`. The
+    `keep_last` checkpoints whose saves began last stay, too. After a return to an earlier step, the
+    run continues from these.
 
-    Manifests are removed first, so an interrupted removal leaves nothing that looks complete, and
-    the next call finishes it. Files that killed saves and conversions left are removed, too.
-    Damaged checkpoints, also those whose manifest was lost, and those that a save is replacing now
-    stay, and do not count. Only files that saves and conversions wrote are removed: other
-    files stay, and so do their folders. With an `executor`, each checkpoint is removed in a task.
+    Some checkpoints stay and do not count: those in other formats, those whose names have no step
+    number, such as `best`, those that a save is replacing now, and damaged ones, even if their
+    manifest was lost. `prune` does not know the rules of a `CheckpointManager`, so a warning names
+    the deleted steps of its run.
 
-    Raises OptionError if `keep_last` < 1, or if `folder` is a checkpoint and not the folder of a run,
-    CheckpointNotFoundError if there is no `folder`, and FormatError if a newer version of reshard
-    wrote a checkpoint, or if there are more than `keep_last` checkpoints and no name has a step
-    number: then they may be unrelated.
+    `prune` also deletes files that killed saves and conversions left. It deletes only files that saves
+    and conversions wrote. Other files stay, and so do their folders. Manifests are deleted first, so
+    an interrupted call leaves nothing that looks complete. The next call finishes its work. With an
+    `executor`, each checkpoint is deleted in a task.
+
+    Raises:
+        OptionError: `keep_last` < 1, or `folder` is a checkpoint and not the folder of a run.
+        CheckpointNotFoundError: there is no `folder`.
+        FormatError: a newer version of reshard wrote a checkpoint. Or there are more than `keep_last`
+            checkpoints and no name has a step number, so they may be unrelated.
     """
     if not is_count(keep_last):
         raise OptionError(
-            f"keep_last must be an integer >= 1, got {keep_last!r:.80}: to keep none, remove the folder yourself"
+            f"keep_last must be an integer >= 1, got {keep_last!r:.80}: to keep none, delete the folder yourself"
         )
     check_executor(executor, 1, folder)
     if not os.path.exists(local_path(folder) or "."):
@@ -223,13 +226,13 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
         names = format_names([one.path.rpartition("/")[2] for one in found], limit=10)
         raise FormatError(
             f"{folder}: the names of its checkpoints have no step numbers, so they may be unrelated, and "
-            f"prune removed none of {names}. Name the checkpoints of a run step-<number>, or remove these "
+            f"prune deleted none of {names}. Name the checkpoints of a run step-<number>, or delete these "
             "yourself"
         )
     kept = sorted(found, key=lambda one: one.created_unix_s)[-keep_last:]
-    gone, done = [one.path for one in found[:-keep_last] if one not in kept], "would remove"
+    gone, done = [one.path for one in found[:-keep_last] if one not in kept], "would delete"
     if not dry_run:
-        gone, done = remove_checkpoints(folder, gone, executor), "removed"
+        gone, done = remove_checkpoints(folder, gone, executor), "deleted"
     if gone and open_storage(folder).names(LEDGER):
         _log.warning(
             "prune ignores the keep rules of this run's CheckpointManager: it %s %s",

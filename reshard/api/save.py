@@ -73,23 +73,23 @@ def save(
 
     Args:
         state_dict: nested dicts and lists of tensors, with this rank's shards, and plain values.
-        path: a local folder, URL, or `Storage`, the same on all ranks, and accessible to all.
+        path: a local folder, URL, or `Storage`. All ranks pass the same one, and must have access to it.
         process_group: the ranks that save together. Default: the default group, or this process if there is none.
         alone: only this process saves, even in a running job. It needs full tensors and its own path.
         select: save only keys that match this glob, such as `"model.*"`, or one of a list of globs. A glob that begins
-            with `!` excludes keys. Each other glob must match a key of some rank. The checkpoint records
-            the globs: a later load requires only the keys that they match, and reports the others as `outside`.
+            with `!` excludes keys. Each other glob must match a key of some rank. The checkpoint records the
+            globs. A later load requires only the keys that match, and reports the others as `outside`.
         check_replicas: compare replicas across ranks. Different values are an error.
         fingerprints: store a fingerprint of each tensor for `verify`, `compare`, and later loads.
         divide_above_bytes: divide chunks of at least this size among the ranks that hold them.
-        memory_budget_bytes: limit for copies of tensors on devices or not in row-major order. Fingerprints take 50 MiB
-            more.
+        memory_budget_bytes: limit for copies of tensors that are on a device or not in row-major order. Fingerprints
+            take 50 MiB more.
         overwrite: replace an existing checkpoint at `path` once the new one is complete. False: an existing checkpoint
-            is an error, even one that lost its manifest, and nothing is written. Other files are never replaced.
-        base: an earlier checkpoint, at `path` or in the same folder as it, or "auto" for the one saved last. Data that
-            it has is not written again. You can still delete any of the checkpoints: see docs/incremental.md.
-        ranks_per_file: this many ranks of a host write one file: see docs/scale.md. Not with a base.
-        progress: the first rank shows progress bars if stderr is a terminal. Each phase logs one line in any case.
+            is an error, even if its manifest was lost, and nothing is written. Other files are never replaced.
+        base: an earlier checkpoint whose unchanged data is not written again. It must be at `path`, or in the same
+            folder as `path`. "auto": the one saved last. You can delete any of them: see docs/incremental.md.
+        ranks_per_file: the number of ranks of a host that write one file: see docs/scale.md. Not with a base.
+        progress: show progress bars on the first rank if stderr is a terminal. Each phase logs a line in any case.
         timeout: limit for the call, in seconds or as a `timedelta`.
 
     Raises (on all ranks: the failing rank raises its own error, the others `RankFailedError`):
@@ -129,7 +129,7 @@ class PendingSave(Generic[T]):
     def result(self, timeout: float | None = None) -> T:
         """Wait for the save and return its report.
 
-        Raises the errors of `save`, TimeoutError after `timeout` seconds, and OptionError for a `timeout` that is no
+        Raises the errors of `save`, TimeoutError after `timeout` seconds, and OptionError if `timeout` is not a
         number.
         """
         return self._asked(self._future.result, timeout)
@@ -143,15 +143,16 @@ class PendingSave(Generic[T]):
         return self._future.done()
 
     def add_done_callback(self, call: Callable[[PendingSave[T]], object]) -> None:
-        """Call `call` with this object when the save has ended, on the thread of the save; at once if it has."""
+        """Call `call` with this object, on the thread of the save, when the save ends. Calls it at once if it has
+        ended."""
         self._future.add_done_callback(lambda _: call(self))
 
     def _asked(self, ask: Callable[[float | None], A], timeout: float | None) -> A:
         check_options(timeout=timeout)
         if self._pid != os.getpid() and not self.done():
             raise CheckpointError(
-                f"this save runs in process {self._pid}, and process {os.getpid()} is a fork of "
-                "it, which cannot wait for it"
+                f"this save runs in process {self._pid}, and its fork, process {os.getpid()}, cannot wait for it: "
+                "call result() in the process that began the save"
             )
         try:
             return ask(timeout)
@@ -192,14 +193,15 @@ def async_save(
 ) -> PendingSave[SaveReport]:
     """Save in the background: like `save`, but return as soon as this rank's part is copied.
 
-    The checkpoint has the values at the time of the call. Tensors on a device are copied to pinned host memory on a
-    separate stream, after the pending work of the current stream, and the call waits for these copies. Tensors on the
-    host are copied there. The next save reuses the memory. With `stage="device"`, tensors on a device are copied on the
-    device if it has enough memory, and the call does not wait. Each rank may choose its own `stage`.
+    The checkpoint has the values at the time of the call. The call copies them to host memory,
+    and waits for these copies. Tensors on a device are copied to pinned memory on a separate
+    stream, after the pending work of the current stream. The next save reuses the memory. With
+    `stage="device"`, tensors on a device are copied on the device if it has enough memory. The
+    call does not wait for these copies. Each rank may choose its own `stage`.
 
-    At most `max_in_flight` saves of this process run at once; another call first waits for the oldest. It raises the
-    error of an earlier save on all ranks, unless all of them have called its `result()` or `exception()`. Saves to the
-    same path run one after another.
+    At most `max_in_flight` saves of this process run at once. Another call first waits for the
+    oldest. If an earlier save failed, the call raises its error on all ranks, unless all ranks
+    have called its `result()` or `exception()`. Saves to the same path run one after another.
     """
     with phase("async_save", path=path, goes_on=True):
         may_wait = type(max_in_flight) is int and max_in_flight > 0
@@ -362,7 +364,7 @@ def _clear(job: save_job.SaveJob, cause: BaseException) -> None:
         if commit.counting(job.storage) != save_id:
             commit.remove(job.storage, save_id)
     except ReshardError as second:  # the first error is what the caller must see; the next save removes the rest
-        cause.add_note(f"removing the unfinished save failed too: {second}")
+        cause.add_note(f"deleting the unfinished save failed too: {second}")
 
 
 # Where ranks meet before a save: they confirm a plan that all of them have, kept from a save like
@@ -604,7 +606,8 @@ def meet_before_save(
 @renamed(passed_over="skipped")
 @dataclass(frozen=True, repr=False)
 class SaveReport(WrittenReport):
-    """What a save did. Only `bytes_written`, `bytes_reused`, `phases`, and `skipped` differ between ranks."""
+    """What a save did. Only `bytes_written`, `bytes_reused`, `phases`, and `skipped` differ
+    between ranks."""
 
     path: str
     save_id: str
@@ -613,17 +616,17 @@ class SaveReport(WrittenReport):
     per_rank: tuple[str, ...]
     """Keys for which the value of every rank was saved."""
     base: str | None = None
-    """The save id of the checkpoint that this save used as its base."""
+    """The save id of the base. None if the save had no base."""
     bytes_reused: int = 0
     """Bytes of tensors that this rank did not write because a file of an earlier save has them."""
     skipped: tuple[str, ...] = ()
     """Parts of earlier checkpoints that this rank could not reuse, and why. It wrote the data
     again."""
     select: tuple[str, ...] = ()
-    """The globs of the keys that were saved. Empty if all were."""
+    """The globs of the keys that were saved. Empty if all keys were saved."""
     replaced: bool = False
-    """Whether the save replaced an earlier one at the path, also one whose manifest was lost or
-    damaged. `overwrite=False` does not allow it."""
+    """True if the save replaced an earlier one at the path, even one whose manifest was lost or
+    damaged. Always False with `overwrite=False`."""
 
     def __repr__(self) -> str:
         """One line, with the first names of what is tied or each rank's own."""

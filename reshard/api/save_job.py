@@ -87,8 +87,8 @@ def planned_writes(
     plan = plan_writes(census.tensors, divide_above_bytes=options.divide_above_bytes)
     if findings := [*plan.findings()]:
         raise LayoutError(
-            "All ranks that hold a part of a tensor must save together: leave out alone=True, or pass a process_group "
-            f"of them all. The tensors on {format_ranks(group.ranks)} do not cover each full tensor exactly once: "
+            "all ranks that hold a part of a tensor must save together: leave out alone=True, or pass a process_group "
+            f"with all of them. The tensors on {format_ranks(group.ranks)} do not cover each full tensor exactly once: "
             f"{findings[0]} (problem 1 of {len(findings)})"
         )
     return census, plan
@@ -119,7 +119,7 @@ def _parts(tensor: LiveTensor, layout: TensorLayout, rank: int) -> tuple[torch.T
     its boxes."""
     local, fqn = tensor.local, tensor.key
     if any(t.is_meta for t in local):
-        raise CheckpointError(f"tensor {fqn!r} is on the meta device: it has no values to save")
+        raise CheckpointError(f"tensor {fqn!r} is on the meta device and has no values to save: initialize it first")
     if any(type(t).__name__ == "FakeTensor" for t in local):
         raise CheckpointError(f"tensor {fqn!r} is a FakeTensor: it has no values to save")
     count = 1 if isinstance(layout.form, ProductForm) else len(layout.parts(rank))
@@ -271,7 +271,7 @@ def base_at(path: Any, folder: str, save_id: str | None = None, share: Share = A
     if not isinstance(contents.facts, NativeFacts):
         raise FormatError(f"{where} is {contents.format}: the base of a save must be in the native format")
     if save_id not in (None, contents.facts.manifest.save_id):
-        raise CheckpointNotFoundError(f"{where} was replaced since the first rank opened it")
+        raise CheckpointNotFoundError(f"{where} was replaced after the first rank opened it")
     return Base(storage, there, here, contents.facts)
 
 

@@ -34,26 +34,26 @@ def trace_layout(build: Callable[[], Any], *, world_size: int, ranks: Iterable[i
     process.
 
     Args:
-        build: builds and parallelizes what one rank has, as in the job: a module, a list of modules
-            (the pipeline stages of the rank), or a state dict of such tensors. It runs with
-            `torch.device("meta")` as default device and a default process group whose collectives
-            do nothing. It must build the same for the same rank.
+        build: a function that builds and parallelizes what one rank has, as in the job. It returns a
+            module, a list of modules (the pipeline stages of the rank), or a state dict. It runs with
+            `torch.device("meta")` as default device, and with a default process group whose
+            collectives do nothing. For one rank, it must always build the same.
         world_size: number of ranks of the job.
-        ranks: run only as these ranks. Ranks that share a mesh with one of them are assumed to be
-            like it. None: run as rank 0 and, along each axis of each mesh, as one more rank. If
-            that rank has something else (a pipeline stage, its own experts), or if a rank is in no
+        ranks: run only as these ranks. Ranks that share a mesh with one of them are assumed to have
+            the same layout. None: run as rank 0 and, along each axis of each mesh, as one more rank.
+            If that rank has other tensors (a pipeline stage, its own experts), or if a rank is in no
             mesh, run as all ranks.
 
     Returns:
-        The layout of the job. Plain tensors are full tensors on every rank that has them. A name
-        that several meshes have in the same way (weights tied across pipeline stages) is replicated
-        over them.
+        The layout of the job. Plain tensors are full tensors on every rank that has them. A tensor
+        that has the same layout on several meshes (weights tied across pipeline stages) is
+        replicated over them.
 
     Raises:
-        OptionError: `build` is no function, or there is no such rank.
-        LayoutError: a process group is initialized already, ranks disagree about a tensor, or a
+        OptionError: `build` is not a function, or there is no such rank.
+        LayoutError: a process group is already initialized, ranks disagree about a tensor, or a
             placement is not known.
-        What `build` raises, with a note that names the rank.
+        The errors of `build`, with a note that names the rank.
     """
     if type(world_size) is not int or world_size < 1:
         raise option_error(f"world_size must be an integer >= 1, got {world_size!r:.80}", LayoutError)

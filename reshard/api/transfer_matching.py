@@ -135,7 +135,7 @@ class _Pairer:
         else:
             lost = [s.fqn for s in view.sources if s.fqn not in self.before]
             if lost:
-                self.mismatched.append(f"{key}: is a view of {lost[0]!r}, which the source does not have")
+                self.mismatched.append(f"{key}: is a view of {lost[0]!r}, which is not in the source")
                 return
         self.used.update(s.fqn for s in view.sources)
         if self._fits(key, spec, view):
@@ -164,7 +164,7 @@ class _Pairer:
             if not self.allow_cast or why:
                 self.mismatched.append(
                     f"{key}: has dtype {view.spec.dtype} in the source, but {spec.dtype} in the target"
-                    + f" ({why})" * bool(why)
+                    f"{f' ({why})' * bool(why)}"
                 )
                 return False
             self.out.cast[key] = (view.spec.dtype, spec.dtype)
@@ -192,7 +192,7 @@ class _Pairer:
             a, b = ([tied_sources.get(spec.fqn, spec.fqn) for spec in view.sources] for view in (mine, its))
             if (a, mine.geometry) != (b, its.geometry):
                 self.mismatched.append(
-                    f"{key}: shares memory with {first!r}, but is filled from {_names(mine)}, and that one from "
+                    f"{key}: shares memory with {first!r}, but {key!r} takes {_names(mine)}, and {first!r} takes "
                     f"{_names(its)}: map both to the same source"
                 )
                 continue
@@ -236,15 +236,15 @@ def _refuse(found: TensorMatches, mismatched: list[str], stray: list[str], stric
     if strict:
         lines += listed("missing from the source on all ranks", dict.fromkeys(found.missing, ""), found.before)
         lines += listed("unexpected: not in the target of any rank", dict.fromkeys(found.unexpected, ""), found.after)
-    lines += listed("named by a view or the mapping, but no target", dict.fromkeys(stray, ""), found.after)
+    lines += listed("named by a view or the mapping, but not in the target", dict.fromkeys(stray, ""), found.after)
     if not lines:
         return
-    fixes = ["mapping= and views= define which source fills which target"]
+    lines.append("  fix: mapping= and views= set which source fills which target")
     if strict and (found.missing or found.unexpected):
-        fixes.append("strict=False ignores missing and unexpected keys")
+        lines.append("  fix: strict=False ignores missing and unexpected keys")
     if any(": has dtype " in line for line in mismatched) and not any(line.endswith(")") for line in mismatched):
-        fixes.append("dtype_policy='cast' converts dtypes")
-    raise KeyMismatchError("\n".join(["the target does not fit the source:", *lines, f"  ({'; '.join(fixes)})"]))
+        lines.append("  fix: dtype_policy='cast' converts dtypes")
+    raise KeyMismatchError("\n".join(["the target does not match the source:", *lines]))
 
 
 # How the ranks of a transfer come to know, and to agree on, what all of them hold and want.
@@ -347,7 +347,7 @@ class Agreed:
             views=views,
             mapping=names,
             left=left,
-            joined=[f"{key}: would be one of several in the source, which may differ: leave it out" for key in joined],
+            joined=[f"{key}: several source values map to this key, and may differ: leave it out" for key in joined],
             strict=options["strict"],
             allow_cast=options["dtype_policy"] == "cast",
         )
@@ -416,7 +416,9 @@ def agree(
 def _judge(found: list[tuple[_TransferDescription, Sequence[int]]]) -> None:
     idle = sorted(rank for d, ranks in found if not d.source and not d.target for rank in ranks)
     if idle:
-        raise LayoutError(f"no source or target tensors on {format_ranks(idle)}: pass a process_group without them")
+        raise LayoutError(
+            f"no source or target tensors on {format_ranks(idle)}: pass a process_group without these ranks"
+        )
 
 
 def _join(name: str, parties: list[tuple[_SideDescription, Sequence[int]]]) -> StateLayout:
@@ -445,8 +447,8 @@ def _common_device(found: list[tuple[_TransferDescription, Sequence[int]]]) -> s
     if all("cpu" in devices for devices in everyone):
         return "cpu"
     raise LayoutError(
-        f"the backends of the ranks have no device type in common: {everyone}; initialize the process group with "
-        "'cpu:gloo,cuda:nccl'"
+        f"the backends of the ranks have no device type in common: {everyone}. Initialize the process group with "
+        "the backend 'cpu:gloo,cuda:nccl'"
     )
 
 
@@ -480,8 +482,8 @@ class Values:
         own, missing, unexpected = self.own
         if strict and (missing or unexpected):
             raise KeyMismatchError(
-                f"values in PerRank move between the two sides of one rank, but only this rank's target has {missing}, "
-                f"and only its source {unexpected}. Fix: leave them out, or pass strict=False"
+                f"a PerRank value moves from a rank's source to the same rank's target. On this rank, only the target "
+                f"has {missing}, and only the source has {unexpected}. Leave them out, or pass strict=False"
             )
         self._target.check_places([*own, *(key for key in self._pairs if key in self._target.paths)])
 
@@ -518,7 +520,9 @@ class Values:
             try:
                 out[key] = encode_plain(value)
             except FormatError as error:
-                raise FormatError(f"the value under {key!r} cannot be sent to other ranks: {error}") from None
+                raise FormatError(
+                    f"the value under {key!r} cannot be sent to other ranks: {error}. Leave it out of source and target"
+                ) from None
         return dict(sorted(out.items()))
 
 
@@ -536,10 +540,8 @@ def _refuse_renamed(key: str, value: Any, mapping: Any) -> None:
         renamed = [name for name in listed if any(old.endswith(f".{name}") for old in olds)]
     if renamed:
         raise KeyMismatchError(
-            f"the param groups in {key!r} list parameters by names that the mapping changes: "
-            f"{format_names(renamed)}. "
-            "Leave the groups out of source and target, "
-            "and set them on the optimizer of the target"
+            f"the mapping changes names of parameters that the param groups in {key!r} list: {format_names(renamed)}. "
+            "Leave the groups out of source and target, and set them on the optimizer of the target"
         )
 
 

@@ -83,7 +83,10 @@ def plan_steps(
         each = round_bytes(budget_bytes // len(plans))
         rounds = tuple(schedule(plan, max_inflight_bytes=each) for plan in plans)
     except CoverageError as error:
-        raise LayoutError(f"the source does not contain every element of the target: {error}") from None
+        raise LayoutError(
+            f"the source does not contain every element of the target: {error}. Pass the complete tensor, or leave it "
+            "out of the target"
+        ) from None
     for step in rounds:
         verify(step).raise_if_failed()
     groups = rank_groups(TransferPlan(before, after, tuple(moved), ranks_per_host))
@@ -183,11 +186,14 @@ def _taken_apart(key: str, local: torch.Tensor, parts: Sequence[Part], rank: int
     if shape == (sum(numels),):
         if local.is_contiguous():
             return [piece.view(size) for piece, size in zip(torch.split(local, numels), sizes, strict=True)]
-        raise LayoutError(f"tensor {key!r}: rank {rank} gave its boxes flattened, in memory that is not contiguous")
+        raise LayoutError(
+            f"tensor {key!r}: rank {rank} passed its boxes flattened, in memory that is not contiguous: pass a "
+            "contiguous tensor"
+        )
     boxes = " and ".join(str(list(size)) for size in sizes)
     raise LayoutError(
-        f"tensor {key!r}: rank {rank} should hold boxes of {boxes}, by the layout, in one tensor: side by side along a "
-        f"dim, or flattened ([{sum(numels)}]), but gave {list(shape)}"
+        f"tensor {key!r}: by the layout, rank {rank} should hold boxes of {boxes} in one tensor, side by side along a "
+        f"dim or flattened ([{sum(numels)}]), but it passed {list(shape)}: correct the layout or the tensor"
     )
 
 
@@ -198,7 +204,10 @@ def _start(part: Part) -> int:
 
 def _unfit(key: str, rank: int, local: _Parts, wanted: str) -> LayoutError:
     there = " and ".join(f"{list(tensor.shape)} of {dtype_name(tensor.dtype)}" for tensor in local) or "nothing"
-    return LayoutError(f"tensor {key!r}: rank {rank} should hold {wanted}, by the layout, but gave {there}")
+    return LayoutError(
+        f"tensor {key!r}: by the layout, rank {rank} should hold {wanted}, but it passed {there}: correct the layout "
+        "or the tensor"
+    )
 
 
 class TransferMemory:
@@ -300,7 +309,7 @@ def _refuse_overlaps(spans: Sequence[tuple[int, int, bool, str]]) -> None:
         if start < end:
             source, target = (other, key) if is_target else (key, other)
             raise LayoutError(
-                f"the target {target!r} shares memory with the source {source!r}, which would be overwritten "
-                "before it is read: give the target its own memory"
+                f"the target {target!r} shares memory with the source {source!r}, so the transfer would overwrite the "
+                "source before it is read: give the target its own memory"
             )
         reach[is_target] = max(reach[is_target], (stop, key))

@@ -58,24 +58,26 @@ def verify(
         reshard.verify("run/step-1000").raise_if_failed()
 
     Every call checks that all files exist with the right sizes, and that the chunks of each tensor cover it exactly
-    once. In the native format, it also checks the plan that finds the bytes, and an index for Hugging Face tools
-    against the manifest. `deep` also reads every byte. Where the format has them, it compares blocks with checksums,
-    tensors with fingerprints, and records of `torch.save` and DCP files with their CRC-32.
+    once. In the native format, it also checks the plan that finds the bytes, and compares an index for Hugging Face
+    tools with the manifest.
+    With `deep`, it also reads every byte. If the format has them, it compares blocks with checksums, tensors with
+    fingerprints, and records of `torch.save` and DCP files with their CRC-32.
 
     Args:
-        path: a folder, file, URL, `Storage`, or open `Checkpoint`. Of a run, its newest complete step.
+        path: a folder, file, URL, `Storage`, or open `Checkpoint`. The folder of a run: its newest complete step.
         against: another checkpoint, or a state dict of full tensors, that must have equal values. Both are read and
-            compared as by `compare`. Without `deep`, saved fingerprints are compared where both have them.
+            compared as by `compare`. Without `deep`, saved fingerprints are compared if both sides have them.
         deep: read every byte. False: check sizes and metadata only.
         workers: number of processes on this host that read at the same time.
         executor: runs the reads as tasks, as in `reshard.convert`. Then pass both checkpoints by path.
         progress: show a progress bar if stderr is a terminal.
 
-    Returns a report, even of a damaged checkpoint. `findings` names damaged files and tensors, with byte ranges where
-    known; of a run, also newer steps that lost something after their save had ended. `covered` says in how many bytes
-    a change would be found: none in formats without checksums. It also names what was not opened, such as newer
-    steps that killed saves left. A damaged checkpoint is not compared with `against`, and `covered` is None. Raises
-    only if no checkpoint of a known format is there.
+    Returns a report, even for a damaged checkpoint. Raises only if there is no checkpoint of a known format.
+
+    `findings` names damaged files and tensors, and the bytes if they are known. For a run, it also names newer steps
+    that lost files after their save. `covered` says in how many bytes a change would be found: none in formats without
+    checksums. It also names what was not opened, such as steps that killed saves left. It is None for a damaged
+    checkpoint, which is not compared with `against`.
     """
     check_executor(executor, workers, path, *([against] if against is not None else []))
     check_options(deep=deep, progress=progress)
@@ -275,7 +277,7 @@ class _Blocks:
         bad = [(a, b) for a, b in sums.pending(start, stop) if not sums.is_right((a, b), [source.raw(a, b - a)])]
         source.checksums = sums
         return [
-            (f"{source.label}: some of bytes [{a}, {b}) were changed since they were written", a, b) for a, b in bad
+            (f"{source.label}: the block of bytes [{a}, {b}) was changed since it was written", a, b) for a, b in bad
         ]
 
 
@@ -418,6 +420,6 @@ def _read_findings(
         elif (wanted := prints.get(name)) is not None:
             digest = totals[name].digest(tensor.dtype, tensor.shape)
             if comparable(wanted, digest) and digest != wanted:
-                text = "its values changed: their fingerprint is not the one that was saved"
+                text = "its values changed: they do not have the saved fingerprint"
                 findings.append(Finding(text, name))
     return findings

@@ -88,7 +88,7 @@ class WeightBucket:
         def described() -> Iterator[tuple[str, Shape, torch.dtype]]:
             for name, tensor in weights:
                 if name in names:
-                    raise KeyMismatchError(f"the weight {name!r} is given twice")
+                    raise KeyMismatchError(f"the weight {name!r} is given twice: pass each name once")
                 names.add(name)
                 waiting[name] = tensor
                 yield name, tuple(tensor.shape), tensor.dtype
@@ -156,11 +156,15 @@ class SinceLastPass:
 
 @named_arguments()
 class WeightSource:
-    """The weights of a sharded training job, as an inference engine loads them: full tensors, under the engine's
-    names, in its dtype. Any layout and pipeline stage works. Each byte is sent once to each rank that gets it. A pass
-    needs memory for one bucket at a time (at least 64 MiB). A tied tensor is given once, under its first name.
+    """The weights of a sharded training job, as an inference engine loads them: full tensors,
+    under the engine's names, in its dtype.
 
-    Every pass reads the tensors again. The tensor objects must stay the same; their values may change.
+    The job may have any layout and any pipeline stages. Each byte is sent once to each rank that
+    gets it. A pass needs memory for one bucket at a time (at least 64 MiB). It yields a tied
+    tensor once, under its first name.
+
+    Every pass reads the tensors again. Their values may change, but the tensor objects must stay
+    the same.
     """
 
     def __init__(
@@ -182,13 +186,14 @@ class WeightSource:
             mapping: from the model's names and shapes to those that the engine loads, such as
                 `ready(config, "torchtitan", "vllm")`.
             dtype: convert floating-point tensors to this dtype. Elements beyond its range become
-                infinite or NaN. Nothing counts or reports them.
+                infinite or NaN. No report counts them.
             bucket_bytes: maximum size of a bucket. A larger tensor gets its own bucket.
-            everyone: give all buckets to every rank, not only to the first of the group.
-            layouts: a function of a tensor's spec that returns its layout over the ranks, if each
-                rank gets only its shard, or None for the full tensor. All ranks then get buckets.
-            delta: keep a copy of each pass in host memory where buckets arrive. Later passes yield
-                only tensors that changed; `WeightBucket.changes` lists the elements.
+            everyone: give all buckets to every rank, not only to the first rank of the group.
+            layouts: a function from a tensor's spec to its layout over the ranks. All ranks then get
+                buckets, each with its own shards. If the function returns None, each rank gets the
+                full tensor.
+            delta: keep a copy of each pass in host memory on the ranks that get buckets. Later passes
+                yield only tensors that changed. `WeightBucket.changes` lists the elements.
             process_group: the ranks of the trainer. Default: the default group.
 
         The first pass compares replicas. Raises KeyMismatchError for a state without tensors, and
@@ -199,9 +204,7 @@ class WeightSource:
         if not isinstance(state, Mapping):
             raise OptionError(f"WeightSource takes the state dict of a model, got {state_instead_of(state)}")
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise OptionError(
-                f"dtype must be a torch.dtype, such as torch.bfloat16, of floating-point numbers, got {dtype!r:.80}"
-            )
+            raise OptionError(f"dtype must be a floating-point torch.dtype, such as torch.bfloat16, got {dtype!r:.80}")
         self._group = Group(process_group)
         self.rank = self._group.rank
         """This rank's place in `process_group`; the first one gets the buckets."""
@@ -209,7 +212,7 @@ class WeightSource:
         with self._group.together("weights"):
             layout = take_global_state(self._live, self._group, check_replicas=False).tensors
             if not layout:
-                raise KeyMismatchError("no rank has a tensor to send")
+                raise KeyMismatchError("no rank has a tensor to send: pass the model's state dict on each rank")
             self._views = (mapping or StateMapping()).views(layout.specs)
         self.specs = {name: _converted(view.spec, dtype) for name, view in self._views.items()}
         """Name, shape, and dtype of each tensor that is given; the same on every rank."""
@@ -227,8 +230,9 @@ class WeightSource:
             yield from bucket.tensors()
 
     def buckets(self) -> Iterator[WeightBucket]:
-        """Yield the buckets that this rank gets. Collective: every rank must run it to its end, even if it gets
-        nothing. You may keep a bucket's memory."""
+        """Yield the buckets that this rank gets. You may keep a bucket's memory.
+
+        Collective: every rank must iterate to the end, even if it gets no bucket."""
         return self._pass() if self._since is None else self._since.of(self._pass())
 
     def require_full(self) -> None:
@@ -245,8 +249,8 @@ class WeightSource:
     def send(self, to: Callable[[WeightBucket, bool], None]) -> None:
         """Call `to` with each bucket that this rank gets, and with True for the last one. Collective.
 
-        After an error in `to` nothing more is sent. It is raised on all ranks at the end of the pass,
-        and the next pass gives everything.
+        After an error in `to`, this rank does not call it again. The error is raised on all ranks at
+        the end of the pass. The next pass yields all weights.
         """
         error: Exception | None = None
         try:

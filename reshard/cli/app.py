@@ -39,12 +39,14 @@ EXIT_ERROR = 3
 
 _HELP = """Inspect, plan, verify, and reshard checkpoints of PyTorch models.
 
-CHECKPOINT is a folder, file, or URL in any known format. The folder of a run means its newest
-complete checkpoint; to choose another, give its folder, or --step N if the command has it.
+CHECKPOINT is a folder, file, or URL in any known format. The folder of a run stands for its newest
+complete checkpoint. To choose another checkpoint, give its folder. Most commands also take --step N.
 
-Exit codes: 0: success or yes; 1: the answer is no (damage, differences, failed proof); 2: wrong usage;
-3: error, with reason and fix on stderr; 130: interrupted. With --json, errors are JSON on stdout as
-well. Add --traceback to any command to see where an error comes from."""
+Exit codes: 0: success, or the answer is yes. 1: the answer is no: damage, differences, or a failed
+proof. 2: wrong usage. 3: error, with the reason and the fix on stderr. 130: interrupted.
+
+With --json, an error is also printed as JSON on stdout. To see where an error comes from, add --traceback
+to any command."""
 
 
 def _flowing(text: str) -> str:
@@ -115,11 +117,11 @@ class _Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         for at, word in enumerate(args, 1):
             if re.fullmatch("(--[a-z-]+=)?", word):
-                raise UsageError(f"{word or f'argument {at}'} is empty: is a variable of the shell not set?")
+                raise UsageError(f"{word or f'argument {at}'} is empty: check that all shell variables are set")
         end = args.index("--") if "--" in args else len(args)
         for at, (word, following) in enumerate(zip(args[:end], [*args[1:], "-"])):
             if word == "--html" and re.fullmatch(r"[^-:=][^:=]*\.(pdf|png|svg|txt|md|json)", following):
-                raise UsageError(f"--html writes a page: end its name in .html, or write --html={following}")
+                raise UsageError(f"--html writes an HTML page: end its name in .html, or write --html={following}")
             if word == "--html" and not following.lower().endswith((".html", ".htm")):
                 args[at] = f"--html=reshard-{self.name}.html"
             if word == "--step" and not any("--step" in param.opts for param in self.params):

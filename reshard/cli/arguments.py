@@ -59,7 +59,9 @@ Legend = Annotated[bool, typer.Option("--legend", help="Explain the notation of 
 Rules = Annotated[
     list[str] | None,
     typer.Option(
-        "--rule", metavar="GLOB=PLACEMENTS", help="Placements by glob, such as '*.wo.weight=S(0),S(1)'. Repeatable."
+        "--rule",
+        metavar="GLOB=PLACEMENTS",
+        help="Place tensors whose names match GLOB, such as '*.wo.weight=S(0),S(1)'. Repeatable.",
     ),
 ]
 Select = Annotated[
@@ -67,22 +69,23 @@ Select = Annotated[
     typer.Option(
         metavar="GLOB",
         autocompletion=tensor_names,
-        help="Only names that match; * also matches dots. '!GLOB' excludes names. Repeatable.",
+        help="Use only names that match. * also matches dots. '!GLOB' excludes names. Repeatable.",
     ),
 ]
 Step = Annotated[
     int | None, typer.Option("--step", metavar="N", min=0, help="Use this step of a run. Default: the newest.")
 ]
-Workers = Annotated[int, typer.Option("--workers", metavar="N", min=1, help="Processes that work in parallel.")]
+Workers = Annotated[int, typer.Option("--workers", metavar="N", min=1, help="Number of parallel processes.")]
 Normalized = Annotated[bool, typer.Option("--normalized", help="Use canonical names and layouts.")]
-Model = Annotated[bool, typer.Option("--model", help="Only the model, under canonical names without a prefix.")]
+Model = Annotated[bool, typer.Option("--model", help="Use only the model. Its names are FQNs, without a prefix.")]
 Names = Annotated[
     str | None,
     typer.Option(
         "--names",
         metavar="FROM:TO",
         autocompletion=namings,
-        help="Translate names, such as torchtitan:huggingface. Needs --config.",
+        help="Convert the names and tensors of CHECKPOINT from one naming scheme to another, such as "
+        "torchtitan:huggingface. Needs --config.",
     ),
 ]
 On = Annotated[
@@ -131,7 +134,9 @@ def executor_on(engine: str | None) -> AbstractContextManager[Executor | None]:
     try:
         return _on_dask(address) if kind == "dask" else _on_ray(address)
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"--on {engine}: no answer: {error}") from error
+        raise CheckpointError(
+            f"--on {engine} does not answer: {error}. Check the address, and that the cluster is running"
+        ) from error
 
 
 @contextmanager
@@ -209,12 +214,12 @@ def both_sides(
     sides = [_topology(text, rules, saved) if it is None else it for text, it in zip(texts, opened)]
     if not known:
         raise UsageError(
-            f"{source!r} and {onto!r} are both topologies, which name no tensors: one side must be a checkpoint or a "
-            "layout file"
+            f"{source!r} and {onto!r} are both topologies, and a topology names no tensors: pass a checkpoint or a "
+            "layout file as one of the two"
         )
     topology = next((side for side in sides if not isinstance(side, StateLayout)), None)
     if topology is None and rules:
-        raise UsageError(f"--rule is for a topology, but {source!r} and {onto!r} both have layouts of their own")
+        raise UsageError(f"--rule is for a topology, but {source!r} and {onto!r} are not topologies: leave out --rule")
     first, second = (side if isinstance(side, StateLayout) else side.layout(known[0].specs) for side in sides)
     return Sides(first, second, topology, topology is sides[1])
 
@@ -282,7 +287,7 @@ def _canonical(checkpoint: Checkpoint, hints: Mapping[str, Any] | None) -> State
 
 
 Config = Annotated[
-    str | None, typer.Option("--config", metavar="FILE", help="For --names: config.json of the Hugging Face model.")
+    str | None, typer.Option("--config", metavar="FILE", help="For --names: the Hugging Face model's config.json.")
 ]
 Naming = Annotated[
     list[str] | None,
@@ -299,7 +304,8 @@ HintOption = Annotated[
     typer.Option(
         "--hint",
         metavar="KEY=JSON",
-        help="For canonical names: a fact that the checkpoint lacks. Errors say which. Repeatable.",
+        help="For canonical names: a fact that the checkpoint lacks. If a hint is needed, an error names it. "
+        "Repeatable.",
     ),
 ]
 
@@ -350,8 +356,8 @@ def untaken(names: str, mapping: StateMapping, state: Checkpoint) -> list[str]:
     is_other = any(part in ("torchtitan", "megatron") for part in names.split(":"))
     # "norm.weight" within "model.norm.weight" may be taken by chance
     if changed * 10 < len(state) if is_other else not changed:
-        found = f"{names.partition(':')[0]}, but {next(iter(state), 'no tensor')!r}"
-        raise KeyMismatchError(f"{state.url} has no names of {found}. Swap the two sides of --names?")
+        found = f"{names.partition(':')[0]}: its first name is {next(iter(state), '')!r}"
+        raise KeyMismatchError(f"{state.url} has no names of {found}. Check the order of the two sides of --names")
     return [name for name in state if is_other and name not in becomes]
 
 

@@ -52,7 +52,7 @@ _Onto = Annotated[
     typer.Option(
         metavar="LAYOUT",
         autocompletion=topologies,
-        help="Write one file per rank of this topology, such as fsdp=4,tp=2, or of a layout file.",
+        help="Write one file per rank of this topology, such as fsdp=4,tp=2, or of this layout file.",
     ),
 ]
 
@@ -62,27 +62,26 @@ _Dtype = Annotated[
     typer.Option(
         metavar="DTYPE",
         autocompletion=dtypes,
-        help="Cast floating-point tensors, such as to bfloat16. Values out of its range become inf or its largest "
-        "number; the report counts them.",
+        help="Cast floating-point tensors to this dtype, such as bfloat16. Values beyond its range become inf or its "
+        "largest number. The report counts them.",
     ),
 ]
 _MaxShard = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="Begin a new file at this size, such as 500MB; a larger tensor has a file of its own. Not with --onto. "
-        "Default: 5GB.",
+        help="Maximum size of a file, such as 500MB. A larger tensor gets its own file. Not with --onto. Default: 5GB.",
     ),
 ]
 _Dequantize = Annotated[
     bool,
-    typer.Option("--dequantize", help="Expand DeepSeek's fp8 and gpt-oss's mxfp4 to --dtype or bfloat16."),
+    typer.Option("--dequantize", help="Convert DeepSeek's fp8 and gpt-oss's mxfp4 weights to --dtype or bfloat16."),
 ]
 
 
 def convert(
     source: Source,
-    target: Annotated[str, typer.Argument(metavar="TARGET", help="The folder to write; for torch_save, the file.")],
+    target: Annotated[str, typer.Argument(metavar="OUTPUT", help="The folder to write. For torch_save, the file.")],
     format: _Format = "native",
     model: Model = False,
     normalized: Normalized = False,
@@ -99,12 +98,12 @@ def convert(
     step: Step = None,
     workers: Workers = 1,
     on: On = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing TARGET of this format.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing OUTPUT of this format.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Write a checkpoint in another format, naming scheme, dtype, or layout.
 
-    Needs little memory. To resume an interrupted conversion, run the same command again.
+    Holds only small pieces of tensors in memory. To resume an interrupted conversion, run the same command again.
     """
     import reshard
 
@@ -164,8 +163,8 @@ def _layout(format: str, onto: str | None, rule: list[str] | None) -> Any:
     else:
         layout = arguments.side(onto, arguments.rules_of(rule))
     if rule and not hasattr(layout, "rules"):
-        fix = f"{onto!r} has a layout of its own" if onto else "add --onto"
-        raise arguments.UsageError(f"--rule is for a topology of --onto: {fix}")
+        fix = f"{onto!r} is not a topology, so leave out --rule" if onto else "add --onto"
+        raise arguments.UsageError(f"--rule is for the topology of --onto: {fix}")
     return layout
 
 

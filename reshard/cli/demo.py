@@ -20,15 +20,15 @@ __all__ = ["demo"]
 
 def demo(
     out: Annotated[
-        Path, typer.Option(metavar="FOLDER", file_okay=False, help="Where to write the checkpoint and pages.")
+        Path, typer.Option(metavar="FOLDER", file_okay=False, help="Folder for the checkpoint and the pages.")
     ] = Path("demo-out"),
     steps: Annotated[int, typer.Option(metavar="N", min=4, help="Training steps before the save.")] = 40,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the result, as JSON.")] = False,
 ) -> None:
     """Train a small transformer, save it, load it on other meshes, and compare.
 
-    Trains on 2 × 2 ranks, loads on 3 ranks and on 2 ranks, compares every tensor bit by bit, and resumes training.
-    Uses CPU processes on this machine. Takes 1 to 2 minutes on 2 cores, and writes 35 MiB.
+    Trains on 2 × 2 ranks. Then loads on 3 ranks and on 2 ranks, compares every tensor bit by bit, and resumes training.
+    All ranks are CPU processes on this machine. Takes 1 to 2 minutes on 2 cores, and writes 35 MiB.
 
     Exits with 1 if a comparison fails.
     """
@@ -83,7 +83,7 @@ def _show_plans(screen: Console, plans: Plans) -> None:
     from planners.reports.text import format_plan
 
     print_text(
-        screen, f"plan from metadata, and prove: each element of {plans.tensors} tensors is read once", "2", "bold"
+        screen, f"plan from metadata, and prove that each element of {plans.tensors} tensors is read once", "2", "bold"
     )
     for name, plan in plans.of.items():
         print_text(

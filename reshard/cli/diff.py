@@ -52,8 +52,8 @@ _Rtol = Annotated[
     typer.Option(
         metavar="X",
         min=0,
-        help="Tolerance for tensors, relative to OTHER, such as 1e-3. Also allows dtypes to differ. Plain numbers "
-        "must be equal. Default: bit by bit.",
+        help="Tolerance for tensors, relative to the values in OTHER, such as 1e-3. Also allows different dtypes. "
+        "Plain numbers must be equal. Default: compare bit by bit.",
     ),
 ]
 _Atol = Annotated[
@@ -61,12 +61,12 @@ _Atol = Annotated[
     typer.Option(
         metavar="X",
         min=0,
-        help="Absolute tolerance for tensors, added to that of --rtol. Also allows dtypes to differ.",
+        help="Absolute tolerance for tensors, added to that of --rtol. Also allows different dtypes.",
     ),
 ]
 _ByFingerprint = Annotated[
     bool,
-    typer.Option("--by-fingerprint", help="Do not read tensors whose saved fingerprints are equal."),
+    typer.Option("--by-fingerprint", help="Skip tensors whose saved fingerprints are equal."),
 ]
 
 
@@ -93,8 +93,8 @@ def diff(
 ) -> None:
     """Compare two checkpoints of any format and topology.
 
-    Reads both and compares names, shapes, dtypes, objects, and values. For each tensor that differs, prints the index
-    of the first differing element, in global coordinates. --by-fingerprint is quick, but misses damage since the save.
+    Reads both, and compares names, shapes, dtypes, objects, and values. For each tensor that differs, prints the index
+    of the first different element in the full tensor. --by-fingerprint is fast, but cannot find damage since the save.
 
     Exits with 0 if both are the same, 1 if they differ or one is damaged, and 3 if there is nothing to compare.
     """
@@ -104,7 +104,7 @@ def diff(
     parallel = "--on" if on else "--workers" * (workers > 1)
     if parallel and (normalized or model or names or select):
         words = "compares full checkpoints under stored names: leave out --normalized, --model, --names, and --select"
-        raise arguments.UsageError(f"{parallel} {words}, or convert one")
+        raise arguments.UsageError(f"{parallel} {words}, or convert one checkpoint first")
     given = arguments.read_hints(hint, used=normalized or model)
     mapping, engine = arguments.mapping_of(names, config, naming), arguments.executor_on(on)
     sides = [_opened(path, as_json) for path in (a, b)]

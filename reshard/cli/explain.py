@@ -27,21 +27,21 @@ _DRAWN_SPLITS = 1 << 20
 def explain(
     layout: Annotated[
         str,
-        typer.Argument(metavar="LAYOUT", help="A short form, as inspect and plan print it. Not needed with --legend."),
+        typer.Argument(metavar="LAYOUT", help="A short form, as inspect and plan print it. Optional with --legend."),
     ] = "",
     shape: Annotated[
-        str | None, typer.Option(metavar="SIZES", help="Shape of the tensor to draw, such as 4096,1024.")
+        str | None, typer.Option(metavar="SIZES", help="Draw a tensor of this shape, such as 4096,1024.")
     ] = None,
     legend: Legend = False,
     as_json: AsJson = False,
 ) -> None:
     """Explain the short form of a layout.
 
-    Prints the layout in words and draws which rank holds which rows of a tensor. Without --shape, draws the
-    smallest tensor that gives every rank a part. Meshes above 64 ranks need --shape.
+    Prints the layout in words, and draws which rank holds which rows of a tensor. Without --shape, draws the
+    smallest tensor of which every rank gets a part. A mesh of more than 64 ranks needs --shape.
 
-    Placements without a mesh, as torch prints them, and topologies, such as fsdp=4,tp=2, are
-    explained but not drawn.
+    Also explains placements without a mesh, as torch prints them, and topologies, such as fsdp=4,tp=2. Does
+    not draw these.
     """
     from planners.errors import PlanError
     from planners.geometry.topologies import looks_like_a_topology
@@ -107,7 +107,7 @@ def _layout(text: str, shape: str | None) -> _Said:
     }
     is_drawn = form.mesh.size <= _DRAWN_RANKS or shape is not None
     lines = ["", draw_cuts(tensor, console().width)] if is_drawn else ()
-    note = f"not drawn, since it has {form.mesh.size} ranks: draw it with --shape, such as --shape 4096,1024"
+    note = f"not drawn, because it has {form.mesh.size} ranks: to draw it, add --shape, such as --shape 4096,1024"
     return _Said(words, data, [text], lines, note * (not is_drawn))
 
 
@@ -152,7 +152,7 @@ def _topology(text: str) -> _Said:
     )
     its_rules = [{"glob": glob, "placements": of} for glob, of in rules]
     data = {"words": words, "mesh": axes_as_json(topology.mesh), "rules": its_rules}
-    note = f"To see what its ranks read of a checkpoint: reshard plan CHECKPOINT {text}"
+    note = f"To see what these ranks read from a checkpoint: reshard plan CHECKPOINT {text}"
     return _Said(words, data, [f"{of} on {topology.mesh}" for _, of in rules], lines, note)
 
 

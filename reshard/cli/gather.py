@@ -14,17 +14,18 @@ __all__ = ["gather"]
 
 
 def gather(
-    folders: Annotated[list[str], typer.Argument(metavar="HOST_FOLDER...", help="The folder of each host.")],
+    folders: Annotated[list[str], typer.Argument(metavar="HOST_FOLDER...", help="One folder per host.")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="The checkpoint to write: a folder or URL.")],
     step: Annotated[int | None, typer.Option(metavar="N", min=0, help="Gather this step. Default: the newest.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at OUT.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint at OUT.")] = False,
     on: On = None,
     as_json: AsJson = False,
 ) -> None:
     """Gather an in-memory checkpoint from the folders of its hosts.
 
-    Writes one checkpoint from what the hosts of a job kept in memory or on local disks. Compares every block with its
-    checksum and uses an undamaged copy. If regions are missing, names them by tensor and writes nothing.
+    The hosts of a job keep copies of its state in memory or on local disks. This command writes one checkpoint from
+    them. Compares every block with its checksum. If a block is damaged, uses another copy of it. If no copy has some
+    part of a tensor, names the missing boxes and writes nothing.
     """
     from reshard.elastic import gather as gather_folders
 

@@ -31,20 +31,20 @@ _Map = Annotated[
         "--map",
         metavar="NAME",
         autocompletion=tensor_names,
-        help="Draw which rank holds which part of this tensor.",
+        help="Draw which rank holds which part of the tensor NAME.",
     ),
 ]
 _AsJson = Annotated[
     bool,
     typer.Option(
         "--json",
-        help="Print JSON, one entry per tensor or object. A list of plain values is one object. "
-        "`ok` refers to the checkpoint that `covers` names.",
+        help="Print JSON with one entry per tensor or object. A list of plain values is one object. "
+        "`ok` is about the checkpoint that `covers` names.",
     ),
 ]
 _Histograms = Annotated[
     str,
-    typer.Option(metavar="GLOB", help="With --html: read these tensors and show their values."),
+    typer.Option(metavar="GLOB", help="With --html: read these tensors and draw histograms of their values."),
 ]
 
 
@@ -63,14 +63,14 @@ def inspect(
 ) -> None:
     """Show the names, shapes, dtypes, sizes, and layouts in a checkpoint.
 
-    Reads metadata only and executes nothing that the checkpoint contains. For a run, also lists its checkpoints.
+    Reads metadata only, and runs no code from the checkpoint. For a run, also lists its checkpoints.
 
-    Exits with 1 if a file is missing or too short, metadata is damaged, or regions of a tensor are missing or overlap.
-    For a run, also exits with 1 if no checkpoint is complete, or if a newer one has lost files. To check
-    values, use verify.
+    Exits with 1 if a file is missing or too short, if metadata is damaged, or if parts of a tensor are missing or
+    overlap. For a run, also exits with 1 if no checkpoint is complete, or if a checkpoint newer than the one shown has
+    lost files. To check values, use verify.
     """
     if histograms and html is None:
-        raise UsageError("--histograms draws on the page: add --html")
+        raise UsageError("--histograms draws on the HTML page: add --html")
     if only is not None:
         print("--only is deprecated: use --select", file=sys.stderr)
         select = [*(select or []), only]
@@ -94,7 +94,7 @@ def inspect(
         html.write_text(checkpoint.to_html(histograms=histograms, steps=_costs(run)), encoding="utf-8")
     if not as_json and (drawn is None or steps):
         name = path if os.path.exists(path) and not checkpoint.run else checkpoint.url
-        show.print_text(show.console(), name + ", the newest complete checkpoint" * bool(steps), style="bold")
+        show.print_text(show.console(), f"{name}{', the newest complete checkpoint' * bool(steps)}", style="bold")
     problems = [show.as_given(it, path) for it in whole.problems()]
     if drawn is not None:
         _draw(checkpoint, drawn, legend)

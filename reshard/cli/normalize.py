@@ -21,8 +21,8 @@ def normalize(
 ) -> None:
     """Show the model and optimizer of a checkpoint under canonical names.
 
-    Removes wrapper prefixes and padding, and splits stacks and flat shards. Reads metadata only; to write
-    the result, use convert --normalized.
+    Shows names without the prefixes of wrappers, and tensors without padding. Splits stacked tensors and flat
+    shards. Reads metadata only. To write the result, use convert --normalized.
     """
     import reshard
     from reshard.checkpoint import chosen

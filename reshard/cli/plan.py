@@ -32,31 +32,30 @@ if TYPE_CHECKING:
 __all__ = ["plan"]
 
 
+_Planned = Annotated[
+    str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, layout file, plan file, or topology.")
+]
 _Onto = Annotated[
     str,
     typer.Argument(
         metavar="ONTO",
         autocompletion=topologies,
-        help="The target: a topology (fsdp=3, fsdp=4,tp=2, hsdp=2x4, pp=2,fsdp=4, or the axes of CHECKPOINT), a "
-        "checkpoint, or a layout or topology file.",
+        help="The target topology, such as fsdp=3, fsdp=4,tp=2, hsdp=2x4, or pp=2,fsdp=4. Or a checkpoint, layout "
+        "file, plan file, or topology file.",
     ),
 ]
 _ReadRate = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="Estimate the time if each host reads this much per second, such as 2GB."),
+    typer.Option(metavar="SIZE", help="Estimate the load time. SIZE is what each host reads per second, such as 2GB."),
 ]
-_AllowUnsharded = Annotated[
-    bool, typer.Option("--allow-unsharded-axes", help="Accept an axis whose rules match no tensor.")
-]
+_AllowUnsharded = Annotated[bool, typer.Option("--allow-unsharded-axes", help="Accept an axis that shards no tensor.")]
 _Json = Annotated[
     bool, typer.Option("--json", help="Print the bytes per rank and the proof as JSON. With --items, also the items.")
 ]
 
 
 def plan(
-    source: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, layout file, topology, or the target of a plan.")
-    ],
+    source: _Planned,
     onto: _Onto,
     rule: Rules = None,
     select: Select = None,
@@ -66,7 +65,7 @@ def plan(
     limit: Annotated[int, typer.Option(metavar="N", min=0, help="Show at most this many ranks and read items.")] = 12,
     items: Annotated[bool, typer.Option("--items", help="List what each rank reads, box by box.")] = False,
     legend: Legend = False,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan as JSON.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan to FILE, as JSON.")] = None,
     html: Html = None,
     read_rate: _ReadRate = None,
     ranks_per_host: Annotated[int, typer.Option(metavar="N", min=1, help="For --read-rate and --html.")] = 8,
@@ -76,12 +75,13 @@ def plan(
 ) -> None:
     """Plan what each rank of ONTO reads from CHECKPOINT, and prove the plan.
 
-    Reads metadata only; needs no GPU and no process group. The proof says that every element of the target is read
-    exactly once, from the right place. It does not say that the layout is the one you meant.
+    Reads metadata only. Needs no GPU and no process group. The proof shows that each rank reads every element that it
+    needs exactly once, from the right place. It does not show that ONTO is the topology that you meant.
 
-    If ONTO has the axes that inspect prints, such as dp=2,tp=2, each axis shards the same dims as in CHECKPOINT.
+    ONTO may name the axes that inspect prints, such as dp=2,tp=2. Each axis then shards the same dims as in CHECKPOINT.
+    A plan file, which --out writes, stands for the layout that its ranks load.
 
-    Exits with 1 if the proof fails, or if the rules for an axis of ONTO match no tensor.
+    Exits with 1 if the proof fails, or if an axis of ONTO shards no tensor because its rules match none.
     """
     from planners.plans.codec import dumps
     from planners.plans.load import plan_reads
@@ -118,7 +118,7 @@ def plan(
 def _note_direction(source: str, onto: str, rule: list[str] | None) -> None:
     """Say what a topology as the first argument means, since most people mean the other direction."""
     other = shlex.join(["reshard", "plan", onto, source, *(word for text in rule or () for word in ("--rule", text))])
-    text = f"plans how the layout of {onto} reads a state saved as {source}. For the other direction: {other}"
+    text = f"this plans how ranks with the layout of {onto} read a state saved as {source}. For the reverse: {other}"
     print_text(console(stderr=True), text, "note")
 
 

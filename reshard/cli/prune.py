@@ -1,4 +1,4 @@
-"""`reshard prune`: remove old checkpoints of a run."""
+"""`reshard prune`: delete old checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ __all__ = ["prune"]
 
 def prune(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The folder or URL of a run.")],
-    keep_last: Annotated[int, typer.Option(metavar="N", min=1, help="Keep this number of the newest checkpoints.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
+    keep_last: Annotated[int, typer.Option(metavar="N", min=1, help="Keep the N newest checkpoints.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be deleted.")] = False,
     on: On = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old checkpoints of a run.
+    """Delete old checkpoints of a run.
 
-    Keeps the N checkpoints with the highest steps, and the N saved most recently. Removes all other complete native
-    checkpoints, without asking, and what killed saves left. Checkpoints that are damaged, in other formats, or without
-    a step number stay and do not count. Also removes steps that a CheckpointManager would keep, such as the best.
+    Keeps the N checkpoints with the highest steps, and the N that were saved most recently. Deletes all other complete
+    native checkpoints, and files that killed saves left. Does not ask first.
+
+    Checkpoints that are damaged, in another format, or without a step number stay. They do not count toward N.
+
+    Ignores the rules of a CheckpointManager. So it also deletes steps that the manager would keep, such as the best.
     """
     import reshard
 
@@ -32,7 +35,7 @@ def prune(
     if as_json:
         print_json({"path": run, "dry_run": dry_run, "removed": gone})
         return
-    done = "would remove" if dry_run else "removed"
+    done = "would delete" if dry_run else "deleted"
     for path in gone:
         print_text(console(), path, done)
     print_text(console(), f"{done} {counted(len(gone), 'checkpoint')} of {run}", style="bold")

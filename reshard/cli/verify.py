@@ -30,15 +30,15 @@ __all__ = ["verify"]
 _UNREAD = re.compile("""(['"].*?) cannot be read: """)
 """What readers say of values that they have no use for, such as sparse tensors."""
 _SHALLOW = (
-    "Check metadata and file sizes only. With --against, also read tensors whose saved fingerprints are missing or "
-    "differ."
+    "Check only metadata and file sizes. With --against, also read tensors whose saved fingerprints are missing or "
+    "different."
 )
 
 
 def verify(
     path: Source,
     against: Annotated[
-        str | None, typer.Option(metavar="CHECKPOINT", help="Another checkpoint that must hold the same values.")
+        str | None, typer.Option(metavar="CHECKPOINT", help="Another checkpoint, which must have the same values.")
     ] = None,
     shallow: Annotated[bool, typer.Option("--shallow", help=_SHALLOW)] = False,
     step: Step = None,
@@ -48,12 +48,14 @@ def verify(
 ) -> None:
     """Verify that a checkpoint is complete and undamaged.
 
-    Reads every byte, compares checksums and fingerprints where the format has them, and proves that chunks cover each
-    tensor exactly once. Prints how many bytes of values were verified.
+    Reads every byte. Compares the data with checksums and fingerprints, if the format has them. Proves that the chunks
+    cover each tensor exactly once. Prints how much data was verified.
 
-    Exits with 1 if it is damaged, and lists the damaged files and tensors, with byte ranges where known. Also exits
-    with 1 if an undamaged checkpoint differs from --against. The first line of the output says which. In a run, a newer
-    step with missing files counts as damage. An incomplete step that a killed save left is only listed.
+    Exits with 1 if the checkpoint is damaged, or if it differs from --against. The first line of the output says which.
+    For damage, lists the files and tensors, and the bytes if they are known.
+
+    In a run, a newer step with missing files counts as damage. A step that a killed save left incomplete is listed, but
+    does not count.
     """
     import reshard
     from reshard.formats.opening import steps_at
@@ -104,7 +106,7 @@ def _failure(report: Report, right: str, against: str | None) -> str:
             what = f"{counted(len({*found}) - 1, 'name')}, and {counted(others, 'problem')} with files or metadata"
         if len(found) < number:
             what += f"; {counted(number - len(found), 'more name')} in damaged files not read"
-        return f"damaged: {what}" + (against is not None) * f"; not compared with {against}"
+        return f"damaged: {what}{f'; not compared with {against}' * (against is not None)}"
     whole = "undamaged" if right.startswith("complete and undamaged") else "complete"
     harmed = sum(is_about(finding.message, against) for finding in report.findings)
     if harmed == number:

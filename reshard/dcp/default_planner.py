@@ -239,11 +239,11 @@ def _chunks(fqn: str, entry: TensorStorageMetadata) -> list[Box]:
 
 
 class DefaultSavePlanner(SavePlanner):
-    """Plans one write item for each region of each tensor and for each object. If several ranks
-    hold a region, the rank with the fewest bytes so far writes it, or the lowest rank with
+    """Plans one write item for each box of each tensor and for each object. If several ranks
+    hold a box, the rank with the fewest bytes so far writes it, or the lowest rank with
     `dedup_save_to_lowest_rank`.
 
-    The planner proves its global plan: the regions of each tensor contain every element exactly
+    The planner proves its global plan: the boxes of each tensor contain every element exactly
     once.
     """
 

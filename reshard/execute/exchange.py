@@ -491,7 +491,10 @@ class Waiter:
         while time.monotonic() < until:  # its own death, or error, says more than a connection that broke
             self._group.check()
             time.sleep(_LOOK_S)
-        raise ReshardError(f"a message to or from another rank was lost: {error}") from error
+        raise ReshardError(
+            f"a message to or from another rank was lost: {error}. Look for an earlier error in the logs of the other "
+            "ranks"
+        ) from error
 
     def _look(self, what: str, who: str) -> None:
         """Raise the failure of another rank, or DeadlineError when the time is up."""

@@ -120,16 +120,15 @@ class Partial:
 def partial(
     tensor: torch.Tensor, positions: Positions = None, shape: Sequence[int] | None = None, *, key: Key = PUBLIC
 ) -> Partial:
-    """Return what a local tensor adds to the fingerprint of the global tensor of `shape`.
+    """Return what a local tensor adds to the fingerprint of the full tensor of `shape`.
 
-    Without positions the tensor is the whole. Each replica's part must be added once only. Any
-    device, any strides; extra memory is at most 50 MiB on the CPU and 200 MiB on other devices,
-    however large the tensor.
+    Without positions, the tensor is the full tensor. Add the part of only one replica. The tensor may
+    have any device and strides. A call needs at most 50 MiB of memory on the CPU, and 200 MiB on
+    other devices, for tensors of any size.
 
     Raises:
-        LayoutError: positions that do not fit the shapes.
-        FormatError: a tensor that is not dense, has no data, or whose elements are no plain
-            numbers.
+        LayoutError: the positions do not fit the shapes.
+        FormatError: the tensor is not dense, has no data, or has elements that are not plain numbers.
     """
     return partials([(tensor, positions, shape)], key=key)[0]
 
@@ -230,8 +229,8 @@ def comparable(a: str, b: str) -> bool:
 
 
 class Fingerprinter:
-    """The fingerprint of one tensor that comes in boxes, in any order, each once: for readers of
-    large files."""
+    """The fingerprint of one tensor that arrives in boxes, such as from a large file. Add each box
+    once, in any order."""
 
     def __init__(self, dtype: torch.dtype | str, shape: Sequence[int], *, key: Key = PUBLIC) -> None:
         self.dtype = dtype_from_name(dtype) if isinstance(dtype, str) else dtype

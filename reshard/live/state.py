@@ -173,11 +173,11 @@ def _selected(flat: Flat, select: Collection[str]) -> Flat:
 
 @dataclass(frozen=True)
 class PerRank:
-    """Declares that `value` (a random state, the position of a data loader) differs from rank to
-    rank.
+    """Declares that `value` differs between ranks, such as a random state or the position of a data
+    loader.
 
-    A save stores the value of every rank. A load gives each rank its own value back if the number
-    of ranks is the same. Otherwise, `on_change` of the target decides.
+    A save stores the value of every rank. If the number of ranks is the same, a load gives each rank
+    its own value. Otherwise, `on_change` of the target decides.
     """
 
     value: Any = None
@@ -185,9 +185,8 @@ class PerRank:
     For a load: the current value, if there is one."""
     on_change: str | Callable[[dict[int, Any], int, int], Any] = "error"
     """What to do if the number of ranks changed. `"error"`: raise. `"keep"`: ranks with a saved
-    value get it, the others keep their current value. `"drop"`: every rank keeps its current
-    value. Or a function of (values by saved rank, this rank, world size) that returns the new
-    value."""
+    value get it. The others keep their current value. `"drop"`: every rank keeps its current value.
+    Or a function of (values by saved rank, this rank, world size) that returns the new value."""
 
     def __post_init__(self) -> None:
         if self.on_change not in ("error", "keep", "drop") and not callable(self.on_change):

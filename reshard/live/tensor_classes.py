@@ -88,22 +88,27 @@ registered_classes = {
 def register_tensor_class(
     cls: type[torch.Tensor] | str, parts: Mapping[str, Follows], make: Make | None = None
 ) -> None:
-    """Register how the inner tensors of a tensor class relate to the tensor. Needed inside DTensors and for other
-    shapes.
+    """Register how the inner tensors of a tensor class relate to the tensor. This is needed for
+    tensors inside DTensors, and for inner tensors of other shapes.
 
     Args:
         cls: the class, or its full name if it is not imported yet.
-        parts: inner tensor -> how it relates to the tensor. "flat": each of its elements belongs to an equal number of
-            elements of the flattened tensor, in order, such as scales of blocks and packed codes. "dims": each of its
-            elements belongs to a block of the tensor; it has the same dims, and a dim of size 1 applies to the full dim
-            on all ranks. "whole": it is the same on every rank, such as a lookup table. Parts that you leave out have
-            the tensor's shape. "values": it is the tensor, and the class only changes how it is computed with; saved
-            and loaded as a plain tensor without the name of the part. Other parts of such a class are computed from
-            it: they are not saved, and `set_model_state_dict` sets them to None.
-        make: a function of the class, its inner tensors by name, and a plain local tensor with the wanted shape, dtype,
-            and device. It returns a tensor of the class that uses these inner tensors. It is used for state of
-            optimizers that have none yet. Inner tensors that are "whole" have their values already; others are filled
-            later.
+        parts: inner tensor -> how it relates to the tensor. Inner tensors that you leave out have
+            the tensor's shape.
+
+            - "flat": each of its elements belongs to an equal number of elements of the flattened
+              tensor, in order, such as scales of blocks and packed codes.
+            - "dims": each of its elements belongs to a block of the tensor. It has the same dims. A
+              dim of size 1 applies to the full dim on all ranks.
+            - "whole": it is the same on every rank, such as a lookup table.
+            - "values": it has the values of the tensor, and the class only changes how they are
+              used. It is saved and loaded as a plain tensor, without the name of the part. Other
+              parts of such a class are computed from it. They are not saved, and
+              `set_model_state_dict` sets them to None.
+        make: a function that creates state for optimizers that have none yet. It takes the class,
+            its inner tensors by name, and a plain local tensor with the wanted shape, dtype, and
+            device. It returns a tensor of the class that uses these inner tensors. Those that are
+            "whole" already have their values. The others are filled later.
 
     Raises KeyMismatchError for any other word in `parts`.
     """
@@ -227,10 +232,10 @@ def _placed(
 
 
 def dequantized(state: Any) -> Any:
-    """Return the same nested state with plain tensors in place of quantized ones (classes with `dequantize`).
+    """Return the same nested state with plain tensors instead of quantized ones (classes with `dequantize`).
 
-    DTensors keep their placements. Use it to save a state that is sharded through quantization blocks, or for other
-    tools.
+    DTensors keep their placements. Use it for other tools, or to save a state whose sharding splits quantization
+    blocks.
     """
 
     def plain(path: KeyPath, leaf: Any) -> Any:

@@ -459,7 +459,7 @@ def layout_of(state: Any, fqn: str = "") -> TensorLayout | StateLayout:
 
     Values that are not tensors are skipped. Plain tensors count as full tensors on every rank.
 
-    Raises OptionError for modules, optimizers, and other values that are no state dict.
+    Raises OptionError for modules, optimizers, and other values that are not a state dict.
     """
     if is_tensor(state):
         tensor = LiveTensor(fqn, state)

@@ -323,7 +323,8 @@ class Decoder:
     expert_size: int = 0
     """Number of rows of an expert's gate."""
     latent_rows: tuple[int, int] = (0, 0)
-    """Rows of the first projections of latent attention: for queries (0 if they have none), and for keys and values."""
+    """Rows of the first projections of latent attention: those for queries (0 if there are none), and those for keys
+    and values."""
     vision_heads: int = 0
     """Attention heads of the vision tower, in vision-language models."""
     linear_layers: tuple[int, ...] = ()

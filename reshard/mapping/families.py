@@ -598,24 +598,24 @@ def ready(
     """Return the predefined mapping from one naming scheme to another.
 
     Args:
-        config: the model's Hugging Face `config.json`, as path, folder, or content; or a `Decoder`.
-        source, target: "huggingface" (names on disk), "transformers" (names in memory, as transformers 5 has them),
-            "plain" (separate matrices for gate, up, queries, keys, values, and each expert, as Llama and Qwen have
-            them on disk), "torchtitan", "megatron", "vllm" or "sglang" (unsharded, in memory), "gguf" (llama.cpp's
-            names), or "transformer_engine" (Hugging Face names, with TransformerEngine's `TransformerLayer` for each
-            layer). `normalized` converts Hugging Face files to the names in memory, unless its hint `stored_names` is
-            True.
+        config: the model's Hugging Face `config.json` (its path, its folder, or its content), or a `Decoder`.
+        source, target: naming schemes: "huggingface" (names on disk), "transformers" (names in memory, as in
+            transformers 5), "plain" (separate matrices for gate, up, queries, keys, values, and each expert, as Llama
+            and Qwen have them on disk), "torchtitan", "megatron", "vllm" or "sglang" (unsharded, in memory), "gguf"
+            (llama.cpp's names), or "transformer_engine" (Hugging Face names, with TransformerEngine's
+            `TransformerLayer` for each layer). `Checkpoint.normalized` converts Hugging Face files to "transformers",
+            unless its hint `stored_names` is True.
         titan: torchtitan's version: "0.3", or "0.2" for all older ones.
         transformer_engine: use Megatron's names for TransformerEngine layers.
-        padded_vocab: rows of Megatron's padded vocabulary, if padding was not removed.
+        padded_vocab: rows of Megatron's padded vocabulary, if the padding is still there.
         zero_centered: whether Megatron's norms are zero-centered (`--apply-layernorm-1p`). Default: as in the
             family's own files.
-        exact: refuse norms that would lose digits when 1 is added or subtracted; see `Offset`.
+        exact: refuse norms that would lose digits when 1 is added or subtracted: see `Offset`.
         mtp: Megatron's name for the layer inside a multi-token prediction layer. Before 0.16, "transformer_layer".
-        routed_experts: vLLM keeps its experts in a module of that name, as it does since mid-2026.
+        routed_experts: whether vLLM keeps experts in a module named `routed_experts`, as it does since mid-2026.
         qkv_interleaved: the order of the rows in fused QKV tensors of "transformer_engine", which its
             `qkv_weight_interleaved` sets. By default, files with such tensors are refused when they are read.
-        fill: stands in for missing states of experts, where experts are stacked; see `Stack`.
+        fill: the value of missing states of experts, if experts are stacked: see `Stack`.
 
     Raises NormalizationError for an unknown family or naming scheme, and if there is no mapping for this combination.
     """
@@ -649,7 +649,7 @@ def _check(model: Decoder, source: str, target: str, titan: str) -> None:
     for naming in (source, target):
         if naming not in NAMINGS:
             raise NormalizationError(
-                f"unknown naming {naming!r}{did_you_mean(naming, NAMINGS) or '.'} Known: {', '.join(NAMINGS)}"
+                f"unknown naming scheme {naming!r}{did_you_mean(naming, NAMINGS) or '.'} Known: {', '.join(NAMINGS)}"
             )
         if naming not in (*_ON_HUB, *known):
             raise NormalizationError(

@@ -33,7 +33,7 @@ __all__ = ["Mapping", "apply_dict", "between"]
 
 
 class Mapping:
-    """Rules that rename, split, or join tensors, from the names in a checkpoint; `inverse()` goes back."""
+    """Rules that rename, split, or join the tensors of a checkpoint. `inverse()` returns the way back."""
 
     def __init__(self, rules: Iterable[Rule] = ()) -> None:
         given = tuple(rules) if isinstance(rules, Iterable) else (rules,)
@@ -55,23 +55,25 @@ class Mapping:
         return Mapping._of((*self.stages, *then.stages))
 
     def inverse(self) -> Mapping:
-        """Return the inverse mapping. Of rules that make the same names, only the first is inverted.
+        """Return the inverse mapping. If several rules make the same names, it inverts only the first.
 
-        Raises NormalizationError, which names the rule, if there is none.
+        Raises NormalizationError if a rule has no inverse. The error names the rule.
         """
         return Mapping._of(tuple(rule.inverse() for rule in stage) for stage in reversed(self.stages))
 
     def apply(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Return the checkpoint under the new names and in the new shapes, lazily. Only what
-        determines shapes is read.
+        """Return the checkpoint with the new names and shapes. Reads no tensor unless its values
+        determine a shape.
 
-        Optimizer states, per-parameter settings, and lists of parameters follow their parameters. A state without the
-        parameter's shape, such as a step, stays as it is; with several elements, it is an error.
+        Optimizer states, per-parameter settings, and lists of parameters follow their parameters.
+        A state of one element, such as a step, stays as it is. A larger state must have the
+        parameter's shape.
 
         Raises:
-            KeyMismatchError: a tensor that a rule combines with others is missing, or two tensors get the same name.
-            PlanError, NormalizationError: shapes do not fit a rule. Some of these are raised when
-            the tensor is read.
+            KeyMismatchError: a tensor that a rule combines with others is missing, or two tensors
+                get the same name.
+            PlanError, NormalizationError: shapes do not fit a rule. Some of these errors are raised
+                when the tensor is read.
         """
         contents = checkpoint.contents
         for stage in self.stages:
@@ -82,7 +84,8 @@ class Mapping:
         return mapped
 
     def views(self, specs: Dict[str, TensorSpec]) -> dict[str, View]:
-        """Return the mapped state as views of its tensors, for `planners.plan_reads(..., views=...)`.
+        """Return the mapped tensors as views of the given ones, for `planners.plan_reads(...,
+        views=...)`.
 
         Raises the errors of `apply`, and NormalizationError for rules that compute values.
         """
@@ -93,7 +96,7 @@ class Mapping:
         return made
 
     def names(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """Return the new names of each name that a rule matches. Numbered targets (of `Unstack`) are omitted."""
+        """Return the new names of each name that a rule matches, without those that `Unstack` numbers."""
         out: dict[str, tuple[str, ...]] = {name: (name,) for name in names}
         taken: set[str] = set()
         for stage in self.stages:
@@ -118,9 +121,7 @@ class Mapping:
             return
         matchers = [Matcher(stage) for stage in self.stages]
         if not any(matcher.match_object(key) for matcher in matchers for key in objects):
-            hint = (
-                ". A value that is no tensor is renamed or dropped only by its full name" if self.names(objects) else ""
-            )
+            hint = ". A rule renames or drops a plain value only by its full name" if self.names(objects) else ""
             raise KeyMismatchError(
                 f"no rule of the mapping matches a name in {state.url}, such as {[*names, *objects][0]!r}{hint}"
             )
@@ -159,7 +160,9 @@ def apply_dict(names: Dict[str, str], checkpoint: Checkpoint) -> Checkpoint:
     known = {*checkpoint, *checkpoint.aliases, *checkpoint.objects, *checkpoint.contents.per_rank}
     unknown = [name for name in names.values() if name not in known]
     if unknown:
-        raise KeyMismatchError(f"the mapping names {unknown[0]!r}, which {checkpoint.url} does not have")
+        raise KeyMismatchError(
+            f"the mapping names {unknown[0]!r}, which {checkpoint.url} does not have: write {{new name: stored name}}"
+        )
     first: dict[str, str] = {}
     for new, old in names.items():
         first.setdefault(old, new)
@@ -172,8 +175,8 @@ def apply_dict(names: Dict[str, str], checkpoint: Checkpoint) -> Checkpoint:
             continue
         if kept in plain or new in plain or new in made.tensors or new in aliases:
             raise KeyMismatchError(
-                f"{checkpoint.url}: two tensors or objects would be called {new!r}, or {old!r} is no tensor and would "
-                "have two names; rename one of them"
+                f"{checkpoint.url}: two tensors or objects would be called {new!r}, or {old!r} is not a tensor and "
+                "would have two names: rename one of them"
             )
         aliases[new], paths[new] = aliases.get(kept, kept), (new,)
     renamed = Checkpoint(replace(made, aliases=aliases, paths=paths), checkpoint.url)
@@ -275,7 +278,7 @@ class MappingStage:
     def _put(self, into: dict[str, Callable[[], Any]], new: str, old: str, make: Callable[[], Any]) -> None:
         if new in self.made or new in self.objects or new in self.per_rank:
             raise KeyMismatchError(
-                f"{self.url}: two tensors or objects would be called {new!r}, one of them is {old!r}; "
+                f"{self.url}: two tensors or objects would be called {new!r}, one of them is {old!r}: "
                 "rename one of them"
             )
         into[new] = make

@@ -38,7 +38,8 @@ Names = Sequence[str] | str
 
 @dataclass(frozen=True, init=False)
 class Rule(ABC):
-    """How to build targets from sources. Equal rules compare equal and have the same hash."""
+    """How to build new tensors, the targets of the rule, from stored ones. Equal rules compare
+    equal and have the same hash."""
 
     sources: tuple[Pattern, ...]
     targets: tuple[Pattern, ...]
@@ -130,7 +131,7 @@ def views_of(rule: Rule, shapes: tuple[Shape, ...], dtype: str) -> tuple[View, .
 
 @dataclass(frozen=True, init=False)
 class Rename(Rule):
-    """Gives a tensor another name, or a value of another kind if `source` is its full name."""
+    """Gives a tensor another name. Also renames a plain value if `source` is its full name."""
 
     def __init__(self, source: str, target: str) -> None:
         self._set(source, target)
@@ -149,8 +150,8 @@ def renames(names: Mapping[str, str], source: str = "", target: str = "") -> lis
 
 @dataclass(frozen=True, init=False)
 class Drop(Rule):
-    """Leaves tensors out, such as rotary tables and quantization state, and a value of another kind if `source` is its
-    full name. The inverse does not bring them back."""
+    """Omits tensors, such as rotary tables and quantization state. Also omits a plain value if
+    `source` is its full name. The inverse cannot restore them."""
 
     def __init__(self, source: str) -> None:
         self._set(source, ())
@@ -164,10 +165,11 @@ class Drop(Rule):
 
 @dataclass(frozen=True, init=False)
 class Concat(Rule):
-    """Concatenates tensors along `dim`; with `groups`, group by group: `[q q q q k k v v]` with one group, and
-    `[q q k v  q q k v]` with two, as Megatron fuses query groups.
+    """Concatenates tensors along `dim`. With `groups`, it does so group by group, as Megatron
+    fuses query groups: `[q q q q k k v v]` with one group, and `[q q k v  q q k v]` with two.
 
-    `parts` are their relative sizes, such as (4, 1, 1). Only the inverse needs them; if given, they are checked.
+    `parts` are the relative sizes of the tensors, such as (4, 1, 1). Only the inverse needs them.
+    If you pass them, they are checked.
     """
 
     parts: tuple[int, ...]
@@ -201,7 +203,7 @@ class Concat(Rule):
 
     def inverse(self) -> Rule:
         if not self.parts:
-            raise NormalizationError(f"{self}: give parts, the sizes in proportion, so that the rule has an inverse")
+            raise NormalizationError(f"{self}: pass parts=, the relative sizes, so that the rule has an inverse")
         return Split(self.targets[0].text, [p.text for p in self.sources], self.parts, self.groups, self.dim)
 
 
@@ -242,8 +244,8 @@ class Split(Rule):
 class Stack(Rule):
     """Stacks tensors that `over` numbers along a new dim `dim`, such as experts or layers.
 
-    An expert that received no token has no optimizer state. If one has none, pass `fill=`,
-    the value of its elements: optimizers begin with 0. The step is that of the other experts.
+    An expert that received no token has no optimizer state. For such experts, pass `fill=`, the value
+    of the missing elements. Optimizers begin with 0. The step is that of the other experts.
     """
 
     dim: int
@@ -263,10 +265,10 @@ class Stack(Rule):
 
 @dataclass(frozen=True, init=False)
 class Unstack(Rule):
-    """Splits dim `dim` into separate tensors that `over` numbers. Inverse of `Stack`, which gets
-    the `fill`.
+    """Splits dim `dim` into separate tensors that `over` numbers. Inverse of `Stack`, which uses the
+    `fill`.
 
-    Filled values are not removed: if the stack has a state, every part has it.
+    Filled values stay: if the stack has a state, every part has it.
     """
 
     dim: int
@@ -307,12 +309,12 @@ class Transpose(Rule):
 
 @dataclass(frozen=True, init=False)
 class Reshape(Rule):
-    """Changes the shape from `old` to `new` and keeps elements in row-major order, for example if heads are a separate
-    dim.
+    """Changes the shape from `old` to `new`, and keeps elements in row-major order. Use it, for
+    example, if heads are a separate dim.
 
         Reshape("{l+}.query.kernel", "{l+}.q_proj.weight", old=(-1, 8, 64), new=(-1, 512))
 
-    One size of each may be -1: in `old` it matches any size; in `new` it is inferred.
+    One size in each may be -1. In `old`, it matches any size. In `new`, it is inferred.
     """
 
     old: Shape
@@ -340,10 +342,11 @@ class Reshape(Rule):
 
 @dataclass(frozen=True, init=False)
 class Resize(Rule):
-    """Changes the size of `dim` from `old` to `new`: adds rows of zeros at its end, or removes rows there.
+    """Changes the size of `dim` from `old` to `new`. Adds rows of zeros at its end, or removes
+    rows from its end.
 
-    The inverse of removing rows adds zeros. It is exact only if the rows were zeros, such as the padding of a
-    vocabulary. A tensor whose dim already has the size `new` stays the same.
+    If rows are removed, the inverse adds zeros. So it is exact only if the rows were zeros, such
+    as the padding of a vocabulary. A tensor whose dim already has the size `new` stays the same.
     """
 
     old: int
@@ -368,10 +371,11 @@ class Resize(Rule):
 
 @dataclass(frozen=True, init=False)
 class Rope(Rule):
-    """Converts the rows of query or key weights between two rotary conventions: pairs (x0 y0 x1 y1) and halves (x0 x1
-    y0 y1).
+    """Converts the rows of query or key weights between the two rotary conventions: pairs (x0 y0
+    x1 y1) and halves (x0 x1 y0 y1).
 
-    Each head of `head_size` rows is permuted separately. `to` is "halves" (Hugging Face) or "pairs".
+    The rows of each head, `head_size` in number, are permuted separately. `to` is "halves"
+    (Hugging Face) or "pairs".
     """
 
     head_size: int
@@ -449,10 +453,10 @@ class Computing(Rule):
 
 @dataclass(frozen=True, init=False)
 class Cast(Computing):
-    """Converts floating-point tensors with at least one dim to another dtype when they are read. Other tensors stay the
-    same.
+    """Converts floating-point tensors with at least one dim to another dtype when they are read.
+    Other tensors stay the same.
 
-    `old` is the dtype of the inverse. Without it, there is no inverse.
+    `old` is the dtype of the inverse. Without `old`, the rule has no inverse.
     """
 
     dtype: str
@@ -469,18 +473,20 @@ class Cast(Computing):
 
     def inverse(self) -> Rule:
         if self.old is None:
-            raise NormalizationError(f"{self}: give old, the dtype before, so that the rule has an inverse")
+            raise NormalizationError(f"{self}: pass old=, the dtype before, so that the rule has an inverse")
         return Cast(self.sources[0].text, self.old, self.dtype)
 
 
 @dataclass(frozen=True, init=False)
 class Offset(Computing):
-    """Adds `by` to every element, for norm weights that are centered at 0 in one framework and at 1 in another.
+    """Adds `by` to every element, for norm weights that are centered at 0 in one framework and at
+    1 in another.
 
-    Optimizer moments stay the same; master weights change like the parameter. Sums are rounded to the tensor's dtype:
-    in bfloat16, 0.001 plus 1 is 1. With `exact`, a tensor with an element that the inverse would not restore is an
-    error when it is first read, and the tensor is read once for this check. A `Cast` to a wider dtype before avoids the
-    error. The sign of zeros is not kept.
+    Optimizer moments stay the same. Masters change like the parameter. Sums are rounded to the
+    tensor's dtype: in bfloat16, 0.001 plus 1 is 1. With `exact`, an element that the inverse
+    would not restore is an error when its tensor is first read. This check reads the tensor once
+    more. To avoid the error, put a `Cast` to a wider dtype before this rule. The sign of zeros is
+    not kept.
     """
 
     by: float
@@ -501,10 +507,8 @@ class Offset(Computing):
 
 @dataclass(frozen=True, init=False)
 class Dequantize(Computing):
-    """Multiplies block-quantized weights by their scales when they are read, and returns them as `dtype`. Not
-    reversible.
-
-    A weight without scales stays the same.
+    """Multiplies block-quantized weights by their scales when they are read, and converts them to
+    `dtype`. A weight without scales stays the same. Has no inverse.
     """
 
     optional: ClassVar[bool] = True
@@ -530,10 +534,11 @@ class Dequantize(Computing):
 
 @dataclass(frozen=True, init=False)
 class Mxfp4(Computing):
-    """Converts MXFP4 weights (four bits, with a scale per block), as gpt-oss stores them, to `dtype` when they are
-    read.
+    """Converts MXFP4 weights (four bits, with a scale per block) to `dtype` when they are read.
+    gpt-oss stores its weights in this form.
 
-    The result is transposed, which is how the unquantized weights are stored. Not reversible.
+    The result is transposed, because the unquantized weights are stored in that order. Has no
+    inverse.
     """
 
     optional: ClassVar[bool] = True

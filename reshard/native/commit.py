@@ -163,7 +163,7 @@ class Generation:
             for end in _OF_RANK:
                 self.storage.delete(f"{folder_of(self.replaces or '')}/{rank:05d}{end}")
         except ReshardError as error:
-            _log.warning("files of the save before could not be removed: %s", error)
+            _log.warning("files of the save before could not be deleted: %s", error)
 
     def tidy(self) -> None:
         """Remove the claim, and what older saves have left.
@@ -175,7 +175,7 @@ class Generation:
             remove_dead(self.storage)
         except ReshardError as error:
             _log.warning(
-                "%s was saved, but files that are no longer needed could not be removed: %s", self.storage.url, error
+                "%s was saved, but files that are no longer needed could not be deleted: %s", self.storage.url, error
             )
 
     def manifest(
@@ -488,11 +488,11 @@ def index_problem(native: NativeFacts) -> str | None:
     files = {int(rank): record.name for rank, record in native.manifest.files.items()}
     expected = None if native.manifest.tables else _weight_map(native.plan, files)
     if expected is None:
-        return f"{where}: there must be no index, because tensors span several files; remove it"
+        return f"{where}: there must be no index, because tensors span several files: delete it"
     try:
         index = msgspec.json.decode(native.storage.read(HF_INDEX), type=_Index)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return f"{where}: it is not an index ({error}): remove it, or save again. Only Hugging Face tools read it"
+        return f"{where}: it is not an index ({error}): delete it, or save again. Only Hugging Face tools read it"
     found, metadata = index.weight_map, {"total_size": native.plan.total_bytes}
     wrong = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
     if not wrong and index.metadata != metadata:
@@ -501,8 +501,8 @@ def index_problem(native: NativeFacts) -> str | None:
         return None
     says, is_in = (f"in {of[wrong[0]]}" if wrong[0] in of else "nowhere" for of in (found, expected))
     return (
-        f"{where}: it says that {wrong[0]!r} is {says}, but by the manifest it is {is_in} ({len(wrong)} names differ): "
-        "Hugging Face tools would read other tensors; remove it, or save again"
+        f"{where}: it says that {wrong[0]!r} is {says}, but by the manifest it is {is_in} ({len(wrong)} names differ). "
+        "Hugging Face tools would read the wrong tensors. Delete the index, or save again"
     )
 
 

@@ -379,6 +379,6 @@ class FileTable(Mapping[str, FileRecord]):
         start = page * _PAGE_BYTES
         data = self._storage.read(self._table.name, start, min(_PAGE_BYTES, self._table.nbytes - start))
         if xxhash.xxh3_64_hexdigest(data) != self._table.pages[page * _HEX : (page + 1) * _HEX]:
-            where = f"some of bytes [{start}, {start + len(data)}) of {self._table.name}"
-            raise CorruptCheckpointError(f"{self._storage.url}: {where} were changed since they were written")
+            where = f"the block of bytes [{start}, {start + len(data)}) of {self._table.name}"
+            raise CorruptCheckpointError(f"{self._storage.url}: {where} was changed since it was written")
         return np.frombuffer(data, dtype=_ROW)

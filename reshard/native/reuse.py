@@ -99,7 +99,7 @@ class Base:
                 xxhash.xxh3_64_intdigest(head[at : at + size]) != sums[at // size] for at in range(0, covered, size)
             ):
                 raise CorruptCheckpointError(
-                    f"some of bytes [0, {covered}) of {file} were changed since they were written"
+                    f"the block of bytes [0, {covered}) of {file} was changed since it was written"
                 )
         except (CheckpointError, StorageError) as error:
             self.pass_over(error)

@@ -61,7 +61,9 @@ def describe(tensors: Mapping[str, LiveTensor], layouts: Mapping[str, TensorLayo
     for key, tensor in tensors.items():
         given = layouts.get(key) if layouts else None
         if given is not None and given.spec.dtype != tensor.spec.dtype:
-            raise LayoutError(f"tensor {key!r} is {tensor.spec.dtype}, but its layout says {given.spec.dtype}")
+            raise LayoutError(
+                f"tensor {key!r} is {tensor.spec.dtype}, but its layout says {given.spec.dtype}: use one dtype for both"
+            )
         spec = tensor.spec if given is None else given.spec
         possible = (given.form,) if given is not None else tensor.forms if tensor.is_sharded else ()
         found[key] = _DescribedTensor(
@@ -162,7 +164,9 @@ def _join(key: str, rows: list[_Row], job: _Participants) -> TensorLayout:
     if not any(possible for _, possible, _ in rows):
         return TensorLayout.of(spec, job.copies(rows))
     if not all(possible for _, possible, _ in rows):
-        raise LayoutError(f"tensor {key!r} is sharded on some ranks, but not on others")
+        raise LayoutError(
+            f"tensor {key!r} is sharded on some ranks, but not on others: pass a DTensor on all of these ranks"
+        )
     # ranks of one mesh have one form among them; other meshes may have copies
     by_mesh = grouped((job.of(possible[0])[0], possible) for _, possible, _ in rows)
     try:
@@ -196,7 +200,10 @@ def _stack(key: str, forms: list[Form]) -> Form:
         if len(boxes) == len(forms) * len(listed[0]):
             return BoxesForm.make(boxes)
     shown = "; ".join(map(str, forms[:4]))
-    raise LayoutError(f"tensor {key!r} is placed differently on different ranks: {shown}")
+    raise LayoutError(
+        f"tensor {key!r} is placed differently on different ranks: {shown}. Use the same mesh and placements on all "
+        "ranks"
+    )
 
 
 def _only(form: Form, spec: TensorSpec, job: _Participants) -> Form:

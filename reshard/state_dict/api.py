@@ -46,17 +46,17 @@ def _quietly() -> Iterator[None]:
 def get_model_state_dict(
     model: Models, *, submodules: set[nn.Module] | None = None, options: StateDictOptions | None = None
 ) -> dict[str, Any]:
-    """Return the model's state dict under canonical names. Its tensors share memory with the model
-    unless the options move or gather them.
+    """Return the model's state dict by FQN. Its tensors share memory with the model unless the
+    options move or gather them.
 
     Args:
+        model: a module with any wrappers and parallelisms that docs/normalization.md lists, or a list
+            of modules (the pipeline stages of this rank).
+        submodules: return only the state of these modules.
         options: a `StateDictOptions`.
-        model: a module, in any wrappers and parallelisms that docs/normalization.md lists, or a
-            list of modules (the pipeline stages of this rank).
-        submodules: return only what belongs to these modules.
 
     Raises:
-        NormalizationError: two tensors have the same canonical name.
+        NormalizationError: two tensors have the same FQN.
     """
     opts = as_options(options)
     live = LiveModel(model, opts.dsd_fqn_modifiers)
@@ -72,25 +72,24 @@ def get_optimizer_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> dict[str, Any]:
-    """Return the state of one or more optimizers by canonical parameter names, without stepping or
-    initializing them.
+    """Return the state of one or more optimizers by FQN, without stepping or initializing them.
 
     Args:
         model: as in `get_model_state_dict`.
-        optimizers: one, or a list.
-        submodules: return only what belongs to the parameters of these modules.
+        optimizers: an optimizer, or a list of optimizers.
+        submodules: return only the state of the parameters of these modules.
         options: a `StateDictOptions`.
 
     Returns:
         `{"state": {fqn: {name: value}}, "param_groups": [{field: value, "params": [fqn]}]}`, or the
-        flat form. A parameter that never had a gradient is in its group and not in `state`.
-        Parameters outside the model are called `outside_model.<optimizer>.<group>.<position>`. If
-        no parameter has state, `reshard.load` can still fill the dict: it allocates what the
+        flat form. A parameter that never had a gradient is in its group, but not in `state`.
+        Parameters outside the model are called `outside_model.<optimizer>.<group>.<position>`. If no
+        parameter has state, `reshard.load` can still fill the dict. It allocates the state that the
         checkpoint has.
 
     Raises:
         NormalizationError: a parameter is in two optimizers, or two tensors of the model have the
-            same canonical name.
+            same FQN.
     """
     opts = as_options(options)
     live = LiveModel(model, opts.dsd_fqn_modifiers)
@@ -106,15 +105,15 @@ def get_state_dict(
     submodules: set[nn.Module] | None = None,
     options: StateDictOptions | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the states of a model and its optimizers, under canonical names.
+    """Return the states of a model and its optimizers, by FQN.
 
         model_state, optim_state = reshard.get_state_dict(model, optimizer)
         reshard.save({"model": model_state, "optim": optim_state}, "checkpoint")
 
     Args:
         model: as in `get_model_state_dict`.
-        optimizers: one, or a list.
-        submodules: return only what belongs to these modules.
+        optimizers: an optimizer, or a list of optimizers.
+        submodules: return only the state of these modules.
         options: a `StateDictOptions`.
 
     Returns:
@@ -132,22 +131,22 @@ def get_state_dict(
 def set_model_state_dict(
     model: Models, model_state_dict: Mapping[Any, Any], *, options: StateDictOptions | None = None
 ) -> SetReport:
-    """Copy a canonical state dict into the model. The dict does not change, and shares no memory
-    with the model.
+    """Copy a state dict into the model. The dict does not change, and shares no memory with the
+    model.
 
-    Full tensors are sharded locally. Sharded ones are copied if both sides have the same sharding,
-    and otherwise gathered one at a time. Any name of a tied tensor is enough.
+    Each rank shards full tensors by itself. Sharded tensors are copied if both sides have the same
+    layout. Otherwise, they are gathered one at a time. Of a tied tensor, the dict needs only one FQN.
 
     Args:
         model: as in `get_model_state_dict`.
-        model_state_dict: values by canonical name, as `get_model_state_dict` returns them.
+        model_state_dict: values by FQN, as `get_model_state_dict` returns them.
         options: a `StateDictOptions`.
 
     Returns:
         A `SetReport`. It unpacks to (missing_keys, unexpected_keys), as torch's result does.
 
     Raises:
-        KeyMismatchError: names are missing or unexpected (if strict), or values do not fit. The
+        KeyMismatchError: FQNs are missing or unexpected (if strict), or values do not fit. The
             message lists all of them. Nothing was changed.
     """
     return _set("model", model, (), model_state_dict, {}, options)[0]
@@ -162,23 +161,22 @@ def set_optimizer_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> OptimizerReport:
-    """Set the state of the optimizers from a dict, nested or flat. It replaces the state that they
-    have.
+    """Replace the state of the optimizers by that of a dict, nested or flat.
 
-    State keeps the dtype it was saved with. Group fields keep the type they have in the optimizer
-    (a float lr stays a float), and fields that the dict lacks keep their value. Parameters that
-    were saved without state have none afterwards.
+    State keeps its saved dtype. Group fields keep the type that they have in the optimizer: a float
+    lr stays a float. Fields that the dict lacks keep their values. Parameters that were saved without
+    state have none afterwards.
 
     Args:
         model: as in `get_model_state_dict`.
-        optimizers: one, or a list.
-        optim_state_dict: what `get_optimizer_state_dict` returns.
+        optimizers: an optimizer, or a list of optimizers.
+        optim_state_dict: a dict as `get_optimizer_state_dict` returns it.
         options: a `StateDictOptions`.
 
     Raises:
-        KeyMismatchError: the dict lacks a parameter, or has state for one that the model does not
-            have, or any state if there is no optimizer (if strict), or a state tensor has a wrong
-            shape. Nothing was changed.
+        KeyMismatchError: a state tensor has a wrong shape. If strict, also if the dict lacks a
+            parameter, has state for a parameter that the model does not have, or has any state
+            although there is no optimizer. Nothing was changed.
         NormalizationError: the saved groups contradict those of the optimizer, or the dict has an
             unknown form.
     """
@@ -195,23 +193,24 @@ def set_state_dict(
     optim_state_dict: Mapping[str, Any],
     options: StateDictOptions | None = None,
 ) -> SetReport:
-    """Set model and optimizers. Both are checked before either is written.
+    """Set the model and its optimizers. Both are checked before either is written.
 
-    A `reshard.load` into the result of `get_model_state_dict` has already filled the model, even if
-    this call refuses.
+    If you loaded into the result of `get_model_state_dict`, the load has already filled the model,
+    even if this call raises.
 
     Args:
         model: as in `get_model_state_dict`.
-        optimizers: one, or a list.
+        optimizers: an optimizer, or a list of optimizers.
         model_state_dict: as in `set_model_state_dict`. An empty dict leaves the model unchanged.
         optim_state_dict: as in `set_optimizer_state_dict`.
         options: a `StateDictOptions`.
 
     Returns:
-        The report of `set_model_state_dict`, whose `optimizer` is that of `set_optimizer_state_dict`.
+        The report of `set_model_state_dict`. Its `optimizer` is the report of
+        `set_optimizer_state_dict`.
 
-    Raises the errors of both. Then nothing was changed, except by a module's own
-    `load_state_dict` or hooks, which run first.
+    Raises the errors of both. Nothing was changed then, except by a module's own `load_state_dict`
+    or hooks, which run first.
     """
     report, optimizer = _set("both", model, optimizers, model_state_dict, optim_state_dict, options)
     return replace(report, optimizer=optimizer)

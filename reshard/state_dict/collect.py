@@ -127,25 +127,25 @@ def iter_full(
     options: StateDictOptions | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield (canonical name, full value) pairs one at a time, in the order of the names.
+    """Yield (FQN, full value) pairs one at a time, in the order of the FQNs.
 
-    Collective if the model is sharded: every rank must run the iterator to its end. A rank holds at
-    most one gathered tensor at a time in addition to the model's own memory (and, while it gathers,
-    the shards of that tensor).
+    Collective if the model is sharded: every rank must iterate to the end. In addition to the model's
+    own memory, a rank holds at most one gathered tensor at a time and, while it gathers, the shards of
+    that tensor.
 
     Args:
         model: a module, or a list of modules.
-        options: a `StateDictOptions`.
-        to_rank: yield on this rank (of the default group) only. On other ranks the iterator is empty,
-            but you must still run it to its end. A name that this rank does not hold (another
-            pipeline stage's) is yielded by the lowest rank that holds it.
+        to_rank: yield only on this rank of the default group. On other ranks, the iterator is empty,
+            but they must also iterate to the end. If this rank does not hold a tensor, such as one of
+            another pipeline stage, the lowest rank that holds it yields it.
         cpu_offload: yield tensors on the CPU.
-        process_group: the ranks that call this; default: all. All ranks that hold shards of this
-            rank's model must be members; other ranks of the job need not take part.
+        options: a `StateDictOptions`.
+        process_group: the ranks that call this. Default: all. All ranks that hold shards of this
+            rank's model must be members. Other ranks of the job need not take part.
 
     Raises:
-        NormalizationError: on all ranks, if a rank lacks a name that it should gather together with
-            others, or such a rank or `to_rank` is not in `process_group`.
+        NormalizationError: on all ranks, if a rank lacks a tensor that it should gather with others,
+            or if such a rank or `to_rank` is not in `process_group`.
     """
     opts = as_options(options)
     with torch.no_grad():

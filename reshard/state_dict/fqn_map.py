@@ -19,13 +19,13 @@ class FqnEntry:
     """One name in the live model, and what is known about it."""
 
     live: str
-    """Name in the live module, including the segments of wrappers; "" for a parameter outside the
+    """Name in the live module, including the segments of wrappers. "" for a parameter outside the
     model."""
     canonical: str
     kind: str
     """"parameter", "buffer", or "extra_state"."""
     wrappers: tuple[str, ...]
-    """Classes of the wrappers around it, outermost first."""
+    """Classes of the wrappers around it. The outermost comes first."""
     aliases: tuple[str, ...]
     """Other canonical names of the same tensor."""
     ids: tuple[tuple[int, int], ...]
@@ -38,7 +38,7 @@ class FqnEntry:
     """True if it is part of state dicts."""
     requires_grad: bool
     shape: tuple[int, ...]
-    """Global shape; () for extra state."""
+    """Global shape. () for extra state."""
 
 
 class FqnMap(Mapping[str, FqnEntry]):
@@ -64,13 +64,13 @@ class FqnMap(Mapping[str, FqnEntry]):
 
     @property
     def live_to_canonical(self) -> dict[str, str]:
-        """Return the canonical name of every live name, for a single module or for stages whose
-        live names differ."""
+        """Return {live name: canonical name}, for a single module or for stages whose live names
+        differ."""
         return {entry.live: entry.canonical for entry in self.entries if entry.live}
 
     def parameter_order(self, optimizer: int = 0) -> list[str]:
-        """Return canonical names in the order of the ids of one optimizer: the `order` that
-        `normalize` needs for its raw state dict."""
+        """Return canonical names in the order of the ids of one optimizer. `normalize` needs this
+        `order` for the optimizer's raw state dict."""
         ids = {number: entry.canonical for entry in reversed(self.entries) for k, number in entry.ids if k == optimizer}
         return [ids[number] for number in sorted(ids)]
 

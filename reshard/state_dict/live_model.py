@@ -32,7 +32,7 @@ __all__ = ["LiveModel", "Models", "SelfLoadingModule", "Stage", "StateEntry", "w
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage that numbers its layers from 0, with the offset of its layers in the full
+    """A pipeline stage whose layer numbers begin at 0, and the numbers of its layers in the full
     model.
 
     Stage(module, {"layers": 8})       # layers.0 of this module is layers.8 of the model
@@ -41,8 +41,8 @@ class Stage:
 
     module: nn.Module
     offsets: Mapping[str, int] = field(default_factory=dict)
-    """Maps the canonical name of each numbered container in the stage to the number that its child
-    0 has in the full model.
+    """Canonical name of each numbered container in the stage -> the number that its child 0 has in
+    the full model.
     """
 
     def __post_init__(self) -> None:

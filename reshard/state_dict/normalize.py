@@ -29,15 +29,14 @@ class NormalizeReport:
     """What `normalize` changed."""
 
     renamed: Mapping[str, str]
-    """Maps raw names to canonical names, where they differ."""
+    """Raw name -> canonical name, if they differ."""
     dropped: Mapping[str, int]
-    """How many times each wrapper segment was removed."""
+    """Wrapper segment -> how many times it was removed."""
     doubtful: tuple[str, ...]
-    """Canonical names that still have a segment `module`, which may belong to a wrapper or to the
-    model.
-    """
+    """Canonical names that still have a segment `module`. It may belong to a wrapper or to the
+    model."""
     ids: Mapping[int, str]
-    """Maps integer parameter ids to names."""
+    """Integer parameter id -> name."""
 
     def __str__(self) -> str:
         lines = [f"names changed: {len(self.renamed)}"]
@@ -57,8 +56,8 @@ class Normalized(dict[str, Any]):
 def normalize(
     raw: Mapping[str, Any], *, names: Collection[str] | None = None, order: Sequence[str] | None = None
 ) -> Normalized:
-    """Convert a raw state dict to canonical names. Return a new dict that shares the values; the
-    input does not change.
+    """Convert a raw state dict to canonical names. Return a new dict with the same values. The input
+    does not change.
 
     The input can be the state dict of a model, the state dict of an optimizer (`state` and
     `param_groups`, by name or by integer id), a flat optimizer state dict, or a dict that contains
@@ -67,10 +66,10 @@ def normalize(
     Args:
         raw: the state dict.
         names: the canonical names, if you know them (`fqn_map(model)` works). They decide whether a
-            segment `module` belongs to a wrapper, which the text of a name cannot.
-        order: canonical parameter names by integer id, for optimizers that were saved by ids. This
-            is the order of the optimizer's parameters (`fqn_map(model,
-            optimizer).parameter_order()`), not of the state dict.
+            segment `module` belongs to a wrapper. The text of a name alone does not say so.
+        order: canonical parameter names by integer id, for optimizers that were saved by ids. Use the
+            order of the optimizer's parameters, not of the state dict:
+            `fqn_map(model, optimizer).parameter_order()`.
 
     Raises:
         NormalizationError: two names become the same, an id is not in `order`, or there are ids and

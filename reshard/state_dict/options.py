@@ -21,24 +21,24 @@ class StateDictOptions:
     `torch.distributed.checkpoint`.
 
     Args:
-        full_state_dict: get: gather every tensor, so the dict holds full tensors only. Set: the
-            dict holds full tensors, and each rank takes its own shard. Both are collective if the
-            model is sharded.
-        cpu_offload: get: return tensors on the CPU. With `full_state_dict`, one rank returns each
-            name: rank 0, or the lowest rank that holds it if ranks hold different names (pipeline
-            stages). The other ranks get an empty dict.
+        full_state_dict: get: gather every tensor, so that the dict has only full tensors. Set: the
+            dict has full tensors, and each rank takes its own shard. Both are collective if the model
+            is sharded.
+        cpu_offload: get: return tensors on the CPU. With `full_state_dict`, only one rank returns
+            each tensor: rank 0 or, if pipeline stages have different FQNs, the lowest rank that holds
+            it. The other ranks get an empty dict.
         ignore_frozen_params: get: leave out frozen parameters. Set: do not report them as missing.
-        keep_submodule_prefixes: with `submodules`: True keeps names relative to the model; False
+        keep_submodule_prefixes: with `submodules`: True keeps FQNs relative to the model. False
             makes them relative to the submodule.
-        strict: set: True makes missing and unexpected names an error; False only reports them.
+        strict: set: True makes missing and unexpected FQNs an error. False only reports them.
         broadcast_from_rank0: set: only rank 0 has the dict. It sends each rank the elements of its
             shards.
         flatten_optimizer_state_dict: get: return one flat dict, `state.<fqn>.<name>` and
-            `param_groups.<fqn>.<field>`, so that pipeline stages do not collide. If some parameters
-            have state and others have none, `state.<fqn>` of the latter is an empty dict. Set
-            accepts both forms in any case.
+            `param_groups.<fqn>.<field>`, so that pipeline stages do not collide. If only some
+            parameters have state, `state.<fqn>` of the others is an empty dict. Set always accepts
+            both forms.
         dsd_fqn_modifiers: name of the method by which a module declares children that do not appear
-            in names. It returns {name shown: name of the hidden child}.
+            in FQNs. It returns {visible name: name of the hidden child}.
 
     Raises OptionError for `broadcast_from_rank0` without `full_state_dict`, and for values of
     another type.
@@ -110,29 +110,28 @@ class OptimizerReport:
     """What `set_optimizer_state_dict` found."""
 
     missing: tuple[str, ...] = ()
-    """Parameters of the optimizers that the dict lacks. A flat dict also lacks a parameter if it
-    neither has its state nor says that there was none. These parameters have no state afterwards.
-    """
+    """Parameters of the optimizers that the dict lacks. A flat dict lacks a parameter if it has
+    neither its state nor an empty state for it. These parameters have no state afterwards."""
     without_state: tuple[str, ...] = ()
-    """Parameters that the dict lists in a group without state: they were saved before their first
-    gradient."""
+    """Parameters that are in a group of the dict but have no state there. They were saved before
+    their first gradient."""
     unexpected: tuple[str, ...] = ()
-    """Names in the dict that are not parameters of these optimizers."""
+    """FQNs in the dict that are not parameters of these optimizers."""
     unused: tuple[str, ...] = ()
-    """State that the optimizer does not use, as "<parameter>.<key>", such as Adam's in SGD. It was
-    omitted."""
+    """State that the optimizer does not use and that was omitted, as "<parameter>.<key>". For
+    example, SGD does not use Adam's state."""
     outside: tuple[str, ...] = ()
     """Parameters of the optimizers that the model does not have, as
     "outside_model.<optimizer>.<group>.<position>"."""
     filled: tuple[str, ...] = ()
     """Parameters without saved state whose state is now zeros, because they share an FSDP1 flat
-    parameter with others that have state. `use_orig_params=True` keeps them apart."""
+    parameter with others that have state. With `use_orig_params=True`, they do not share one."""
     untied: tuple[str, ...] = ()
-    """State, as "<parameter>.<key>", that shared memory with other state or with the model (in the
-    dict, or in the optimizer before, if the dict has different values), and no longer does. Each
+    """State, as "<parameter>.<key>", that no longer shares memory with other state or with the model.
+    It shared memory in the dict, or in the optimizer before, if the dict has different values. Each
     has its value in its own memory."""
     kept_fields: tuple[str, ...] = ()
-    """Group fields that the dict lacks, as "<optimizer>.<group>.<field>". They keep their value."""
+    """Group fields that the dict lacks, as "<optimizer>.<group>.<field>". They keep their values."""
     added_fields: tuple[str, ...] = ()
     """Group fields that the optimizer's group did not have."""
 
@@ -158,23 +157,23 @@ class SetReport(Tabled):
     """
 
     missing: tuple[str, ...] = ()
-    """Names of the model that the dict does not have, under any alias."""
+    """FQNs of the model that the dict does not have, not even under an alias."""
     unexpected: tuple[str, ...] = ()
-    """Names in the dict that the model does not have."""
+    """FQNs in the dict that the model does not have."""
     aliases: tuple[str, ...] = ()
-    """Names of `unexpected` that were tied, in the dict, to a name that was set. Only the tie is
+    """FQNs in `unexpected` whose tensors were tied, in the dict, to one that was set. Only the tie is
     lost."""
     reshaped: tuple[str, ...] = ()
     """One-element tensors with saved shape () and shape (1,) in the model, or the reverse."""
     cast: tuple[Cast, ...] = ()
     """Tensors whose dtype changed."""
     untouched: tuple[str, ...] = ()
-    """Parameters and buffers, including those outside state dicts, that were not written. They
-    still have the values that the model's constructor or `to_empty` gave them."""
+    """Parameters and buffers that were not written, including those outside state dicts. They still
+    have the values from the model's constructor or `to_empty`."""
     uninitialized: tuple[str, ...] = ()
-    """Names of `untouched` that are still on the meta device, without values."""
+    """FQNs in `untouched` that are still on the meta device, without values."""
     optimizer: OptimizerReport | None = None
-    """The optimizer's report; `set_state_dict` only."""
+    """The optimizer's report. Only `set_state_dict` has one."""
 
     @property
     def missing_keys(self) -> list[str]:

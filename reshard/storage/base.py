@@ -237,7 +237,7 @@ class Writer(ABC):
         try:
             self._abort()
         except ReshardError as second:  # the first error is what the caller must see
-            cause.add_note(f"removing the unfinished object failed too: {second}")
+            cause.add_note(f"deleting the unfinished object failed too: {second}")
 
 
 class PlacedWriter(Writer):

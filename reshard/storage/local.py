@@ -172,7 +172,7 @@ class LocalStorage(Storage):
                     if self._makes_folders:
                         make_folder(path.parent)
                     return path, os.open(path, _CREATE_FLAGS | more_flags, 0o666)
-        raise StorageError(f"cannot create {name} in {self.url}: another process removed its folder")
+        raise StorageError(f"cannot create {name} in {self.url}: another process deleted its folder")
 
     def publish(self, name: str, data: Buffer) -> None:
         self.publish_while(name, data, lambda: None)
@@ -198,7 +198,7 @@ class LocalStorage(Storage):
                 try:
                     self.delete(beside)
                 except ReshardError as second:  # the first error is what the caller must see
-                    error.add_note(f"removing the unfinished object failed too: {second}")
+                    error.add_note(f"deleting the unfinished object failed too: {second}")
                 if last or not isinstance(error, CheckpointNotFoundError):
                     raise
 
@@ -224,7 +224,7 @@ class LocalStorage(Storage):
                     return False
                 if isinstance(error, FileNotFoundError) and path.exists():
                     raise StorageError(
-                        f"cannot link {name} in {self.url}: another process removed the folder of {other}"
+                        f"cannot link {name} in {self.url}: another process deleted the folder of {other}"
                     ) from error
                 raise
             sync_folder(beside.parent)

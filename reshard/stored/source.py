@@ -261,7 +261,7 @@ class FileSource(Source):
         more = f", and {len(bad) - 1} more blocks" if len(bad) > 1 else ""
         first, last = bad[0]
         error = CorruptCheckpointError(
-            f"{self.label}: some of bytes [{first}, {last}) were changed since they were written{more}: "
+            f"{self.label}: the block of bytes [{first}, {last}) was changed since it was written{more}: "
             "restore the file, or load another checkpoint (check=False reads it as it is)"
         )
         error.places = tuple((self.name, start, stop) for start, stop in bad)

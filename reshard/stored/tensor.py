@@ -282,10 +282,11 @@ _READ_FIRST = "read it with [...] first, such as checkpoint[name][...]"
 
 
 class LazyTensor:
-    """A tensor of a checkpoint. Indexing reads the elements that you ask for, and no other chunk.
+    """A tensor of a checkpoint. Indexing reads the elements that you ask for, and nothing of
+    other chunks.
 
-    `t[...]` is the full tensor. Ints, slices with positive steps, and Ellipsis work as on a torch tensor. Functions of
-    torch need its elements: they raise TypeError.
+    `t[...]` reads the full tensor. Ints, slices with positive steps, and Ellipsis work as on a
+    torch tensor. Functions of torch raise TypeError: index the tensor first.
     """
 
     __array_ufunc__ = None  # numpy leaves operators to this class

@@ -778,8 +778,11 @@ def test_values_of_a_wrong_kind_are_told_the_right_one(tmp_path, monkeypatch) ->
             lambda: reshard.WeightSource(net),
             r"takes the state dict of a model, got Linear: pass reshard.get_model_state",
         ),
-        (lambda: reshard.WeightSource({}, dtype=torch.int8), r"of floating-point numbers, got torch.int8$"),
-        (lambda: reshard.WeightSource({}, dtype="half"), r"^dtype must be a torch.dtype, such as .*, got 'half'$"),
+        (lambda: reshard.WeightSource({}, dtype=torch.int8), r"a floating-point torch.dtype, .*, got torch.int8$"),
+        (
+            lambda: reshard.WeightSource({}, dtype="half"),
+            r"^dtype must be a floating-point torch.dtype, such as .*, got 'half'$",
+        ),
         (lambda: reshard.elastic.gather("mem", "x"), r"^folders must be a list of the folders of hosts, .* \['mem'\]$"),
         (lambda: reshard.save({1.5: torch.ones(1)}, "x"), r"^the state cannot be saved: a Tensor is in a place"),
         (

@@ -120,7 +120,7 @@ def test_checkpoints_without_step_numbers_are_not_pruned(tmp_path):
     """Once `prune(".", keep_last=1)` removed all but the newest of checkpoints that had nothing to do with each
     other."""
     run = saved(tmp_path, "base", "best", "adapters")
-    with pytest.raises(FormatError, match=r"no step numbers.* removed none of 3 \('.*'\).* step-<number>"):
+    with pytest.raises(FormatError, match=r"no step numbers.* deleted none of 3 \('.*'\).* step-<number>"):
         reshard.prune(run, keep_last=2)
     assert left_in(run) == ["adapters", "base", "best"]
     assert reshard.prune(run, keep_last=3) == []
@@ -521,7 +521,7 @@ def test_a_save_that_counts_does_not_fail_for_want_of_tidying_up(tmp_path, caplo
 
     reshard.save(STATE, tmp_path)
     reshard.save({"w": torch.zeros(3)}, Faulty(open_storage(tmp_path), fault))
-    assert "was saved, but files that are no longer needed could not be removed: permission denied" in caplog.text
+    assert "was saved, but files that are no longer needed could not be deleted: permission denied" in caplog.text
     assert reshard.verify(tmp_path).ok
     assert not reshard.open(tmp_path)["w"][...].any()
     reshard.save(STATE, tmp_path)

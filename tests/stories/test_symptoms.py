@@ -231,7 +231,7 @@ def test_a_load_without_strictness_says_that_it_loaded_nothing(tmp_path: Path, c
         reshard.load({}, tmp_path / "c", strict=False)
         assert not caplog.records
         reshard.load({"v": torch.zeros(2)}, tmp_path / "c", strict=False)
-    assert caplog.messages == [f"reshard.load: nothing was loaded: the state has no name of {tmp_path / 'c'}"]
+    assert caplog.messages == [f"reshard.load: nothing was loaded: the state has no key of {tmp_path / 'c'}"]
 
 
 @pytest.mark.parametrize("key", ["w", "q"])
@@ -301,7 +301,7 @@ def test_a_load_names_the_bytes_that_were_changed_and_their_tensors(tmp_path: Pa
     assert (found, start % 65536, stop - start) == (name, 0, 65536)
     assert start <= at["w"] + 2_000_000 < stop
     head, tail = str(error).split(". Tensors there: ")
-    assert f"bytes [{start}, {stop}) were changed" in head
+    assert f"bytes [{start}, {stop}) was changed" in head
     assert more in head
     assert tail == f"'w' (bytes [{at['w']}, {at['w'] + 4_000_000}))"
 

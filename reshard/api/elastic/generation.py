@@ -523,7 +523,7 @@ class Hosts:
         found = liveness.read_lease(LocalStorage(self.folder), _OWNER)
         if found is not None and self.owner is not None and not found.is_of(self.owner):
             raise StorageError(
-                f"{found} has taken {self.folder} over from {self.owner}: nothing is kept or removed there by this "
+                f"{found} has taken {self.folder} over from {self.owner}: nothing is kept or deleted there by this "
                 "job any more. Give each job its own folder"
             )
 
@@ -623,18 +623,19 @@ class TierRestoreReport(HostsReport):
     """What `Tier.restore` did. Only `bytes_received`, `load`, and `phases` differ between ranks."""
 
     number: int | None
-    """Number of the generation that was loaded. None if everything came from the fallback, and
-    memory holds nothing."""
+    """Number of the generation that was loaded. None if the complete fallback was loaded. Memory
+    then holds no generation."""
     step: int | None
+    """Step of the generation. None if the complete fallback was loaded."""
     from_fallback: tuple[str, ...]
-    """Tensors that survived on no host and were read from the fallback, which has the same values
-    by fingerprint."""
+    """Tensors that survived on no host. They were read from the fallback, whose saved fingerprints
+    of them are equal."""
     skipped: tuple[str, ...]
     """Generations that were not loaded, and why: newer ones, and those from which the job did not
     continue."""
     bytes_checked: int
-    """Bytes of blocks that this rank compared with their checksums: all remaining files, and data
-    received from other hosts again."""
+    """Bytes of blocks that this rank compared with their checksums. Data that it received from other
+    hosts was compared on both sides, and counts on both."""
     load: LoadReport
 
     def __repr__(self) -> str:
@@ -657,13 +658,12 @@ class GatherReport(Tabled):
     nbytes: int
     """Size of the data files in bytes."""
     skipped: tuple[str, ...] = ()
-    """Folders with nothing of a host; generations that are not earlier states of this one, and why they were not used.
-    """
+    """Folders that are not a host's folder. Generations that are not earlier states of this one, and why they were not
+    used."""
 
     def __repr__(self) -> str:
         """One line."""
-        odd = f", {len(self.skipped)} skipped" if self.skipped else ""
         return (
             f"GatherReport(generation {self.number}, step {self.step}: {format_count(self.files, 'file')}, "
-            f"{format_bytes(self.nbytes)} in {self.path!r}{odd})"
+            f"{format_bytes(self.nbytes)} in {self.path!r}{f', {len(self.skipped)} skipped' * bool(self.skipped)})"
         )

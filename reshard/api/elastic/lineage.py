@@ -116,10 +116,10 @@ class FoundGenerations:
             for kept in tied
         ]
         steps = list(dict.fromkeys(f"step={kept.step}" for kept in tied))
-        choice = f"Choose one: pass {' or '.join(steps)}, or remove" if len(steps) == len(tied) else "Remove"
+        choice = f"Choose one: pass {' or '.join(steps)}, or delete" if len(steps) == len(tied) else "Delete"
         return (
-            "cannot determine which generation the job used last. By the clocks of the hosts, runs of the job "
-            f"overlapped in time and saved these without knowing of each other: {'; '.join(spans)}. {choice} the "
+            "cannot determine which generation the job used last. According to the clocks of the hosts, runs of the "
+            f"job overlapped in time, and saved these independently: {'; '.join(spans)}. {choice} the "
             f"folders of the generations that you do not want: {', '.join(kept.folder for kept in tied)}"
         )
 

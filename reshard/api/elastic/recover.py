@@ -425,25 +425,25 @@ def gather(
     overwrite: bool = False,
     executor: Executor | None = None,
 ) -> GatherReport:
-    """Build one checkpoint from the folders that the hosts of a job left, without a running job or a model.
+    """Build one checkpoint from the folders of a job's hosts. Needs no running job and no model.
 
         report = reshard.elastic.gather(["node0", "node1", "node3"], "run/step-100")
 
-    Every block is compared with its checksum. If one copy is damaged, the good blocks of all copies are used.
+    Every block is compared with its checksum. If a block of one copy is damaged, another copy is used for it.
 
     Args:
-        folders: one per host: the folder of a `Tier` and in it the name of the host.
+        folders: one folder per host: `<folder of the Tier>/<name of the host>`.
         out: path of the new checkpoint.
-        step: which generation. Default: the newest, as `Tier.restore` decides. If that one is not complete, you must
+        step: the step of the generation. Default: the newest, as `Tier.restore` decides. If the newest is not complete,
             pass the step of an older one.
         overwrite: replace an existing checkpoint.
-        executor: compares and writes in tasks. All workers must see all folders.
+        executor: compares and writes in tasks. All workers need access to all folders.
 
     Raises (nothing is written then):
         CheckpointNotFoundError: no folder has a generation that counts, or one of this step.
-        CorruptCheckpointError: the remaining data is not complete. The message names tensors and regions, and an older
-            generation that is complete.
-        CheckpointError: there are two candidates for the last generation. Pass `step` to choose.
+        CorruptCheckpointError: the remaining data is not complete. The message names the missing boxes of each tensor,
+            and an older generation that is complete.
+        CheckpointError: there are two candidates for the last generation. To choose one, pass `step`.
         CheckpointExistsError: there is already a checkpoint at `out`.
     """
     check_executor(executor, 1, out)
@@ -456,7 +456,7 @@ def gather(
         steps = ", ".join(f"step {kept.step}" for kept in sorted(found.made, reverse=True))
         what = f"no complete in-memory checkpoint{'' if step is None else f' of step {step}'}"
         where = f"{_shown(places)}; found there: {steps}" if steps else _shown(places)
-        raise CheckpointNotFoundError(f"{what} in {where}. Give the folder of each host, such as /dev/shm/run1/node3")
+        raise CheckpointNotFoundError(f"{what} in {where}. Pass the folder of each host, such as /dev/shm/run1/node3")
     if not order.newest_first:
         raise CheckpointError(found.tied_text(order.tied))
     wanted, *older = order.newest_first
@@ -471,7 +471,7 @@ def gather(
     refuse_run(storage.url, names)
     refuse_first_step(out)
     if commit.counting(storage) == wanted.save_id:
-        raise CheckpointExistsError(f"{storage.url} has {wanted} already: open it, or remove it first")
+        raise CheckpointExistsError(f"{storage.url} has {wanted} already: open it, or delete it first")
     commit.replaced_by_save(storage, names, overwrite)
     files, nbytes = look.write(storage, absolute(out), executor)
     empty = (f"{place} has nothing that a host kept{_no_host(place)}" for place in places if not kept_in(place))

@@ -65,7 +65,7 @@ _PACED_BYTES = 4 << 20
 @renamed(keep="save", async_keep="async_save", recover="restore")
 class Tier:
     """An in-memory checkpoint: a folder on each host that holds the last states of a job. In shared
-    memory it survives the processes; on a local disk it also survives a restart of the host.
+    memory, it survives the processes. On a local disk, it also survives a restart of the host.
 
         tier = reshard.elastic.Tier("/dev/shm/run1", copies=1)
         tier.save(state, step=100)    # on all ranks, every few steps
@@ -73,15 +73,15 @@ class Tier:
 
     Each host has its own folder below `folder`. It holds at most two generations: the last complete
     one, and the next one while it is written. If hosts come back with different generations, each
-    keeps its own until then.
+    keeps its own until the next one is complete.
 
     Args:
         folder: a local path, the same on all hosts. Each job needs its own.
-        host: name of this rank's host; default: the name of the machine. Ranks with the same name
+        host: name of this rank's host. Default: the name of the machine. Ranks with the same name
             share the folder.
         copies: number of hosts that may be lost at once without losing data. Each rank's data is
             copied to this number of other hosts.
-        process_group: the ranks that save and restore together; default: the default group, or this
+        process_group: the ranks that save and restore together. Default: the default group, or this
             process alone.
         max_inflight_bytes: limit for the memory of messages in flight, on each rank.
         timeout: limit for each call, in seconds or as a `timedelta`.
@@ -126,12 +126,12 @@ class Tier:
         check_replicas: bool = SaveOptions.check_replicas,
         fingerprints: bool = SaveOptions.fingerprints,
     ) -> TierSaveReport:
-        """Collective: save a state dict as the next generation. The previous one is removed once
-        all hosts have the new one.
+        """Collective: save a state dict as the next generation. The previous generation is deleted
+        once all hosts have the new one.
 
-        Each rank writes the part that `reshard.save` would write, with checksums. Its copies are
-        sent and checked before the generation counts. A failure or kill at any point leaves the
-        previous generation.
+        Each rank writes the part that `reshard.save` would write, with checksums. Its copies are sent
+        and checked before the generation counts. If a save fails or is killed at any point, the
+        previous generation stays.
 
         Args:
             state_dict: as for `reshard.save`.
@@ -140,8 +140,8 @@ class Tier:
             fingerprints: store a fingerprint of each tensor. Without them, `restore` cannot fill
                 lost tensors from a fallback.
 
-        Raises the errors of `reshard.save`, and (nothing is kept then, and the previous generation
-        stays):
+        Raises the errors of `reshard.save`, and these. Nothing is saved then, and the previous
+        generation stays:
             OptionError: there are fewer hosts than `copies + 1`.
             StorageError: a host does not have enough space, or its folder belongs to another job.
         """
@@ -163,12 +163,12 @@ class Tier:
     ) -> PendingSave[TierSaveReport]:
         """Like `save`, but return as soon as each rank has copied its part in memory.
 
-        The generation has the values at the time of the call. Files are written and copies are sent
-        while the job trains, over a separate gloo group. The previous generation counts until all
-        copies are there.
+        The generation has the values at the time of the call. While the job trains, files are written,
+        and copies are sent over a separate gloo group. The previous generation counts until all copies
+        have arrived.
 
-        At most one save is in progress: the next call of any method first waits for it and raises
-        its error on all ranks, unless they have called its `result()`.
+        At most one save is in progress. The next call of any method first waits for it. If it failed,
+        that call raises its error on all ranks, unless they have called its `result()`.
 
         Args:
             state_dict, step, check_replicas, fingerprints: as for `save`.
@@ -214,25 +214,25 @@ class Tier:
         """Collective: fill `state_dict` in place from the newest generation that survives
         completely. Ranks, hosts, and layouts may differ.
 
-        All ranks load the same generation, or none. Blocks whose checksums do not match count as
-        lost, and another host's copy is used. Each host receives what it lacks once, from hosts
-        that have it. If a host brings back a generation from which the job did not continue, that
-        generation does not count as newer, whatever its number; `TierRestoreReport.skipped`
-        lists it. Everything else, including errors, is as in `reshard.load`.
+        All ranks load the same generation, or none. A block whose checksum does not match counts as
+        lost, and another host's copy is used. Each host receives the data that it lacks once, from
+        hosts that have it. A host may bring back a generation from which the job did not continue.
+        Such a generation never counts as newer, and `TierRestoreReport.skipped` lists it. Everything
+        else, including errors, is as in `reshard.load`.
 
         Args:
             state_dict: as for `reshard.load`.
-            fallback: a checkpoint, by path, URL, or `Storage`. Tensors that survive nowhere are
-                read from it if it has the same values by fingerprint. Otherwise an older generation
-                or the complete fallback is loaded, whichever is newer.
+            fallback: the path, URL, or `Storage` of a checkpoint. Tensors that survive on no host are
+                read from it if their saved fingerprints are equal. If they are not, an older
+                generation or the complete fallback is loaded, whichever is newer.
             step: load a generation of this step, or none. Default: the newest.
             strict, dtype_policy, mapping: as in `reshard.load`.
 
         Raises (nothing was written; the same error on all ranks):
             CheckpointNotFoundError: no generation is complete. The message says what each one
                 lacks.
-            CheckpointError: there are two candidates for the last generation. Pass `step` to
-                choose.
+            CheckpointError: there are two candidates for the last generation. To choose one, pass
+                `step`.
         """
         group = self._group()
         with phase("Tier.restore", path=self.settings.folder), group.together("Tier.restore"):
@@ -249,7 +249,7 @@ class Tier:
             return report
 
     def clear(self) -> None:
-        """Collective: remove everything that the job keeps, on all hosts. Call it when the job has
+        """Collective: delete all generations of the job, on all hosts. Call it when the job has
         succeeded."""
         group = self._group()
         with group.together("clear"):
@@ -457,7 +457,7 @@ class _KeepJob:
                 if stem in own or (self.hosts.leads and not stem.isdecimal()):
                     storage.delete(name)
         except ReshardError as second:  # the first error is what the caller must see; the next save removes the rest
-            cause.add_note(f"removing the unfinished generation failed too: {second}")
+            cause.add_note(f"deleting the unfinished generation failed too: {second}")
 
     def _texts(self, told: tuple[list[tuple[int, Written]], bytes] | None) -> list[bytes] | None:
         """Return the manifest for the first rank of each host, by the place of that rank."""
@@ -503,9 +503,9 @@ def _begin(
         if (free := free_bytes(hosts.folder)) < need:
             two = "" if before else "two generations of "
             raise StorageError(
-                f"host {hosts.name!r} must hold {two}{format_bytes(copies.bytes_by_host[hosts.name])}, its own part "
-                f"and copies of others', but {hosts.folder} has {format_bytes(free)} left: make the file system "
-                "larger, keep fewer copies, or run on more hosts"
+                f"host {hosts.name!r} must hold {two}{format_bytes(copies.bytes_by_host[hosts.name])}: its own part, "
+                f"and copies of other hosts. But {hosts.folder} has only {format_bytes(free)} left. Make the file "
+                "system larger, keep fewer copies, or run on more hosts"
             )
         LocalStorage(hosts.folder / kept.folder).publish(LINEAGE, incarnation.encode())
     group.barrier()

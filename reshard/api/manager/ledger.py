@@ -191,7 +191,7 @@ class RootClaim:
         if found != self._mine:
             raise CheckpointError(
                 f"another CheckpointManager, of {found or 'an unknown process'}, took over {self._root}: this one "
-                "saved nothing, because each would remove the other's steps"
+                "saved nothing, because each would delete the other's steps"
             )
 
     def _check_held(self) -> None:

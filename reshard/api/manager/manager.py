@@ -58,20 +58,22 @@ _OF_ORBAX = {
 
 @dataclass(frozen=True, repr=False)
 class StepReport(Tabled):
-    """What `CheckpointManager.save` did at a step: the same on all ranks. True if it saves the step anywhere."""
+    """What `CheckpointManager.save` did at a step. The same on all ranks. True if the call saves
+    the step to storage or memory."""
 
     step: int
     storage: str
-    """Why the step is saved to storage; empty if it is not."""
+    """Why the step is saved to storage. Empty if it is not."""
     memory: str
-    """Why it is saved to memory; empty if it is not."""
+    """Why the step is saved to memory. Empty if it is not."""
     preempted: str
-    """What requested that the job end. The step is complete in storage, and your loop should end now. Empty if there is
-    no request."""
+    """What requested that the job end. The step is complete in storage, and your loop should end
+    now. Empty if there is no request."""
     is_saved: bool = False
-    """True if an earlier call saved the step to storage, so this one did not."""
+    """True if an earlier call saved the step to storage, so this call did not."""
     unranked: str = ""
-    """The metric of `Keep` if the step was saved to storage without it, or with NaN: it is not one of the best."""
+    """The metric of `Keep` if the step was saved to storage without it, or with NaN. The step is
+    then never the best."""
 
     def __bool__(self) -> bool:
         return bool(self.storage or self.memory)
@@ -92,7 +94,7 @@ class RestoreReport(Tabled):
 
     step: int
     path: str
-    """Source of the state: the folder of the memory tier, or the checkpoint in storage."""
+    """Where the state came from: the folder of the memory tier, or the checkpoint in storage."""
     from_memory: bool
     skipped: tuple[str, ...]
     """Newer steps that could not be loaded, and why."""
@@ -100,11 +102,10 @@ class RestoreReport(Tabled):
 
     def __repr__(self) -> str:
         """One line."""
-        odd = f", {len(self.skipped)} skipped" if self.skipped else ""
         told = self.load.unchecked if self.load.ok else f"{self.load!r}"
         return (
-            f"RestoreReport(step {self.step} from {'memory' if self.from_memory else 'storage'}, {self.path!r}{odd}"
-            f"{told and f', {told}'})"
+            f"RestoreReport(step {self.step} from {'memory' if self.from_memory else 'storage'}, {self.path!r}"
+            f"{f', {len(self.skipped)} skipped' * bool(self.skipped)}{told and f', {told}'})"
         )
 
 
@@ -116,9 +117,9 @@ def _schedule(every: Every | None, read_only: bool) -> Every:
 
 
 class CheckpointManager:
-    """Save, remove, and restore the checkpoints of a training run below `root`.
+    """Save, delete, and restore the checkpoints of a training run below `root`.
 
-    Saves run in the background when they are due, and the newest checkpoint is restored in any
+    Saves run in the background when they are due. The newest checkpoint can be restored in any
     topology.
 
         state = {"model": model, "optim": optimizer, "step": 0}
@@ -130,34 +131,36 @@ class CheckpointManager:
                 if manager.save(state["step"], state).preempted:
                     break
 
-    Collective, as are `save`, `restore`, `wait`, and `close`: all ranks make the same calls. All
-    use the clock and the metrics of rank 0. A signal that one rank receives counts for all. Without
-    torch.distributed, the manager works for this process alone.
+    Creating a manager is collective, as are `save`, `restore`, `wait`, and `close`: all ranks make the
+    same calls. All use the clock and the metrics of rank 0. A signal that one rank receives counts for
+    all. Without torch.distributed, the manager works for this process alone.
 
     Args:
         root: a local folder or URL that all ranks can access. Each step is a checkpoint in
             `step-<number>`.
-        every: when to save a step to storage; required unless `read_only`.
-        keep: which steps to retain in storage.
-        memory: also save steps to the memory of hosts, see docs/elastic.md.
-        memory_every: when to do so; required with `memory`.
-        full_every: every k-th save is a full save; the others reuse unchanged data, see
+        every: when to save a step to storage. Required unless `read_only`.
+        keep: which steps to keep in storage.
+        memory: also save steps to the memory of hosts: see docs/elastic.md.
+        memory_every: when to save a step to memory. Required with `memory`.
+        full_every: every k-th save is a full save. The others reuse unchanged data: see
             docs/incremental.md. 1: all saves are full.
-        background: save while the job trains: at most one save to storage and one to memory are in
-            progress. The next call raises their errors.
-        bytes_per_s: with `memory`, how much each rank sends and receives a second on average for
-            copies on other hosts.
+        background: save while the job trains. At most one save to storage and one to memory are in
+            progress. If one fails, the next call raises its error.
+        bytes_per_s: with `memory`, the average bandwidth with which each rank sends and receives
+            copies.
         preemption: what may request a save at the next step.
-        sync_every: the ranks synchronize at every k-th step: only then do they learn of requests, and
+        sync_every: the ranks synchronize at every k-th step. Only then do they learn of requests, and
             of the time on rank 0. This takes about one round trip to the store of the process group.
         read_only: only restore and list steps, for example while another manager saves.
-        process_group: the ranks that save together; default: the default group, or this process
+        process_group: the ranks that save together. Default: the default group, or this process
             alone.
         timeout: limit for each save and each exchange between ranks: seconds or a `timedelta`.
-        options: of `reshard.save`, for all saves to storage, except `base` and `overwrite`.
+        options: options of `reshard.save` for all saves to storage, except `base` and `overwrite`.
 
-    Raises OptionError for invalid options; CheckpointError for a root where another manager saves;
-    StorageError for a root that is not writable.
+    Raises:
+        OptionError: an option is invalid.
+        CheckpointError: another manager saves in this root.
+        StorageError: the root is not writable.
     """
 
     @renamed(deadline_s="timeout", whole_every="full_every", ask_every="sync_every")
@@ -238,7 +241,7 @@ class CheckpointManager:
             if not isinstance(its, kind):
                 raise OptionError(f"{name} must be {words}, got {format_value(its)}")
         if (self._memory is None) != (self._memory_every is None):
-            raise OptionError("pass every= for saves to storage, and memory_every= if you pass memory=")
+            raise OptionError("memory= and memory_every= need each other: pass both or neither")
         for name in ("full_every", "sync_every"):
             its = getattr(self, f"_{name}")
             if type(its) is not int or its < 1:
@@ -252,16 +255,17 @@ class CheckpointManager:
         """Collective: save this step if it is due, and report what was done. Call it at every step.
 
         Args:
-            step: the number of the step; steps must increase.
+            step: the number of the step. It must increase.
             state: a nested dict of models, optimizers, other objects with `state_dict` and
-                `load_state_dict`, generators, tensors, and plain values. Wrap what differs between
-                ranks, such as a data loader, in `reshard.PerRank`.
-            metrics: numbers by name, for `Keep(best=...)`; those of rank 0 count. Leave them out at
-                steps without the metric of `Keep`. A step whose metric is NaN is never the best.
+                `load_state_dict`, generators, tensors, and plain values. If a value differs between
+                ranks, such as a data loader, wrap it in `reshard.PerRank`.
+            metrics: numbers by name, for `Keep(best=...)`. Those of rank 0 count. If a step does not
+                have the metric of `Keep`, leave `metrics` out. A step whose metric is NaN is never
+                the best.
             force: save to storage even if the step is not due.
 
         Raises the errors of `reshard.save`, those of an earlier save in the background, and:
-            OptionError: the step is not a whole number, or metrics lack that of `Keep`.
+            OptionError: the step is not a whole number, or `metrics` lacks the metric of `Keep`.
             CheckpointError: the step is smaller than an earlier one, or the manager is closed.
                 Nothing was saved, and earlier steps are unchanged.
         """
@@ -293,7 +297,9 @@ class CheckpointManager:
         if not self._is_open:
             raise CheckpointError(f"the manager of {self.root} is closed: create a new one")
         if not self._may_save:
-            raise CheckpointError(f"the manager of {self.root} was created with read_only=True and cannot save")
+            raise CheckpointError(
+                f"the manager of {self.root} cannot save: it was created with read_only=True. Create one without it"
+            )
         number = checked_step(step)
         if self._before is not None and number < self._before:
             raise CheckpointError(
@@ -397,7 +403,7 @@ class CheckpointManager:
             self._ledger.tidy({*self.keep.kept(self._ledger.metrics()), *but})
             self._is_tidy = True
         except ReshardError as error:
-            _log.warning("older steps in %s could not be removed: %s", self.root, error)
+            _log.warning("older steps in %s could not be deleted: %s", self.root, error)
 
     def _keep(self, step: int, state: Any) -> None:
         """Collective: save to memory."""
@@ -422,25 +428,25 @@ class CheckpointManager:
         mapping: Mapping[str, str] | StateMapping | None = LoadOptions.mapping,
     ) -> RestoreReport | None:
         """Collective: load the newest complete step, from memory or storage, into `state`, in place. `state` has the
-        structure that you pass to `save`; ranks and layouts may differ. If strict, optimizers keep only saved state.
-        Returns None, and changes nothing, if no save was completed. Damaged and other tools' steps: see `skipped`.
+        structure that you pass to `save`. Ranks and layouts may differ. If strict, optimizers keep only saved state.
+        Returns None and changes nothing if no save was completed. `skipped` lists steps that are damaged or foreign.
 
         Args:
             state: as for `save`. It is filled in place.
-            step: load this step only.
-            discard_newer: with `step`: the run continues from it. Newer steps are no longer restored or opened without
-                their number, and are removed when the next save is complete.
-            strict, dtype_policy, mapping: as of `reshard.load`.
+            step: load only this step.
+            discard_newer: with `step`: the run continues from it. Newer steps are then restored or opened only by their
+                number. They are deleted when the next save is complete.
+            strict, dtype_policy, mapping: as for `reshard.load`.
 
-        Raises the errors of `reshard.load`, CorruptCheckpointError if no step is undamaged, and CheckpointNotFoundError
-        if the step does not exist, or all are from other tools. NormalizationError for other param groups: nothing was
+        Raises the errors of `reshard.load`, CorruptCheckpointError if all steps are damaged, CheckpointNotFoundError if
+        the step does not exist, or all are foreign, and NormalizationError if param groups differ. Then nothing was
         overwritten, unless they have tensors. If another object refuses its state, the error names what was changed.
         """
         self.wait()
         group = self._group()
         with group.together("CheckpointManager.restore"):
             if not self._is_open:
-                raise CheckpointError(f"the manager of {self.root} is closed")
+                raise CheckpointError(f"the manager of {self.root} is closed: create a new one")
             wanted = None if step is None else checked_step(step)
             group.same_options("restore", {"step": step, "discard_newer": discard_newer})
             ledger = self._read() if group.rank == 0 else None
@@ -542,24 +548,25 @@ class CheckpointManager:
         return found if found is not None and not said else said
 
     def all_steps(self) -> list[int]:
-        """The complete steps in storage. Any rank may call it alone."""
+        """Return the complete steps in storage. Any rank may call it alone."""
         return self._read().current()
 
     def latest_step(self) -> int | None:
-        """The newest complete step in storage; None if there is none. A save in the background counts after `wait`."""
+        """Return the newest complete step in storage, or None. A save in the background counts after `wait`."""
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
-        """The complete step with the best metric of `Keep`; None if no step has it.
+        """Return the complete step with the best metric of `Keep`, or None if no step has it.
 
         Raises CheckpointError if `keep` has no metric.
         """
         if not self.keep.metric:
-            raise CheckpointError("there is no best step: name a metric, Keep(metric='loss', mode='min')")
+            raise CheckpointError("there is no best step: pass a metric, such as keep=Keep(metric='loss', mode='min')")
         return next(iter(self.keep.ranked(self._read().metrics())), None)
 
     def wait(self) -> None:
-        """Collective: wait for saves in the background and what they remove, and raise their errors."""
+        """Collective: wait until saves in the background have ended and deleted older steps, and raise their
+        errors."""
         with self._group().together("CheckpointManager.wait"):
             self._settle()
 

@@ -20,13 +20,13 @@ _CHUNK = 1 << 16
 
 @named_arguments()
 class ElasticSampler(Sampler[int]):
-    """A sampler for one rank's share of each epoch. It resumes exactly, also on a different number
+    """A sampler for one rank's share of each epoch. It resumes exactly, even on a different number
     of ranks.
 
-    All parts use the same order of the data set and take samples in turn. If they have taken the
-    same number of batches, the samples taken so far are a prefix of that order, and its length is
-    the state. The state is the same on all ranks and does not depend on their number. No sample is
-    lost or repeated.
+    All parts use the same order of the data set, and take samples in turn. When all parts have taken
+    the same number of batches, the samples taken so far are a prefix of that order. The length of
+    the prefix is the state. It is the same on all ranks, and does not depend on their number. So no
+    sample is lost or repeated.
 
     Args:
         size: number of samples in the data set.
@@ -34,8 +34,8 @@ class ElasticSampler(Sampler[int]):
             shares. Default: the rank and world size of the job.
         shuffle: shuffle each epoch, from `seed` and the number of the epoch.
         tail: what to do if the rest of an epoch is not a multiple of `parts`. `"keep"`: take it, so
-            some parts have one sample less. `"drop"`: leave out the last samples. `"repeat"`:
-            repeat the first samples of the rest.
+            some parts have one sample less. `"drop"`: omit the last samples. `"repeat"`: repeat the
+            first samples of the rest.
 
     Attributes:
         epoch, position: the common position of all parts.

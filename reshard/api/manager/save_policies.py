@@ -27,8 +27,8 @@ _log = logging.getLogger("reshard")
 @named_arguments()
 @dataclass(frozen=True)
 class Every:
-    """When a step is due: at multiples of `steps`, or when `seconds` have passed since the last save; with both,
-    whichever comes first.
+    """When a step is due: at multiples of `steps`, or when `seconds` have passed since the last
+    save. With both, a step is due when either is true.
 
         reshard.Every(steps=500)
         reshard.Every(steps=5000, seconds=1800)
@@ -37,13 +37,13 @@ class Every:
     """
 
     steps: int | None = None
-    """If a multiple is skipped between two calls, the later call saves."""
+    """If the steps of two calls skip a multiple, the later call saves."""
     seconds: float | None = None
-    """By the clock of rank 0."""
+    """The clock of rank 0 decides."""
 
     def __post_init__(self) -> None:
         if self.steps is None and self.seconds is None:
-            raise OptionError("Every needs steps=, seconds=, or both")
+            raise OptionError("Every needs steps=, seconds=, or both, such as Every(steps=500)")
         if self.steps is not None and not is_count(self.steps):
             raise OptionError(f"Every: steps must be an integer >= 1, got {self.steps!r:.80}")
         if self.seconds is not None and not (isinstance(self.seconds, int | float) and 0 < self.seconds < math.inf):
@@ -69,19 +69,19 @@ class Every:
 @named_arguments(asks="poll")
 @dataclass(frozen=True)
 class Preemption:
-    """What may request a save at the next step: a signal, a file that appears, or a function. If any rank receives a
-    request, all ranks save.
+    """What may request a save at the next step: a signal, a file that appears, or a function. If
+    any rank receives a request, all ranks save.
 
         reshard.Preemption(file="/run/maintenance", poll=lambda: cloud.is_preempted())
     """
 
     signals: Collection[int] = (signal.SIGTERM,)
-    """Handled from the creation of the manager, in the main thread, until it is closed. Earlier handlers are called,
-    too."""
+    """The manager handles these signals from its creation, in the main thread, until it is
+    closed. It also calls the earlier handlers."""
     file: str | os.PathLike[str] | None = None
-    """A relative path is in the folder that is current now."""
+    """A relative path refers to the current folder when `Preemption` is created."""
     poll: Callable[[], Any] | None = None
-    """Called at each step at which the ranks synchronize; a true result is a request."""
+    """Called at each step at which the ranks synchronize. A true result is a request."""
 
     def __post_init__(self) -> None:
         if self.file is not None:
@@ -94,7 +94,7 @@ class Preemption:
             raise OptionError(f"Preemption: signals must be a list, such as [signal.SIGTERM], got {self.signals!r:.80}")
         for number in self.signals:
             if number not in signal.valid_signals():
-                raise OptionError(f"Preemption: {number!r} is not a signal")
+                raise OptionError(f"Preemption: {number!r} is not a signal: pass signals such as signal.SIGTERM")
 
     def asked(self) -> list[str]:
         """Return what requests a save now, except signals."""

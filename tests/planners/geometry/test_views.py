@@ -109,13 +109,13 @@ def test_padding_is_forgotten_by_an_inverse_and_cropping_needs_a_fill():
     padded = View.of(Q).rename("p").pad([(0, 2), (0, 0)])
     assert inverse([padded]) == (View.of(TensorSpec("p", (6, 3), "float32"))[:4].rename("q"),)
     cropped = View.of(Q)[:3].rename("c")
-    with pytest.raises(PlanError, match=r"element \(3, 0\) is covered never"):
+    with pytest.raises(PlanError, match=r"element \(3, 0\) is in no box"):
         inverse([cropped])
     assert inverse([cropped], fill=-1)[0].fills == (Fill(Box((3, 0), (1, 3)), -1),)
 
 
 def test_what_is_used_twice_has_no_inverse():
-    with pytest.raises(PlanError, match="2 times"):
+    with pytest.raises(PlanError, match="in 2 boxes"):
         inverse([FUSED.reorder([(0, 6), (0, 1)])])
     with pytest.raises(PlanError, match="the same name"):
         inverse([FUSED, FUSED])

@@ -106,7 +106,7 @@ def test_transfers_count_what_leaves_the_host():
     ],
 )
 def test_a_cluster_without_the_bandwidth_is_an_error(plan, name):
-    with pytest.raises(PlanError, match=f"give {name}"):
+    with pytest.raises(PlanError, match=f"pass {name}"):
         estimate(plan, Cluster())
 
 

@@ -64,12 +64,12 @@ def test_a_grid_too_large_to_count_is_halved():
 def test_layouts():
     assert verify(ROWS).ok
     assert str(verify(ROWS)).endswith(
-        "1 tensor, ok: its regions tile every tensor, each element once per group of replicas"
+        "1 tensor, ok: its boxes cover every tensor, each element once per group of replicas"
     )
     hole = TensorLayout.from_boxes(W, {0: [Box((0, 0), (4, 3))], 1: [Box((0, 4), (4, 2))]})
-    assert said(verify(hole)) == ["'w', element (0, 3): element (0, 3) is covered never"]
+    assert said(verify(hole)) == ["'w', element (0, 3): element (0, 3) is in no box"]
     twice = TensorLayout.from_flat_ranges(W, {0: (0, 13), 1: (12, 24)})
-    assert said(verify(state_of(twice))) == ["'w', element (2, 0): element (2, 0) is covered 2 times"]
+    assert said(verify(state_of(twice))) == ["'w', element (2, 0): element (2, 0) is in 2 boxes"]
 
 
 def test_every_name_of_a_geometry_is_told():
@@ -91,7 +91,7 @@ def test_load_plans_whose_sides_do_not_fit():
     gone = TensorLayout(TensorSpec("gone", (1,), "float32"), "dp=2", "R")
 
     assert said(verify(LoadPlan(state_of(ROWS), state_of(other, gone)))) == [
-        "'w': is saved with shape [4, 6], but the target has [6, 4]",
+        "'w': is saved with shape [4, 6], but the wanted layout has [6, 4]",
         "'gone': is not saved",
     ]
     view = View.of(gone.spec).rename("new")

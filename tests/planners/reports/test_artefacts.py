@@ -125,7 +125,7 @@ def test_an_empty_plan_has_a_page():
 
 def test_a_page_says_that_the_plan_was_proved_or_what_is_wrong():
     for plan, did in (
-        (LOAD, "element of the target is read"),
+        (LOAD, "rank reads each element that it needs"),
         (SAVE, "element is written"),
         (MOVE, "needed element is delivered"),
     ):
@@ -215,11 +215,11 @@ def test_of_many_shards_those_of_the_outer_axes_are_drawn_or_groups_with_their_r
     titles, words = drawn("tp,fsdp: S(0),S(0) on fsdp=256,tp=4")
     assert titles[1] == "ranks 1, 5, 9, 13 and 252 more: [1024:2048, 0:64]"
     assert len(titles) == 4
-    assert words.endswith("· 1,024 regions; not drawn: how fsdp shards each region again")
+    assert words.endswith("· 1,024 boxes; not drawn: how fsdp shards each box again")
     titles, words = drawn("S(0) on fsdp=1024")
     assert titles[:2] == ["ranks 0 to 63: [0:256, 0:64]", "ranks 64 to 127: [256:512, 0:64]"]
     assert len(titles) == 16
-    assert "a region is drawn for many shards" in words
+    assert "each drawn box stands for many shards" in words
     assert len(drawn("S(0),S(1) on a=4096,b=64")[0]) == 256
     titles, words = drawn("S(2) on a=2", (4, 3, 6))
     assert titles == ["rank 0: [0:4, 0, 0:3]", "rank 1: [0:4, 0, 3:6]"], "dims that are sharded are drawn"
@@ -229,7 +229,7 @@ def test_one_rank_has_no_axis():
     text = to_html(plan_reads(state("R", "file=1"), ROWS))
 
     assert "file=1" not in text
-    assert "<small>unsharded · 1 region</small>" in text
+    assert "<small>unsharded · 1 box</small>" in text
 
 
 @pytest.mark.parametrize("most", [0, 1, 7, 1023, 1024, 1025, 3 << 20, 1023 << 20, (1 << 40) + 1])

@@ -97,7 +97,7 @@ def test_a_process_that_is_forked_meanwhile_neither_waits_nor_saves(tmp_path: Pa
     pending = reshard.async_save({"w": torch.ones(1000)}, held)
 
     def child() -> None:
-        with pytest.raises(CheckpointError, match="is a fork of it"):
+        with pytest.raises(CheckpointError, match="and its fork, process"):
             pending.result()
         reshard.save({"w": torch.ones(1)}, tmp_path / "child")
 

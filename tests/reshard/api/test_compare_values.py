@@ -219,7 +219,7 @@ def test_damage_among_small_neighbors(tmp_path: Path) -> None:
     assert "t199" in report.damaged
     assert len(report.damaged) <= (64 << 10) // 2048 + 1
     assert {finding.fqn for finding in report.findings} == report.damaged.keys()
-    assert all("were changed since they were written" in error for error in report.damaged.values())
+    assert all("was changed since it was written" in error for error in report.damaged.values())
 
 
 class Scaler:

@@ -286,7 +286,7 @@ def test_a_refused_conversion_leaves_no_folder_that_it_made(
     if is_there:
         folder.mkdir(parents=True)
 
-    with pytest.raises(CorruptCheckpointError, match="were changed since"):
+    with pytest.raises(CorruptCheckpointError, match="was changed since"):
         reshard.convert(source, target, format=format)
 
     assert folder.exists() == is_there

@@ -240,7 +240,7 @@ def test_a_state_and_a_folder_in_place_of_paths_are_told_what_to_pass(tmp_path: 
     with pytest.raises(OptionError, match=words):
         reshard.convert(state, tmp_path / "out")  # type: ignore[arg-type]
     reshard.save(state, tmp_path / "there")
-    with pytest.raises(FormatError, match=r"there is a folder, but torch_save writes one file: give its path$"):
+    with pytest.raises(FormatError, match=r"there is a folder, but torch_save writes one file: pass its path$"):
         reshard.convert(tmp_path / "there", tmp_path / "there", format="torch_save", overwrite=True)
     reshard.convert(reshard.open(tmp_path / "there"), tmp_path / "there.pt", format="torch_save")
 

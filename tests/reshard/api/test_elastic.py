@@ -308,7 +308,7 @@ def test_gathered_folders_are_an_ordinary_checkpoint(tmp_path: Path, lost: list[
     state = {"w": torch.zeros(300, 1000), "b": torch.zeros(10), "step": 0}
     reshard.load(state, tmp_path / "out")
     assert is_step(state, 2)
-    with pytest.raises(FormatError, match="open it, or remove it first"):
+    with pytest.raises(FormatError, match="open it, or delete it first"):
         reshard.elastic.gather(places, tmp_path / "out")
 
 
@@ -373,10 +373,10 @@ def test_a_gathering_that_lacks_something_names_it(tmp_path: Path, capsys: pytes
     with pytest.raises(CorruptCheckpointError, match=r"'w' lacks Box\[240:300, 0:1000\], written by rank 4.*step=1"):
         reshard.elastic.gather(places, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    words = r"no complete in-memory checkpoint of step 7 in .*; found there: step 2, step 1\. Give the folder of each"
+    words = r"no complete in-memory checkpoint of step 7 in .*; found there: step 2, step 1\. Pass the folder of each"
     with pytest.raises(CheckpointNotFoundError, match=words):
         reshard.elastic.gather(places, tmp_path / "out", step=7)
-    inside = rf"checkpoint in {tmp_path}/run \(the hosts' folders are in it: a, b, c\)\. Give the folder of each host"
+    inside = rf"checkpoint in {tmp_path}/run \(the hosts' folders are in it: a, b, c\)\. Pass the folder of each host"
     with pytest.raises(CheckpointNotFoundError, match=inside):
         reshard.elastic.gather([tmp_path / "run"], tmp_path / "out")
     with pytest.raises(SystemExit) as ended:
@@ -487,7 +487,7 @@ def test_of_two_lives_with_the_same_step_one_must_be_removed(tmp_path: Path) -> 
         small(tmp_path, [host], 15, recovers=False, now=1000.0)
     refused = small(tmp_path, ["a", "b"], step=15)
     assert type(refused) is CheckpointError
-    assert "Remove the folders of the generations that you do not want: 00000001-step-15-" in str(refused)
+    assert "Delete the folders of the generations that you do not want: 00000001-step-15-" in str(refused)
     shutil.rmtree(tmp_path / "b")
     assert small(tmp_path, ["a", "b"]).step == 15
 
@@ -552,7 +552,7 @@ def test_what_cannot_be_kept_is_refused_on_all_ranks_and_leaves_the_one_before(t
         ends = kept(tmp_path, 2)
     assert {type(end) for end in ends} == {StorageError, RankFailedError}
     assert "host 'a' must hold 7" in str(ends[0])
-    assert "make the file system larger" in str(ends[0])
+    assert "Make the file system larger" in str(ends[0])
     assert is_step(recovered(tmp_path, ["a", "b", "c"])[1], 1)
 
 

@@ -424,11 +424,11 @@ def test_of_a_checkpoint_it_is_read_and_not_believed(tmp_path):
     data[data.index(STATE["model"]["w"].numpy().tobytes()) + 7] ^= 1
     file.write_bytes(data)
 
-    with pytest.raises(CorruptCheckpointError, match="were changed since they were written"):
+    with pytest.raises(CorruptCheckpointError, match="was changed since it was written"):
         fingerprint(tmp_path)
     found = fingerprint(reshard.open(tmp_path, check=False))
     assert [name for name, value in found.items() if value != fingerprint(STATE)[name]] == ["model.w"]
-    with pytest.raises(CheckpointError, match="layouts, rank and exchange are for state dicts"):
+    with pytest.raises(CheckpointError, match="layouts, rank, and exchange are for state dicts"):
         fingerprint(tmp_path, rank=0)
 
 

@@ -110,7 +110,7 @@ REFUSED = {
     "a view of what is not there": ("KeyMismatchError", "is a view of 'u'"),
     "a source without memory": ("LayoutError", "meta"),
     "memory that is shared": ("LayoutError", "shares memory with the source"),
-    "a layout that is not so": ("LayoutError", "but gave [3, 3]"),
+    "a layout that is not so": ("LayoutError", "but it passed [3, 3]"),
     "a hole": ("LayoutError", "does not contain every element of the target"),
     "memory that ties two sources": ("KeyMismatchError", "map both to the same source"),
 }
@@ -241,7 +241,7 @@ def test_one_of_several_values_is_not_taken_for_all(kind, strict):
     source = {"optim": {"state": states}}
     target = {"optim": {"state": {"qk": {"step": kind(7), "exp_avg": torch.zeros(4, 2)}}}}
 
-    with pytest.raises(KeyMismatchError, match=r"optim.state.qk.step: would be one of several"):
+    with pytest.raises(KeyMismatchError, match=r"optim.state.qk.step: several source values map to this key"):
         reshard.redistribute(source, target, mapping=rules, strict=strict)
 
     del target["optim"]["state"]["qk"]["step"]
@@ -259,7 +259,7 @@ def test_param_groups_that_list_renamed_parameters_are_refused(by_rules):
     names = {"model.new.w": "model.old.w"}
     mapping = Mapping([Rename("old.w", "new.w")]) if by_rules else names
     source, target = state("old.w", 1), state("new.w", 2)
-    with pytest.raises(KeyMismatchError, match=r"the param groups in 'optim' list .* changes: 1 \('old\.w'\)\. Leave"):
+    with pytest.raises(KeyMismatchError, match=r"the param groups in 'optim' list: 1 \('old\.w'\)\. Leave"):
         reshard.redistribute(source, target, mapping=mapping)
     assert target["model"]["new.w"].tolist() == [2, 2]
     assert target["optim"]["state"]["kept"]["step"] == 2

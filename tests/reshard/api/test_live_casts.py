@@ -203,7 +203,7 @@ def conjugated() -> list[str]:
         if not torch.equal(state[1]["w"].resolve_conj(), state[0]["w"].resolve_conj()):
             wrong.append(f"conjugate of side {side}")
         state[side]["w"].data = state[side]["w"].data.resolve_conj().view(torch.int64)
-        with pytest.raises(LayoutError, match=r"should hold complex64, by the layout, but gave .* of int64"):
+        with pytest.raises(LayoutError, match=r"should hold complex64, but it passed .* of int64"):
             prepared.run()
     return wrong
 

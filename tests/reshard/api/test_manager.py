@@ -437,9 +437,9 @@ def test_pruning_a_managed_run_says_that_it_does_not_know_the_policy(
     assert "prune" not in caplog.text
     would = reshard.prune(tmp_path / "run", keep_last=1, dry_run=True)
     ignores = "prune ignores the keep rules of this run's CheckpointManager: it"
-    assert f"{ignores} would remove step-1, step-2" in caplog.text
+    assert f"{ignores} would delete step-1, step-2" in caplog.text
     assert reshard.prune(tmp_path / "run", keep_last=1) == would
-    assert f"{ignores} removed step-1, step-2" in caplog.text
+    assert f"{ignores} deleted step-1, step-2" in caplog.text
 
 
 def test_a_step_of_a_branch_that_was_not_restored_is_refused(tmp_path: Path) -> None:
@@ -672,7 +672,7 @@ BAD = [
     ({"every": 5}, "every must be reshard.Every"),
     ({"every": Every(steps=1), "full_every": 0}, "full_every must be an integer >= 1"),
     ({"every": Every(steps=1), "sync_every": 1.5}, "sync_every must be an integer >= 1"),
-    ({"every": Every(steps=1), "memory_every": Every(steps=1)}, "memory_every= if you pass memory="),
+    ({"every": Every(steps=1), "memory_every": Every(steps=1)}, "memory= and memory_every= need each other"),
     ({"every": Every(steps=1), "base": "auto"}, "does not take base=: full_every"),
     ({"every": Every(steps=1), "keep": 3}, "keep must be reshard.Keep"),
     ({"every": Every(steps=1), "memory": "m", "memory_every": Every(steps=1)}, "memory must be a reshard.elastic.Tier"),
@@ -695,7 +695,7 @@ POLICIES = [
     (lambda: Every(seconds=float("nan")), "seconds must be a positive number"),
     (lambda: Keep(last=0), "last must be an integer >= 1"),
     (lambda: Keep(every=-1), "every must be an integer"),
-    (lambda: Keep(best=2), "if not 0, add metric=, such as 'loss'; got best=2, metric=''"),
+    (lambda: Keep(best=2), "metric='loss'; got best=2, metric=''"),
     (lambda: Keep(best=1, metric="x", mode="least"), "mode must be .*got 'least'"),  # type: ignore[arg-type]
     (lambda: Keep(mode="least"), "mode must be 'min' or 'max'"),  # type: ignore[arg-type]
     (lambda: Keep(best=1, metric="acc"), "mode must be 'min' if low values of 'acc' are good, 'max' if high .* None"),
@@ -747,7 +747,7 @@ def test_bad_use_is_told_and_loses_nothing(tmp_path: Path) -> None:
     with reshard.CheckpointManager(root, every=Every(steps=1), read_only=True) as looking:
         with pytest.raises(CheckpointError, match="read_only=True"):
             looking.save(9, state)
-        with pytest.raises(CheckpointError, match="name a metric"):
+        with pytest.raises(CheckpointError, match="pass a metric"):
             looking.best_step()
     assert value_at(root)[0].step == 5
     with reshard.CheckpointManager(root, every=Every(steps=1), keep=manager.keep) as manager:

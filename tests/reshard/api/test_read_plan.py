@@ -24,7 +24,7 @@ def test_no_item_is_listed_of_a_plan_that_is_not_right(dry_run: bool, tmp_path: 
 
     with pytest.raises(
         CorruptCheckpointError,
-        match=r"lacks elements that the target needs, or has some twice: 'w', rank 0.*is read twice$",
+        match=r"lacks elements that the target needs, or has some of them twice: 'w', rank 0.*is read twice$",
     ):
         reshard.load(target, tmp_path, dry_run=dry_run)
 

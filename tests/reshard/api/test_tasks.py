@@ -199,9 +199,9 @@ def test_what_a_task_raises_is_raised_with_its_kind_and_worker(source: Path, tmp
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with spawned(2) as executor, pytest.raises(CorruptCheckpointError, match=r"were changed .*at worker process"):
+    with spawned(2) as executor, pytest.raises(CorruptCheckpointError, match=r"was changed .*at worker process"):
         reshard.convert(tmp_path / "damaged", tmp_path / "c", max_shard_bytes=MIB, executor=executor)
-    with pytest.raises(CorruptCheckpointError, match="were changed"):
+    with pytest.raises(CorruptCheckpointError, match="was changed"):
         reshard.convert(tmp_path / "damaged", tmp_path / "c", max_shard_bytes=MIB, workers=2)
     assert not (tmp_path / "c" / "manifest.json").exists()
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import reshard
 from planners.findings import Coverage
+from planners.units import format_bytes
 from reshard.cli.app import app
 from tests.torch_releases import save_alone
 
@@ -72,7 +73,7 @@ def test_a_verdict_says_how_far_it_reaches(checkpoint: tuple[str, Path]) -> None
     assert reshard.verify(path).covered == Coverage(NBYTES, NBYTES, checked, sealed, unchecked)
     assert unchecked in said(str(path))
     assert reshard.verify(path, deep=False).covered == Coverage(NBYTES, 0, 0, sealed)
-    assert str(checked) in str(reshard.verify(path))
+    assert f"{format_bytes(checked)} verified" in str(reshard.verify(path))
     assert json.loads(said(str(path), "--json"))["covered"] == {
         "total_bytes": NBYTES,
         "read_bytes": NBYTES,

@@ -112,7 +112,7 @@ def test_version(say) -> None:
         (["plan", "nowhere", "tp=2"], 3, "Or give a topology: 'fsdp=3'"),
         (["plan", ".", "tp=2", "--html", "/none/p.html"], 3, "No such file or directory. Check its folder and your"),
         (["convert", ".", "out", "--names", "torchtitan:hf"], 2, "no naming scheme 'hf': did you mean 'huggingface'?"),
-        (["plan", "fsdp=2", "tp=2"], 2, "one side must be a checkpoint"),
+        (["plan", "fsdp=2", "tp=2"], 2, "pass a checkpoint or a layout file as one of the two"),
         (["plan", "fsdp=2", "dp=2", "--rule", "S(0)"], 2, "write GLOB=PLACEMENTS"),
         (["plan", "hsdp=2", "tp=2"], 2, "cannot read the topology 'hsdp=2': expected hsdp=REPLICASxSHARDS"),
         (["plan", "fsdp=0", "."], 2, "cannot read the topology 'fsdp=0': expected fsdp=RANKS, with numbers >= 1"),
@@ -171,7 +171,7 @@ def test_version(say) -> None:
             2,
             "--map prints a drawing of one tensor: leave out --json, --html, and --select",
         ),
-        (["convert", ".", "out", "--rule", "*=S(0)"], 2, "--rule is for a topology of --onto: add --onto"),
+        (["convert", ".", "out", "--rule", "*=S(0)"], 2, "--rule is for the topology of --onto: add --onto"),
         (["plan", ".", "fsdp=2", "--read-rate", "9" * 400 + "GB"], 2, "is not a size: write it like 5GB"),
         (["demo", "--out", "manifest.json"], 2, "'manifest.json' is a file. See reshard demo --help"),
         (

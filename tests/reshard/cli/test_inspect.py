@@ -563,7 +563,7 @@ def test_an_error_does_not_name_the_tensor_that_is_drawn(say) -> None:
 def test_meshes_that_are_too_large_are_not_drawn(say) -> None:
     said = say("explain", "S(0) on dp=65").out
     assert "┌" not in said
-    assert "not drawn, since it has 65 ranks: draw it with --shape, such as --shape 4096,1024" in said
+    assert "not drawn, because it has 65 ranks: to draw it, add --shape, such as --shape 4096,1024" in said
     assert say("explain", "S(0) dp=4").out == say("explain", "S(0) on dp=4").out  # "on" may be missing
     assert say("explain", "tp,dp: S(0),S(0) on dp=2,tp=2").out.startswith("dim 0 sharded over tp, then dp\n")
 

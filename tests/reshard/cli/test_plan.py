@@ -49,7 +49,7 @@ def test_a_checkpoint_onto_a_preset(say, checkpoint) -> None:
 def test_text_for_people(say, checkpoint) -> None:
     said = say("plan", checkpoint, "fsdp=3", "--limit", "2")
 
-    assert said.out.startswith("ok: every element of the target is read exactly once, from the right place")
+    assert said.out.startswith("ok: every rank reads each element that it needs exactly once, from the right place")
     assert "wrong" not in said.out
     assert "rank     0 reads" in said.out
     assert "1 more rank;" in said.out
@@ -273,8 +273,8 @@ def test_the_side_that_is_read_from_may_be_the_one_that_is_not_sharded(say, chec
     assert said.code == 1
     assert "failed  axis 'tp' shards no tensor" in said.out
     assert said.err == (
-        f"note  plans how the layout of {checkpoint} reads a state saved as tp=2. "
-        f"For the other direction: reshard plan {checkpoint} tp=2\n"
+        f"note  this plans how ranks with the layout of {checkpoint} read a state saved as tp=2. "
+        f"For the reverse: reshard plan {checkpoint} tp=2\n"
     )
     [again] = offered(said.out)
     assert again[:3] == ["plan", "tp=2", str(checkpoint)]
@@ -333,7 +333,7 @@ def test_rules_are_for_a_topology_in_json_too_and_none_is_dropped(say, checkpoin
     for onto in (layout, checkpoint):
         said = say("convert", checkpoint, tmp_path / "out", "--onto", onto, "--rule", "*=R")
         assert (said.code, said.err) == (
-            2, f"error: --rule is for a topology of --onto: {str(onto)!r} has a layout of its own\n"
+            2, f"error: --rule is for the topology of --onto: {str(onto)!r} is not a topology, so leave out --rule\n"
         )  # fmt: skip
     assert not (tmp_path / "out").exists()
 
@@ -482,7 +482,7 @@ def test_a_checkpoint_with_other_names_is_refused_in_groups_with_a_fix(say, tmp_
 
     assert said.code == 3
     assert said.err.splitlines() == [
-        "error: 30 of 30 tensors of the target do not match the saved state:",
+        "error: 30 of 30 wanted tensors do not match the saved state:",
         "    other.*: 30 names, such as 'other.0': is not saved",
         "  fix: --normalized uses canonical names, or --select '!GLOB' leaves names out",
     ]
@@ -492,8 +492,8 @@ def test_only_other_names_are_fixed_by_other_names(say, tmp_path) -> None:
     for name, rows in (("a", 4), ("b", 5)):
         reshard.save({"w": torch.ones(rows, 2)}, tmp_path / name)
     assert say("plan", tmp_path / "a", tmp_path / "b").err.splitlines() == [
-        "error: 1 of 1 tensors of the target do not match the saved state:",
-        "    'w': is saved with shape [4, 2], but the target has [5, 2]",
+        "error: 1 of 1 wanted tensors do not match the saved state:",
+        "    'w': is saved with shape [4, 2], but the wanted layout has [5, 2]",
         "  the shape of each tensor must be the same on both sides",
     ]
 
@@ -535,5 +535,5 @@ def test_a_conversion_onto_an_axis_that_shards_nothing_is_refused(say, checkpoin
 
     assert said.code == 3
     assert "axis 'tp' shards no tensor" in said.err
-    assert "give rules that match them, or leave out the axis" in said.err
+    assert "pass rules that match them, or leave out the axis" in said.err
     assert not (tmp_path / "out").exists()

@@ -39,20 +39,20 @@ def test_it_lists_what_it_removes(say, run) -> None:
 
     assert said.code == 0
     assert said.out.splitlines() == [
-        f"removed  {run}/step-0",
-        f"removed  {run}/step-1",
-        f"removed 2 checkpoints of {run}",
+        f"deleted  {run}/step-0",
+        f"deleted  {run}/step-1",
+        f"deleted 2 checkpoints of {run}",
     ]
     assert _left(run) == ["step-2", "step-3"]
     told = json.loads(say("prune", run, "--keep-last", 1, "--on", "processes:2", "--json").out)
     assert told == {"path": str(run), "dry_run": False, "removed": [f"{run}/step-2"]}
-    assert say("prune", run, "--keep-last", 1).out == f"removed 0 checkpoints of {run}\n"
+    assert say("prune", run, "--keep-last", 1).out == f"deleted 0 checkpoints of {run}\n"
 
 
 def test_it_says_that_it_ignores_what_a_manager_keeps(say, run, caplog) -> None:
     (run / opening.LEDGER).write_text("{}")
     note = "prune ignores the keep rules of this run's CheckpointManager: it"
-    for words, done in ((["--dry-run"], "would remove"), ([], "removed")):
+    for words, done in ((["--dry-run"], "would delete"), ([], "deleted")):
         say("prune", run, "--keep-last", 2, *words)
         assert caplog.messages[-1] == f"{note} {done} step-0, step-1"
 

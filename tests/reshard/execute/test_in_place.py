@@ -103,7 +103,7 @@ def test_damage_is_found_wherever_it_is_and_the_error_names_what_was_overwritten
         with summed_up_by(which), pytest.raises(CorruptCheckpointError) as found:
             reshard.load(target, tmp_path / "ckpt", check="during", threads=1)
         message, changed = str(found.value), [name for name, tensor in target.items() if tensor.any()]
-        assert f"{file.name}: some of bytes [{at // BLOCK_BYTES * BLOCK_BYTES}, " in message or "header" in message
+        assert f"{file.name}: the block of bytes [{at // BLOCK_BYTES * BLOCK_BYTES}, " in message or "header" in message
         assert all(repr(name) in message for name in changed), (at, message)
         assert ("are undefined" in message) == bool(changed)
         overwritten += bool(changed)

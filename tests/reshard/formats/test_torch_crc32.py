@@ -182,7 +182,7 @@ def test_what_changed_in_the_source_is_still_seen_in_what_was_made_of_it(tmp_pat
     data[at + 5] ^= 1
     file.write_bytes(data)
 
-    with pytest.raises(CorruptCheckpointError, match="were changed since they were written"):
+    with pytest.raises(CorruptCheckpointError, match="was changed since it was written"):
         reshard.convert(folder, tmp_path / "one.pt", format="torch_save")
     for source in (folder, opened := reshard.open(folder)):
         report = reshard.convert(source, tmp_path / "one.pt", format="torch_save", check=False, overwrite=True)

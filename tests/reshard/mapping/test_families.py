@@ -148,9 +148,11 @@ def test_every_pair_can_be_made(family: str) -> None:
 def test_a_naming_that_is_nearly_right_is_suggested() -> None:
     """As the command line does."""
     model = Decoder("llama", 4, 2, 8, 53)
-    with pytest.raises(NormalizationError, match=r"unknown naming 'tranformers': did you mean 'transformers'\? Known"):
+    with pytest.raises(
+        NormalizationError, match=r"unknown naming scheme 'tranformers': did you mean 'transformers'\? Known"
+    ):
         ready(model, "huggingface", "tranformers")
-    with pytest.raises(NormalizationError, match=r"unknown naming 'qqq'\. Known: huggingface, "):
+    with pytest.raises(NormalizationError, match=r"unknown naming scheme 'qqq'\. Known: huggingface, "):
         ready(model, "qqq", "huggingface")
 
 

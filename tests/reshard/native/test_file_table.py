@@ -59,7 +59,7 @@ def test_a_changed_page_is_found_by_who_needs_it() -> None:
     storage.publish(table.name, data[:10_000] + b"\xff" + data[10_001:])
     files = FileTable(storage, table)
     assert files.of_rank(255) == record(255)
-    with pytest.raises(CorruptCheckpointError, match=r"bytes \[8192, 16384\) of data-.*/files were changed"):
+    with pytest.raises(CorruptCheckpointError, match=r"bytes \[8192, 16384\) of data-.*/files was changed"):
         files.of_rank(256)
 
 

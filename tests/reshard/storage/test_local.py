@@ -461,9 +461,9 @@ def test_who_comes_late_makes_no_folder_that_another_process_removed(tmp_path: P
     storage.publish("a", b"data")
     late = storage.without_new_folders()
     for write in (late.create, lambda name: late.open_shared(name, 8)):
-        with pytest.raises(StorageError, match=r"cannot create gone/b in .*: another process removed its folder"):
+        with pytest.raises(StorageError, match=r"cannot create gone/b in .*: another process deleted its folder"):
             write("gone/b")
-    with pytest.raises(StorageError, match=r"cannot link a in .*: another process removed the folder of gone/b"):
+    with pytest.raises(StorageError, match=r"cannot link a in .*: another process deleted the folder of gone/b"):
         storage.link("a", "gone/b")
     assert storage.list() == {"a": 4}
     _write(late, "b", b"x")
