@@ -1,4 +1,4 @@
-"""`Span`: when something began and ended, on one rank, and what was within it."""
+"""`Span`: one timed operation on one rank, and the operations inside it."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ __all__ = ["Span"]
 
 
 class Span(msgspec.Struct):
-    """When something began and ended, on this rank, and what was within it."""
+    """One timed operation on this rank, and the operations inside it."""
 
     name: str
     thread: str
     began_ns: int
-    """Since 1970, by the clock of this host."""
+    """Nanoseconds since 1970, by the clock of this host."""
     ended_ns: int = 0
     nbytes: int = 0
-    """How much was done, where that is counted."""
+    """Bytes that it processed; 0 where they are not counted."""
     waits: bool = False
-    """Whether it was spent on hearing from other ranks."""
+    """True if this rank only waited for other ranks."""
     error: str = ""
-    """The class of what ended it, where it failed."""
+    """The class of the exception that ended it; "" if it did not fail."""
     path: str = ""
-    """Of the checkpoint, where it is a whole call."""
+    """The path of the checkpoint, if the span is a full call."""
     inner: list[Span] = []
 
     @property
     def seconds(self) -> float:
-        """How long it took, including what continues in the background after a call."""
+        """How long it took, including work that continues in the background after a call."""
         return (max([self.ended_ns, *(span.ended_ns for span in self.inner)]) - self.began_ns) / 1e9
 
     def by_phase(self) -> dict[str, float]:
-        """Seconds of what is directly within it, but for what only waits."""
+        """Seconds by name of the spans directly inside, without those that only wait."""
         out: dict[str, float] = {}
         for span in self.inner:
             if not span.waits:
@@ -41,5 +41,5 @@ class Span(msgspec.Struct):
         return out
 
     def __str__(self) -> str:
-        """The same, in words."""
+        """The seconds by phase, as text."""
         return ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in self.by_phase().items())
