@@ -27,7 +27,7 @@ from reshard.errors import (
     did_you_mean,
     format_names,
 )
-from reshard.formats.opening import open_contents
+from reshard.formats.detect import open_contents
 from reshard.formats.table import find_format
 from reshard.live.tree import unflatten
 from reshard.native.manifest import LinkedRecord

@@ -26,7 +26,7 @@ from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import check_options, globs_of, renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource
 from reshard.errors import CheckpointError, CheckpointExistsError, FormatError, ReshardError, format_names
-from reshard.formats.opening import BECOMES_FOLDER, FILE_SUFFIXES, kind_beside, refuse_first_step, refuse_run, run_in
+from reshard.formats.detect import BECOMES_FOLDER, FILE_SUFFIXES, kind_beside, refuse_first_step, refuse_run, run_in
 from reshard.formats.sections import find_sections, walk
 from reshard.formats.table import ALSO_CALLED, FormatName
 from reshard.live.dtypes import full_name

@@ -31,9 +31,9 @@ from reshard.errors import (
     format_value,
     option_error,
 )
+from reshard.formats.detect import JOB_FOLDER
 from reshard.formats.format import Writing
 from reshard.formats.normalize import canonical_contents, keep_beside, normalize
-from reshard.formats.opening import JOB_FOLDER
 from reshard.formats.sections import with_empty
 from reshard.formats.table import NOT_SHARDED, writing_of
 from reshard.live.plain_data import check_text

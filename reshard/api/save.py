@@ -27,7 +27,7 @@ from reshard.api.reports import WrittenReport
 from reshard.api.staging import Stage, ToWrite, check_stage, staged
 from reshard.arguments import check_arguments, check_options, no_attribute, options_of, renamed, with_options
 from reshard.errors import CheckpointError, OptionError, ReshardError, StorageError
-from reshard.formats.opening import BECOMES_FOLDER, FILE_SUFFIXES, refuse_first_step, refuse_run
+from reshard.formats.detect import BECOMES_FOLDER, FILE_SUFFIXES, refuse_first_step, refuse_run
 from reshard.live.fingerprints import add_tallies, pack_tally, unpack_tally
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.plain_data import array_bytes

@@ -27,7 +27,7 @@ from reshard.errors import (
     StorageError,
     format_ranks,
 )
-from reshard.formats.opening import Look, look_at, look_in, open_contents, path_below
+from reshard.formats.detect import Look, look_at, look_in, open_contents, path_below
 from reshard.live.fingerprints import Partial, add_tallies, pack_tally, unpack_tally
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.state import LiveState, is_long, take_apart

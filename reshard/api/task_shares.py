@@ -13,7 +13,7 @@ import xxhash
 from planners.geometry.box import Box
 from reshard.checkpoint import Checkpoint, open_damaged
 from reshard.errors import StorageError
-from reshard.formats.opening import local_path
+from reshard.formats.detect import local_path
 from reshard.stored.streaming import windows
 
 __all__ = ["SHARE_BYTES", "Opening", "Share", "absolute", "files_of", "is_about", "shares"]

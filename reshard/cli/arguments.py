@@ -102,7 +102,7 @@ On = Annotated[
 def newest(path: str, step: int | None = None, *, reports_damage: bool = False) -> str:
     """The checkpoint that a path means: in the folder of a run this step, complete or not, or the newest complete one,
     which is printed on stderr, with the newer ones that it skips, except damaged ones if the command reports these."""
-    from reshard.formats.opening import step_path, steps_at
+    from reshard.formats.detect import step_path, steps_at
 
     if step is not None:
         return step_path(path, step)

@@ -78,7 +78,7 @@ def inspect(
         raise UsageError("--map prints a drawing of one tensor: leave out --json, --html, and --select")
     import reshard
     from reshard.checkpoint import open_damaged, readable
-    from reshard.formats.opening import steps_at
+    from reshard.formats.detect import steps_at
 
     steps = reshard.steps(path) if step is None and steps_at(path) else []
     if steps:

@@ -58,7 +58,7 @@ def verify(
     does not count.
     """
     import reshard
-    from reshard.formats.opening import steps_at
+    from reshard.formats.detect import steps_at
 
     engine = executor_on(on)
     against = against and newest(against)

@@ -50,7 +50,7 @@ from reshard.errors import (
 from reshard.execute.reading import Copy, Staged, in_pieces
 from reshard.formats.dcp.reader import FORMAT, DcpFacts, open_folder
 from reshard.formats.dcp.writer import object_to_bytes, paths_of, tensor_metadata, versioned
-from reshard.formats.opening import kind_beside, open_contents
+from reshard.formats.detect import kind_beside, open_contents
 from reshard.formats.torch_save.writer import save_tensor
 from reshard.live.copy_streams import CopyStreams, Uploads, has_copy_streams, of_caller, to_host, wait_for
 from reshard.live.dtypes import as_array, dtype_from_name

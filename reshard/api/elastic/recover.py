@@ -52,7 +52,7 @@ from reshard.errors import (
     format_ranks,
 )
 from reshard.execute.reading import Workspace
-from reshard.formats.opening import refuse_first_step, refuse_run
+from reshard.formats.detect import refuse_first_step, refuse_run
 from reshard.native import commit, reader
 from reshard.native.manifest import HF_INDEX, MANIFEST, FileRecord, read_manifest
 from reshard.native.reader import NativeFacts, compare_ranges

@@ -14,7 +14,7 @@ import msgspec
 from reshard.api.retention import Seen, published, remove_checkpoints
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError
-from reshard.formats.opening import LEDGER, StepRecord, StepRecords, path_below, records_in, refuse_first_step, steps_at
+from reshard.formats.detect import LEDGER, StepRecord, StepRecords, path_below, records_in, refuse_first_step, steps_at
 from reshard.native.commit import remove_empty
 from reshard.ranks import liveness
 from reshard.storage.opening import open_storage, place_of

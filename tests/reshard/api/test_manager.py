@@ -37,7 +37,7 @@ from reshard.errors import (
     OptionError,
     StorageError,
 )
-from reshard.formats import opening
+from reshard.formats import detect
 from reshard.native import commit
 from reshard.native.commit import Generation
 from reshard.ranks import liveness
@@ -754,7 +754,7 @@ def test_bad_use_is_told_and_loses_nothing(tmp_path: Path) -> None:
         assert (manager.all_steps(), manager.best_step()) == ([4, 5], 4)
         with pytest.raises(CheckpointError, match="already has step 5"):
             manager.save(5, state)
-    (root / opening.LEDGER).write_text("{torn")
+    (root / detect.LEDGER).write_text("{torn")
     with pytest.raises(CheckpointError, match=r"manager.json cannot be read: .* delete it"):
         reshard.CheckpointManager(root, every=Every(steps=1))
 
@@ -765,13 +765,13 @@ def test_where_it_is_not_known_which_steps_are_discarded_none_is_opened_or_prune
     run(root, [1, 2, 3])
     with reshard.CheckpointManager(root, every=Every(steps=1)) as manager:
         manager.restore(state, 2, discard_newer=True)
-    (root / opening.LEDGER).write_text("{torn")
+    (root / detect.LEDGER).write_text("{torn")
 
     for call in (reshard.open, reshard.steps, reshard.latest_complete, lambda path: reshard.prune(path, keep_last=1)):
         with pytest.raises(CheckpointError, match=r"run/manager.json cannot be read: .* which of them are discarded"):
             call(root)
     assert reshard.verify(root / "step-2").ok, "it can be opened by its folder"
-    (root / opening.LEDGER).write_text('{"of": "another program"}')
+    (root / detect.LEDGER).write_text('{"of": "another program"}')
     assert reshard.latest_complete(root) == str(root / "step-3")
 
 

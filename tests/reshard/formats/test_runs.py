@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import reshard
 from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError, FormatError, NewerVersionError
-from reshard.formats import opening
+from reshard.formats import detect
 from tests import gloo
 from tests.torch_releases import save_alone
 
@@ -144,7 +144,7 @@ def test_a_folder_of_thousands_of_others_is_not_walked(tmp_path: Path, monkeypat
     for number in range(2000):
         (tmp_path / f"entry{number}").mkdir()
     (tmp_path / "entry7" / "notes.txt").write_text("x")
-    monkeypatch.setattr(opening, "_find", None)  # lists everything below
+    monkeypatch.setattr(detect, "_find", None)  # lists everything below
     looked = []
     real = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: looked.append(path) or real(path))

@@ -149,7 +149,7 @@ def step_path(path: AnyPath, number: int) -> str:
 
 
 def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *, is_sure: bool) -> _Run:
-    """The verdict on a folder, see `reshard.formats.opening`: the one place where it is decided.
+    """The verdict on a folder, see `reshard.formats.detect`: the one place where it is decided.
 
     Args:
         found: of what is not a local path; of that all names are not listed before they must be.
