@@ -16,9 +16,11 @@ from msgspec import UNSET
 
 from planners.geometry.layout import state_to_json
 from planners.plans.save import SavePlan
+from planners.units import format_bytes
 from reshard.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ReshardError, StorageError
 from reshard.live.fingerprints import Partial
 from reshard.live.garbage_collection import gc_paused
+from reshard.live.plain_data import array_bytes
 from reshard.native.manifest import (
     BLOCK_BYTES,
     CLAIM,
@@ -52,6 +54,7 @@ __all__ = [
 
 
 _log = logging.getLogger("reshard")
+_MANY_ARRAY_BYTES = 4 << 20
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -126,6 +129,13 @@ class Generation:
         look()
         with suppress(StorageError):  # it never leads to another save than the manifest; what stays is replaced below
             self.storage.delete(HF_INDEX)
+        if (arrays := array_bytes(self.census.objects)) > _MANY_ARRAY_BYTES:
+            _log.warning(
+                "%s: its manifest contains %s of numpy arrays, and every open reads all of it. "
+                "To save them as tensors, pass torch.from_numpy(array)",
+                self.storage.url,
+                format_bytes(arrays),
+            )
         self.storage.publish_while(MANIFEST, encode_manifest(manifest), look)
         names = {int(rank): record.name for rank, record in manifest.files.items()}
         publish_index(self.storage, self.save_id, self.plan, None if manifest.tables else names)

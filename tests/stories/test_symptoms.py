@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -170,6 +171,17 @@ def test_numbered_optimizer_states_are_saved_with_a_warning(tmp_path: Path, capl
         reshard.save({"optim": optimizer.state_dict()}, tmp_path / "by-number")
     assert "saved by parameter number ('optim.state.0.step')" in caplog.text
     assert "Save reshard.get_optimizer_state_dict(model, optimizer) instead" in caplog.text
+
+
+def test_large_numpy_arrays_are_saved_with_a_warning(tmp_path: Path, caplog: Any) -> None:
+    """They are text in the manifest, which every open reads."""
+    array = np.zeros(1 << 20)
+    with caplog.at_level(logging.WARNING, "reshard"):
+        reshard.save({"some": {"a": array[: 1 << 18]}}, tmp_path / "few")
+        reshard.save({"t": torch.from_numpy(array)}, tmp_path / "tensor")
+        assert not caplog.records
+        reshard.save({"some": {"a": array}}, tmp_path / "many")
+    assert "its manifest contains 8.0 MiB of numpy arrays, and every open reads all of it" in caplog.text
 
 
 def test_the_model_alone_from_a_full_checkpoint_needs_subset_and_not_a_load_that_hides_missing_weights(
