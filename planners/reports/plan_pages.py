@@ -31,7 +31,8 @@ __all__ = ["to_html"]
 
 
 _READS = """<h2 id="traffic">Bytes read, by saver and reader</h2>
-<p>All ranks read from storage. Reads of replicas count for the lowest rank that saved one."""
+<p>All ranks read from storage. If several ranks saved the same data, the read counts for the lowest of them. Where row
+and column have the same number, ranks read what they or ranks near them saved."""
 _SENDS = """<h2 id="traffic">Bytes sent, by sender and receiver</h2>
 <p>Copies within one rank are not counted."""
 _MAX_MATRIX = 64
@@ -228,8 +229,8 @@ def _traffic(story: _Story, ranks_per_host: int) -> str:
     for sender, receiver, nbytes in story.traffic:
         np.add.at(sums, (sender // per, receiver // per), nbytes)
     hosts = per // ranks_per_host or 1
-    each = f"{hosts} × {hosts} hosts" if hosts > 1 else "one host with another"
-    scale = f" Each cell is the sum of {each}, of {ranks_per_host} ranks each." if unit == "host" else ""
+    each = f"sums {hosts} × {hosts} hosts" if hosts > 1 else "is one host with another,"
+    scale = f" Each cell {each} of {ranks_per_host} ranks{' each' * (hosts == 1)}." if unit == "host" else ""
     grid = matrix(sums, story.between, unit, hosts)
     return f'<section aria-labelledby="traffic">{words}{scale}</p>{grid}</section>'
 

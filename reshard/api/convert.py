@@ -402,7 +402,6 @@ def _check_vacant(
         if job.source == job.target:
             raise FormatError(f"{storage.url} is the source itself: choose another folder")
         raise FormatError(
-            f"{storage.url} contains {foreign}, of another kind of checkpoint: the converted checkpoint "
-            "could not be distinguished from it. Choose an empty folder: overwrite=True replaces only a checkpoint of "
-            "the same format"
+            f"{storage.url} contains {foreign}. No reader could distinguish it from the converted checkpoint. "
+            "Choose an empty folder: overwrite=True replaces only a checkpoint of the same format"
         )

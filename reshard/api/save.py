@@ -76,6 +76,7 @@ def save(
         path: a local folder, URL, or `Storage`. All ranks pass the same one, and must have access to it.
         process_group: the ranks that save together. Default: the default group, or this process if there is none.
         alone: only this process saves, even in a running job. It needs full tensors and its own path.
+        timeout: limit for the call, in seconds or as a `timedelta`.
         select: save only keys that match this glob, such as `"model.*"`, or one of a list of globs. A glob that begins
             with `!` excludes keys. Each other glob must match a key of some rank. The checkpoint records the
             globs. A later load requires only the keys that match, and reports the others as `outside`.
@@ -84,13 +85,12 @@ def save(
         divide_above_bytes: divide chunks of at least this size among the ranks that hold them.
         memory_budget_bytes: limit for copies of tensors that are on a device or not in row-major order. Fingerprints
             take 50 MiB more.
+        progress: show progress bars on the first rank if stderr is a terminal. Each phase logs a line in any case.
         overwrite: replace an existing checkpoint at `path` once the new one is complete. False: an existing checkpoint
             is an error, even if its manifest was lost, and nothing is written. Other files are never replaced.
         base: an earlier checkpoint whose unchanged data is not written again. It must be at `path`, or in the same
             folder as `path`. "auto": the one saved last. You can delete any of them: see docs/incremental.md.
         ranks_per_file: the number of ranks of a host that write one file: see docs/scale.md. Not with a base.
-        progress: show progress bars on the first rank if stderr is a terminal. Each phase logs a line in any case.
-        timeout: limit for the call, in seconds or as a `timedelta`.
 
     Raises (on all ranks: the failing rank raises its own error, the others `RankFailedError`):
         KeyMismatchError: values differ between ranks without `PerRank`, keys collide, or a glob matches nothing.

@@ -39,7 +39,7 @@ _AsJson = Annotated[
     typer.Option(
         "--json",
         help="Print JSON with one entry per tensor or object. A list of plain values is one object. "
-        "`ok` is about the checkpoint that `covers` names.",
+        "`covers` names the checkpoint that `ok` describes.",
     ),
 ]
 _Histograms = Annotated[

@@ -30,8 +30,8 @@ __all__ = ["verify"]
 _UNREAD = re.compile("""(['"].*?) cannot be read: """)
 """What readers say of values that they have no use for, such as sparse tensors."""
 _SHALLOW = (
-    "Check only metadata and file sizes. With --against, also read tensors whose saved fingerprints are missing or "
-    "different."
+    "Check only metadata and file sizes. With --against, also compare saved fingerprints, and read only tensors "
+    "for which they are missing or differ."
 )
 
 

@@ -155,7 +155,7 @@ class CheckpointManager:
         process_group: the ranks that save together. Default: the default group, or this process
             alone.
         timeout: limit for each save and each exchange between ranks: seconds or a `timedelta`.
-        options: options of `reshard.save` for all saves to storage, except `base` and `overwrite`.
+        **options: options of `reshard.save` for all saves to storage, except `base` and `overwrite`.
 
     Raises:
         OptionError: an option is invalid.
@@ -427,20 +427,20 @@ class CheckpointManager:
         dtype_policy: DtypePolicy = LoadOptions.dtype_policy,
         mapping: Mapping[str, str] | StateMapping | None = LoadOptions.mapping,
     ) -> RestoreReport | None:
-        """Collective: load the newest complete step, from memory or storage, into `state`, in place. `state` has the
-        structure that you pass to `save`. Ranks and layouts may differ. If strict, optimizers keep only saved state.
-        Returns None and changes nothing if no save was completed. `skipped` lists steps that are damaged or foreign.
+        """Collective: load the newest complete step, from memory or storage, into `state`. Ranks and layouts may
+        differ. With `strict=True`, optimizer state that is not in the checkpoint is removed. Returns None and changes
+        nothing if no save was completed. `skipped` lists steps that are damaged or foreign.
 
         Args:
-            state: as for `save`. It is filled in place.
+            state: has the structure that you pass to `save`, and is filled in place.
             step: load only this step.
-            discard_newer: with `step`: the run continues from it. Newer steps are then restored or opened only by their
-                number. They are deleted when the next save is complete.
+            discard_newer: with `step`: the run continues from it. After that, newer steps are used only if you pass
+                their number. They are deleted when the next save is complete.
             strict, dtype_policy, mapping: as for `reshard.load`.
 
         Raises the errors of `reshard.load`, CorruptCheckpointError if all steps are damaged, CheckpointNotFoundError if
-        the step does not exist, or all are foreign, and NormalizationError if param groups differ. Then nothing was
-        overwritten, unless they have tensors. If another object refuses its state, the error names what was changed.
+        the step does not exist, or all are foreign, and NormalizationError if param groups differ: then nothing was
+        overwritten, unless they contain tensors. If `load_state_dict` of an object fails, the error says what changed.
         """
         self.wait()
         group = self._group()

@@ -108,7 +108,7 @@ def test_a_page_of_thousands_of_ranks_is_bounded():
 
     Page(text)
     assert len(text) < 2_000_000
-    assert "Each cell is the sum of 32 × 32 hosts, of 8 ranks each" in text
+    assert "Each cell sums 32 × 32 hosts of 8 ranks." in text
     assert "more rows are omitted" in text
 
 
