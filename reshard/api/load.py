@@ -90,8 +90,8 @@ def load(
         state_dict: what to fill: nested dicts and lists of tensors, sharded in any way, and plain values.
         path: a folder, file, URL, `Storage`, or `Checkpoint`; the same save for all ranks with parts of one tensor.
         strict: True or "strict": missing and unexpected keys are errors. "subset": unexpected keys are allowed. False
-            or "partial": both are allowed. If one side has a tensor and the other a list or text, that is always
-            an error. A dict {glob: mode} sets it by key: the first match counts, and other keys are strict.
+            or "partial": both are allowed. Text for a tensor, or a tensor for a plain value, is always an error.
+            A dict {glob: mode} sets it by key: the first match counts, and other keys are strict.
         dtype_policy: "error": another dtype is an error. "cast": elements are converted, but not from float to integer.
             `overflowed` counts those that the target's dtype cannot hold. "saved": the target gets the saved dtype.
         mapping: {key in `state_dict`: key in the checkpoint} for keys that differ, or a `reshard.mapping.Mapping`.
@@ -230,11 +230,10 @@ class _Load:
             uploads = Uploads(2 * space.threads, space.piece_bytes // 2)
             plan = plan_rank(match, self.group.job_rank, dry_run=options.dry_run, uploads=uploads, shared=shared)
             uploads.begin()
-        if self.prefetch is not None:
+        if self.prefetch:
             self.prefetch(plan)
-        checking = checkpoint.contents.checking
+        checking, budget = checkpoint.contents.checking, options.memory_budget_bytes
         is_checked = bool(options.check) and checking.enabled
-        budget = options.memory_budget_bytes
         in_place = options.check == "during"
         with Fetch(plan.copies, self.group, space, is_checked, among == "host", budget, in_place) as fetch:
             with uploads:
@@ -247,7 +246,9 @@ class _Load:
                     targets.assign({**match.objects, **per_rank}, written=match.tensors)
         bytes_unchecked = fetch.done.unchecked + checking.bytes_unchecked - self.before.bytes_unchecked
         unchecked = checking.words(bytes_unchecked, plan.bytes_needed) if is_checked else "unchecked: check=False"
-        if unchecked and not options.dry_run and self.prefetch is None:
+        if self.prefetch:  # which has checked all
+            bytes_unchecked, unchecked = 0, ""
+        elif unchecked and not options.dry_run:
             _log.info("%s was loaded, %s", checkpoint.url, unchecked)
         return LoadReport(
             path=checkpoint.url,
