@@ -12,6 +12,7 @@ from planners.errors import CoverageError
 from planners.geometry.arrays import grouped
 from planners.geometry.box import Dims
 from planners.geometry.layout import Part, StateLayout, TensorLayout
+from planners.geometry.views import View
 from planners.plans.plan import verify
 from planners.plans.relay import bytes_between, plan_relay, rank_groups, stripe_places
 from planners.plans.schedule import Schedule, schedule
@@ -141,9 +142,13 @@ def _wanted_once(
 def held_parts(tensor: LiveTensor | None, layout: TensorLayout, rank: int) -> Iterator[tuple[torch.Tensor, Part]]:
     """The parts of a layout that `rank` holds, each with its local tensor; `tensor`: None where it
     has no such key."""
-    local = replace(tensor).local if tensor is not None else ()  # asked again: it may have been given other memory
     parts = layout.form.parts(layout.spec.shape, rank)
-    return zip(part_tensors(layout.spec.fqn, local, layout, rank), parts)
+    return zip(part_tensors(layout.spec.fqn, _local(tensor), layout, rank), parts)
+
+
+def _local(tensor: LiveTensor | None) -> _Parts:
+    """Its local tensors, read again: it may have been given other memory."""
+    return replace(tensor).local if tensor is not None else ()
 
 
 def part_tensors(key: str, local: _Parts, layout: TensorLayout, rank: int) -> list[torch.Tensor]:
@@ -157,7 +162,7 @@ def part_tensors(key: str, local: _Parts, layout: TensorLayout, rank: int) -> li
     if len(local) == 1 and parts and all(part.flat_start is not None for part in parts):
         flat = local[0]
         numel = sum(part.numel for part in parts)
-        if flat.ndim != 1 or flat.numel() != numel:
+        if flat.shape != (numel,):
             raise _unfit(key, rank, local, f"a 1-D tensor of {numel} elements")
         return [flat[_start(part) : _start(part) + part.numel].view(part.sizes) for part in parts]
     if not parts and all(not tensor.numel() for tensor in local):
@@ -223,8 +228,7 @@ class TransferMemory:
     def given(self, name: str) -> _Parts:
         """The local tensors of its source."""
         source = self._pairing.transfers[name].source
-        live = self._sources.tensors.get(source)
-        local = replace(live).local if live is not None else ()  # asked again: it may have been given other memory
+        local = _local(self._sources.tensors.get(source))
         return part_tensors(source, local, self._pairing.before[source], self._rank)
 
     def target(self, key: str) -> _Parts:
@@ -280,19 +284,14 @@ def refuse_shared_memory(
     """
     spans: defaultdict[torch.device, list[tuple[int, int, bool, str]]] = defaultdict(list)
     for transfer in pairing.transfers.values():
-        both = sources.get(transfer.source), targets.get(transfer.target)
-        mine, its = (one if one is None else replace(one) for one in both)  # they may have been given other memory
-        if (
-            mine is not None
-            and its is not None
-            and transfer.before.form == transfer.after.form
-            and transfer.turn is None
-        ):
-            pairs = list(zip(mine.local, its.local))
-            if pairs and all(a.data_ptr() == b.data_ptr() and a.stride() == b.stride() for a, b in pairs):
-                continue
-        for value, is_target, key in ((mine, False, transfer.source), (its, True, transfer.target)):
-            for tensor in value.local if value is not None else ():
+        source, target, view = transfer.source, transfer.target, pairing.views[transfer.target]
+        held = _local(sources.get(source)), _local(targets.get(target))
+        stays = transfer.before.form == pairing.after[target].form
+        same = ((a.data_ptr(), a.stride(), a.dtype) == (b.data_ptr(), b.stride(), b.dtype) for a, b in zip(*held))
+        if stays and view.geometry == View.of(view.spec).geometry and all(same):
+            continue
+        for tensors, is_target, key in zip(held, (False, True), (source, target)):
+            for tensor in tensors:
                 if tensor.numel() and tensor.device.type != "meta":
                     at = tensor.data_ptr()
                     spans[tensor.device].append((at, at + reach_bytes(tensor), is_target, key))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import reshard
-from planners import Box, TensorLayout, TensorSpec
+from planners import Box, TensorLayout, TensorSpec, View, concat
 from reshard.api.transfer_memory import part_tensors
 from reshard.errors import KeyMismatchError, LayoutError
 from reshard.live.tensors import LiveTensor
@@ -138,3 +138,34 @@ def test_a_model_with_tied_weights_is_moved_into_another_one():
     assert torch.equal(target, w)
     with pytest.raises(KeyMismatchError, match="map both to the same source"):
         reshard.redistribute({"embed": w, "head": w.clone()}, {"embed": target, "head": target})
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_a_tensor_that_is_its_own_source_in_the_same_layout_stays(delta):
+    boxes = TensorLayout.from_boxes(SPEC, {0: [*ROWS, Box((2, 0), (2, 4)), Box((5, 0), (1, 4))]})
+    layouts = {"source_layouts": {"boxes": boxes}, "target_layouts": {"boxes": boxes}}
+    own = {"boxes": WHOLE.clone(), "columns": WHOLE.clone().T, "one": torch.tensor(3.0)}
+    source, target = ({**own, "other": torch.full((2,), value)} for value in (1.0, 0.0))
+
+    reshard.prepare(source, target, **layouts, delta=delta).run()
+
+    assert torch.equal(own["boxes"], WHOLE)
+    assert torch.equal(own["columns"], WHOLE.T)
+    assert own["one"] == 3
+    assert target["other"].tolist() == [1, 1]
+
+
+def test_memory_in_which_elements_change_places_or_dtypes_is_not_its_own_source():
+    square, rows = torch.arange(9.0).view(3, 3), View.of(TensorSpec("w", (3, 3), "float32"))
+    turned = rows.transpose().rename("w")
+    shifted = concat("w", [rows.crop(Box((1, 0), (2, 3))), rows.crop(Box((0, 0), (1, 3)))])
+    whole = TensorLayout.from_boxes(turned.spec, {0: [Box((0, 0), (1, 3)), Box((1, 0), (2, 3))]})
+    layouts = {"source_layouts": {"w": whole}, "target_layouts": {"w": whole}}
+
+    for view in (turned, shifted):
+        for options in ({}, layouts):
+            with pytest.raises(LayoutError, match="shares memory"):
+                reshard.redistribute({"w": square}, {"w": square}, views=[view], **options)
+    with pytest.raises(LayoutError, match="shares memory"):
+        reshard.redistribute({"w": square.view(torch.int32)}, {"w": square}, dtype_policy="cast")
+    assert torch.equal(square, torch.arange(9.0).view(3, 3))
