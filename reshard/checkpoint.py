@@ -188,8 +188,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return unflatten({of.path_of(name): leaf for name, leaf in leaves.items()}, of.containers)
 
     def select(self, globs: str | Iterable[str]) -> Checkpoint:
-        """Return the part of the checkpoint whose keys match a glob, to compare, verify, plan, or
-        convert it. Reads no tensor data.
+        """Return the part of the checkpoint whose keys match a glob, to compare, plan, or convert it.
+        Reads no tensor data. `reshard.verify` checks all files of the checkpoint all the same.
 
         Args:
             globs: `*` also matches dots. Globs that begin with `!` exclude keys.

@@ -140,6 +140,9 @@ def test_a_call_is_a_span_with_its_phases_and_two_numbers(tmp_path: Path) -> Non
         "clean up",
     ]
     assert phases["write"]["attributes"]["reshard.bytes"] == NBYTES
+    assert all(
+        {"reshard.rank", "thread.name", "reshard.bytes"} <= each["attributes"].keys() for each in phases.values()
+    )
     [prints] = inner[phases["write"]["context"]["span_id"]]
     assert (prints["name"], prints["attributes"]["reshard.rank"]) == ("fingerprints", 0)
     assert prints["attributes"]["thread.name"] != phases["write"]["attributes"]["thread.name"]
