@@ -302,7 +302,7 @@ def refuse_shared_memory(
 def _refuse_overlaps(spans: Sequence[tuple[int, int, bool, str]]) -> None:
     """`spans`: (first byte, one past the last, of a target, key), in order; of one device, whose
     addresses may be those of another one, too."""
-    reach = {True: (0, ""), False: (0, "")}  # of targets, of sources: where the furthest ends
+    reach = [(0, "")] * 2  # of sources, of targets: where the furthest ends
     for start, stop, is_target, key in spans:
         end, other = reach[not is_target]
         if start < end:

@@ -85,14 +85,14 @@ def _save(
     """Save. torch's own planner without changes counts as none, because ours is faster. Its
     attributes are filled in for callers that read them.
     """
-    with phase("save", path=getattr(writer, "checkpoint_id", None)):
-        if planner is not None and type(planner) is not _torch_planner.DefaultSavePlanner:
-            return run_save(state, writer, planner, group, coordinator, write)
+    used = planner
+    if used is None or type(used) is _torch_planner.DefaultSavePlanner:
         choices = ("flatten_state_dict", "dedup_save_to_lowest_rank")
-        ours = DefaultSavePlanner(**{name: getattr(planner, name) for name in choices if planner is not None})
-        metadata = run_save(state, writer, ours, group, coordinator, write)
-    if planner is not None:
-        known = {**vars(ours), "metadata": metadata}
+        used = DefaultSavePlanner(**{name: getattr(planner, name) for name in choices if planner is not None})
+    with phase("save", path=getattr(writer, "checkpoint_id", None)):
+        metadata = run_save(state, writer, used, group, coordinator, write)
+    if planner not in (None, used):
+        known = {**vars(used), "metadata": metadata}
         vars(planner).update({name: value for name, value in known.items() if not name.startswith("_")})
     return metadata
 

@@ -27,6 +27,7 @@ from reshard.errors import CheckpointError, DeadlineError, RankFailedError, Resh
 from reshard.live.dtypes import dtype_name
 from reshard.live.optimizer_state import Saved, materialize
 from reshard.ranks.group import Group
+from reshard.ranks.progress import phase
 from reshard.storage.opening import is_known, open_storage
 
 __all__ = [
@@ -184,8 +185,7 @@ def write_here(writer: StorageWriter, plan: SavePlan, planner: SavePlanner) -> l
     """Write in this process."""
     written = writer.write_data(plan, planner)
     written.wait()
-    results: list[Any] = written.value()
-    return results
+    return list(written.value())
 
 
 def run_save(
@@ -217,8 +217,9 @@ def run_save(
     if not is_coordinator:
         final, metadata = pickle.loads(mine), pickle.loads(known)
     final = planner.finish_plan(final)
-    with group.together("write"):
+    with group.together("write"), phase("write") as span:
         results = write(writer, final, planner)
+        span.nbytes = sum(getattr(one, "size_in_bytes", 0) for one in results)
         told = group.gather(pickle.dumps(results), coordinator)
     with group.together("finish"):
         if told is not None:

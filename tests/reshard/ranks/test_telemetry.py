@@ -124,6 +124,7 @@ def test_a_call_is_a_span_with_its_phases_and_two_numbers(tmp_path: Path) -> Non
     assert missing["attributes"]["error.type"] == "CheckpointNotFoundError"
     assert broken["status"]["description"] == "FormatError"
     assert [call["attributes"]["reshard.bytes"] for call in calls[:5]] == [NBYTES, NBYTES, NBYTES, 0, 0]
+    assert calls[10]["attributes"]["reshard.bytes"] > NBYTES, "a save of DCP, with headers"
 
     inner: dict[str, list[dict[str, Any]]] = {}
     for span in spans:
