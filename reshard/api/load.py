@@ -230,11 +230,10 @@ class _Load:
             uploads = Uploads(2 * space.threads, space.piece_bytes // 2)
             plan = plan_rank(match, self.group.job_rank, dry_run=options.dry_run, uploads=uploads, shared=shared)
             uploads.begin()
-        if self.prefetch is not None:
+        if self.prefetch:
             self.prefetch(plan)
-        checking = checkpoint.contents.checking
+        checking, budget = checkpoint.contents.checking, options.memory_budget_bytes
         is_checked = bool(options.check) and checking.enabled
-        budget = options.memory_budget_bytes
         in_place = options.check == "during"
         with Fetch(plan.copies, self.group, space, is_checked, among == "host", budget, in_place) as fetch:
             with uploads:
@@ -247,7 +246,9 @@ class _Load:
                     targets.assign({**match.objects, **per_rank}, written=match.tensors)
         bytes_unchecked = fetch.done.unchecked + checking.bytes_unchecked - self.before.bytes_unchecked
         unchecked = checking.words(bytes_unchecked, plan.bytes_needed) if is_checked else "unchecked: check=False"
-        if unchecked and not options.dry_run and self.prefetch is None:
+        if self.prefetch:  # which has checked all
+            bytes_unchecked, unchecked = 0, ""
+        elif unchecked and not options.dry_run:
             _log.info("%s was loaded, %s", checkpoint.url, unchecked)
         return LoadReport(
             path=checkpoint.url,

@@ -46,7 +46,8 @@ def _tell_spans(span: Span, name: str, facts: dict[str, Any], context: Any, took
     within = trace.set_span_in_context(told, context)
     for inner in span.inner:
         some = {"reshard.rank": facts["reshard.rank"], "reshard.bytes": inner.nbytes} | _failure(inner)
-        some |= {"reshard.waits": True} if inner.waits else {}
+        if inner.waits:
+            some["reshard.waits"] = True
         _tell_spans(inner, inner.name, some, within, inner.ended_ns - inner.began_ns)
     told.end(span.began_ns + took_ns)
 

@@ -79,6 +79,7 @@ def went_on(folder: str) -> tuple[int | None, dict[str, torch.Tensor], int]:
     report = tier.restore(state)
     full = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in state["model"].items()}
     assert report.bytes_checked > 0
+    assert (report.load.bytes_unchecked, report.load.unchecked) == (0, "")
     assert state["rng"].value == rank
     tier.save(state, 2)
     tier.clear()
