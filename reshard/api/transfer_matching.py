@@ -18,7 +18,7 @@ from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.views import TargetSlot, View, pull_back
 from reshard.api.key_suggestions import section
 from reshard.api.options import TransferOptions, shared
-from reshard.errors import FormatError, KeyMismatchError, LayoutError, format_names, format_ranks
+from reshard.errors import FormatError, KeyMismatchError, LayoutError, did_you_mean, format_names, format_ranks
 from reshard.live.dtypes import refused_cast
 from reshard.live.plain_data import decode_plain, encode_plain
 from reshard.live.state import Targets
@@ -391,6 +391,10 @@ def agree(
         name: _join(name, [(getattr(description, name), ranks) for description, ranks in found])
         for name in ("source", "target")
     }
+    for name, side in (("source", source), ("target", target)):
+        if unknown := [key for key in side.layouts if key not in sides[name]]:
+            near = did_you_mean(unknown[0], sides[name])
+            raise LayoutError(f"{name}_layouts has {unknown[0]!r}, but the {name} has no tensor of this key{near}")
     tied = {
         name: join_aliases((one.tensors.tensors, one.tied, one.empty) for one in (getattr(d, name) for d, _ in found))
         for name in sides

@@ -54,6 +54,16 @@ def test_boxes_that_do_not_fit_the_tensor_are_refused_with_what_would(local):
         part_tensors("w", [local], layout, 0)
 
 
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_a_layout_for_a_key_that_no_rank_has_is_refused(side):
+    """It was ignored: the tensor that was meant counted as full."""
+    layout = TensorLayout.from_boxes(SPEC, {0: [Box((0, 0), (6, 4))]})
+    target = {"w": torch.zeros(6, 4)}
+    with pytest.raises(LayoutError, match=rf"{side}_layouts has 'ww', but the {side} has no tensor of this key.*'w'"):
+        reshard.redistribute({"w": WHOLE}, target, **{f"{side}_layouts": {"ww": layout}})
+    assert not target["w"].any()
+
+
 def test_boxes_are_moved_and_compared_in_a_single_process():
     layout = TensorLayout.from_boxes(SPEC, {0: [*ROWS, Box((2, 0), (2, 4)), Box((5, 0), (1, 4))]})
     target = {"w": torch.zeros(6, 4)}
