@@ -35,7 +35,7 @@ from reshard.native.reader import NativeFacts, Share
 from reshard.state import IntKey, KeyPath, count_objects, empty_sequences, is_selected, key_of, value_path
 from reshard.storage.base import AnyPath, Storage
 from reshard.storage.opening import StoragePath
-from reshard.stored.contents import Contents
+from reshard.stored.contents import IS_PER_RANK, Contents
 from reshard.stored.tensor import LazyChunks, LazyTensor, StoredTensor, check_cover, read_value
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         stored = self.contents.find(name)
         if stored is None:
             what = "read it from .objects" if name in self.objects else _similar(name, self)
+            what = IS_PER_RANK if name in self.contents.per_rank else what
             raise KeyMismatchError(f"{self.url} has no tensor {name!r}: {what}")
         return LazyTensor(stored)
 
@@ -314,10 +315,12 @@ class Checkpoint(Mapping[str, LazyTensor]):
             values={
                 **{name: f"= {value!r:.60}" for name, value in objects_of(shown).items()},
                 **{name: f"tied to {holder}, stored once" for name, holder in self.aliases.items()},
+                **(own := contents.own_in_words()),
             },
             figures=[
                 ("format", self.format), ("tensors", f"{len(self):,}"), ("size of tensors", format_bytes(total)),
                 ("objects", f"{count_objects(contents):,}"),
+                *([("per-rank values", f"{len(own):,}")] * bool(own)),
                 *([] if ranks is None else [("ranks that saved", f"{ranks:,}")]),
                 ("files", f"{len(files):,} ({format_bytes(sum(file.nbytes for file in files))})"),
             ],
