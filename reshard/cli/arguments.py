@@ -85,7 +85,7 @@ Names = Annotated[
         metavar="FROM:TO",
         autocompletion=namings,
         help="Convert the names and tensors of CHECKPOINT from one naming scheme to another, such as "
-        "torchtitan:huggingface. Needs --config.",
+        "torchtitan:huggingface or torchtitan:hf. Needs --config.",
     ),
 ]
 On = Annotated[
@@ -340,7 +340,7 @@ def dequantized(wanted: bool, dtype: str | None) -> StateMapping:
 
 def stored_hints(naming: str | None, hints: dict[str, Any]) -> dict[str, Any]:
     """The hints, and that names of Hugging Face's files stay as they are on disk where the naming is that."""
-    return {"stored_names": True, **hints} if naming in ("huggingface", "plain") else hints
+    return {"stored_names": True, **hints} if naming in ("huggingface", "hf", "plain") else hints
 
 
 def untaken(names: str, mapping: StateMapping, state: Checkpoint) -> list[str]:

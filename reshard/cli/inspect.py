@@ -97,8 +97,8 @@ def inspect(
     from reshard.formats.detect import steps_at
 
     steps = reshard.steps(path) if step is None and steps_at(path) else []
-    if steps:
-        _print_run(path, steps, as_json)
+    if steps and all(found.problem for found in steps):
+        raise _incomplete(path, steps, as_json)
     try:
         checkpoint = open_damaged(path, step=step)
     except CorruptCheckpointError as error:
@@ -106,6 +106,9 @@ def inspect(
     whole, run = readable(checkpoint), checkpoint.run
     lost = [checkpoint.contents.skipped[newer] for newer in checkpoint.contents.damaged_steps]
     checkpoint = whole.select(select) if select else whole
+    drawn = drawn and _known(checkpoint, drawn)
+    if steps and not as_json:
+        _list_steps(path, steps)
     if html is not None:
         html.write_text(checkpoint.to_html(histograms=histograms, steps=_costs(run)), encoding="utf-8")
     if not as_json and (drawn is None or steps):
@@ -130,16 +133,14 @@ def _run_as_json(path: str, steps: Sequence[retention.Step]) -> dict[str, Any]:
     return {"path": path, "steps": [vars(step) for step in steps]}
 
 
-def _print_run(path: str, steps: Sequence[retention.Step], as_json: bool) -> None:
-    """List the checkpoints of a run; in JSON, only where none is complete. Then the command ends."""
-    if not as_json:
+def _incomplete(path: str, steps: Sequence[retention.Step], as_json: bool) -> typer.Exit:
+    """List the checkpoints of a run in which none is complete. The command ends with that."""
+    if as_json:
+        print_json(_run_as_json(path, steps))
+    else:
         _list_steps(path, steps)
-    if all(found.problem for found in steps):
-        if as_json:
-            print_json(_run_as_json(path, steps))
-        else:
-            print_text(console(), "no checkpoint of this run is complete", style="red")
-        raise typer.Exit(1)
+        print_text(console(), "no checkpoint of this run is complete", style="red")
+    return typer.Exit(1)
 
 
 def _list_steps(path: str, steps: Sequence[retention.Step]) -> None:
@@ -183,9 +184,8 @@ def _costs(run: str) -> list[SavedStep]:
     return found
 
 
-def _draw(checkpoint: Checkpoint, name: str, legend: bool) -> None:
-    from planners.reports.cuts import draw_cuts
-
+def _known(checkpoint: Checkpoint, name: str) -> str:
+    """The name under which a tensor is stored. Raises KeyMismatchError if there is no such tensor."""
     name = checkpoint.aliases.get(name, name)
     if name not in checkpoint:
         raise KeyMismatchError(
@@ -193,7 +193,12 @@ def _draw(checkpoint: Checkpoint, name: str, legend: bool) -> None:
             f"{'a value, not a tensor,' if name in {*checkpoint.objects, *checkpoint.contents.per_rank} else 'not'} "
             f"in {checkpoint.url}{_near(name, list(checkpoint))}"
         )
+    return name
+
+
+def _draw(checkpoint: Checkpoint, name: str, legend: bool) -> None:
     from planners.geometry.layout_text import in_both_forms, short_form
+    from planners.reports.cuts import draw_cuts
 
     screen, layout = console(), checkpoint.layout
     print_text(screen, layout.described([name], in_both_forms)[name])

@@ -51,7 +51,7 @@ FORMATS = (
     FormatRow("orbax", "reshard.formats.orbax", (), ("_METADATA", "_CHECKPOINT_METADATA")),
     FormatRow("dcp", "reshard.formats.dcp.reader", ("*.metadata", "*.distcp"), written="dcp"),
     FormatRow("safetensors", "reshard.formats.safetensors", ("*.safetensors", "*.index.json"),
-        written="safetensors (or huggingface)"),
+        written="safetensors (or huggingface, hf)"),
     FormatRow("torch_save", "reshard.formats.torch_save.reader", ("*.th", "*.tar"),
         written="torch_save (or torch)"),
     FormatRow("gguf", "reshard.formats.gguf", ("*.gguf",)),

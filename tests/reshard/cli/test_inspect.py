@@ -85,6 +85,14 @@ def test_without_tensors_there_are_no_headings_for_them(say, tmp_path) -> None:
     assert "layouts" not in some
 
 
+def test_of_a_run_nothing_is_printed_before_a_name_is_refused(say, tmp_path) -> None:
+    reshard.save({"w": torch.ones(4)}, tmp_path / "run" / "step-1")
+
+    for option in ("--select", "--map"):
+        said = say("inspect", tmp_path / "run", option, "wx*")
+        assert (said.code, said.out) == (3, ""), said
+
+
 def test_values_that_are_each_rank_s_own_are_shown(say, tmp_path) -> None:
     path = str(tmp_path / "c")
     reshard.save({"w": torch.ones(4), "data": {"rng": reshard.PerRank({"seed": 1})}}, path)
