@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Exit, Option
 
 from planners.units import format_each
 from reshard.cli.arguments import Depth, Html, Legend, Select, Source, Step, UsageError
@@ -43,7 +43,7 @@ __all__ = ["inspect"]
 
 _Map = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--map",
         metavar="NAME",
         autocompletion=tensor_names,
@@ -52,7 +52,7 @@ _Map = Annotated[
 ]
 _AsJson = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--json",
         help="Print JSON with one entry per tensor, object, or per-rank value. A list of plain values is one object. "
         "`ok` is about the checkpoint that `covers` names.",
@@ -60,7 +60,7 @@ _AsJson = Annotated[
 ]
 _Histograms = Annotated[
     str,
-    typer.Option(metavar="GLOB", help="With --html: read these tensors and draw histograms of their values."),
+    Option(metavar="GLOB", help="With --html: read these tensors and draw histograms of their values."),
 ]
 
 
@@ -68,7 +68,7 @@ _Histograms = Annotated[
 def inspect(
     path: Source,
     select: Select = None,
-    only: Annotated[str | None, typer.Option("--only", hidden=True)] = None,
+    only: Annotated[str | None, Option("--only", hidden=True)] = None,
     depth: Depth = None,
     step: Step = None,
     drawn: _Map = None,
@@ -126,21 +126,21 @@ def inspect(
         print_text(console(), problem, "damaged", "red")
     print_written(html, as_json=as_json)
     if problems or lost:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _run_as_json(path: str, steps: Sequence[retention.Step]) -> dict[str, Any]:
     return {"path": path, "steps": [vars(step) for step in steps]}
 
 
-def _incomplete(path: str, steps: Sequence[retention.Step], as_json: bool) -> typer.Exit:
+def _incomplete(path: str, steps: Sequence[retention.Step], as_json: bool) -> Exit:
     """List the checkpoints of a run in which none is complete. The command ends with that."""
     if as_json:
         print_json(_run_as_json(path, steps))
     else:
         _list_steps(path, steps)
         print_text(console(), "no checkpoint of this run is complete", style="red")
-    return typer.Exit(1)
+    return Exit(1)
 
 
 def _list_steps(path: str, steps: Sequence[retention.Step]) -> None:

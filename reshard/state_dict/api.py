@@ -271,7 +271,7 @@ def _set(
         if {*of_model} == {"state", "param_groups"}:
             raise NormalizationError(
                 "model_state_dict has 'state' and 'param_groups', as the state dict of an optimizer has: "
-                f"{_SWAPPED if what == 'both' and 'state' not in of_optimizers else 'set_optimizer_state_dict takes it'}"
+                f"{_SWAPPED if what == 'both' and 'state' not in of_optimizers else 'use set_optimizer_state_dict'}"
             )
     if receives and what != "optimizers":
         of_model = receive_model(live, of_model, opts)

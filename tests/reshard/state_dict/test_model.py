@@ -533,7 +533,7 @@ def test_the_state_dict_of_an_optimizer_is_named_so() -> None:
         NormalizationError, match=r"an optimizer has: model_state_dict and optim_state_dict are swapped$"
     ):
         reshard.set_state_dict(model, optimizer, model_state_dict=of_optimizer, optim_state_dict=of_model)
-    with pytest.raises(NormalizationError, match=r"an optimizer has: set_optimizer_state_dict takes it$"):
+    with pytest.raises(NormalizationError, match=r"an optimizer has: use set_optimizer_state_dict$"):
         set_model_state_dict(model, of_optimizer)
     assert_same(dict(model.state_dict()), before)
 
