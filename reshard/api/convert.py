@@ -12,7 +12,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from glob import escape
 from typing import Any
 
 import torch.distributed as dist
@@ -242,9 +241,7 @@ def _unexpected(job: ConvertJob, written: Contents) -> Iterator[str]:
         from reshard.formats.torch_save.writer import needs_code
 
         if keys := needs_code(written.objects):
-            globs = [*(job.select or ("*",)), *("!" + escape(key) for key in keys)]
-            names = format_names(keys, 20)
-            yield f"torch.load needs weights_only=False for: {names}. To leave them out: select={globs}"
+            yield f"torch.load needs weights_only=False for: {format_names(keys, 20)}. {job.without(keys)}"
     if job.format != ALSO_CALLED["huggingface"]:
         return
     sections = find_sections(written)

@@ -93,16 +93,13 @@ def inspect(
     if drawn is not None and (as_json or html is not None or select):
         raise UsageError("--map prints a drawing of one tensor: leave out --json, --html, and --select")
     import reshard
-    from reshard.checkpoint import open_damaged, readable
+    from reshard.checkpoint import readable
     from reshard.formats.detect import steps_at
 
     steps = reshard.steps(path) if step is None and steps_at(path) else []
     if steps and all(found.problem for found in steps):
         raise _incomplete(path, steps, as_json)
-    try:
-        checkpoint = open_damaged(path, step=step)
-    except CorruptCheckpointError as error:
-        raise damaged(path, str(error), as_json) from None
+    checkpoint = _opened(path, step, as_json)
     whole, run = readable(checkpoint), checkpoint.run
     lost = [checkpoint.contents.skipped[newer] for newer in checkpoint.contents.damaged_steps]
     checkpoint = whole.select(select) if select else whole
@@ -112,8 +109,7 @@ def inspect(
     if html is not None:
         html.write_text(checkpoint.to_html(histograms=histograms, steps=_costs(run)), encoding="utf-8")
     if not as_json and (drawn is None or steps):
-        name = path if os.path.exists(path) and not checkpoint.run else checkpoint.url
-        print_text(console(), f"{name}{', the newest complete checkpoint' * bool(steps)}", style="bold")
+        _print_name(checkpoint, path, ", the newest complete checkpoint" * bool(steps))
     problems = [as_given(it, path) for it in whole.problems()]
     if drawn is not None:
         _draw(checkpoint, drawn, legend)
@@ -127,6 +123,21 @@ def inspect(
     print_written(html, as_json=as_json)
     if problems or lost:
         raise Exit(1)
+
+
+def _opened(path: str, step: int | None, as_json: bool) -> Checkpoint:
+    """The checkpoint. One that cannot be opened ends the command."""
+    from reshard.checkpoint import open_damaged
+
+    try:
+        return open_damaged(path, step=step)
+    except CorruptCheckpointError as error:
+        raise damaged(path, str(error), as_json) from None
+
+
+def _print_name(checkpoint: Checkpoint, path: str, what: str) -> None:
+    name = path if os.path.exists(path) and not checkpoint.run else checkpoint.url
+    print_text(console(), f"{name}{what}", style="bold")
 
 
 def _run_as_json(path: str, steps: Sequence[retention.Step]) -> dict[str, Any]:
@@ -277,9 +288,10 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, depth: int | None, legend:
         text = f"{spec.dtype} {list(spec.shape)}  {size(spec.nbytes)}  {words}"
         leaves[_parts(path_of(name))] = PrintedLeaf(text, spec.nbytes)
     for name, value in objects.items():
-        items = f"  {counted(len(value), 'item')}" if isinstance(value, list | tuple) else ""
-        arrays = f"  {size(nbytes_of)}" if (nbytes_of := array_bytes(value)) else ""
-        leaves[_parts(path_of(name) or (name,))] = PrintedLeaf(f"= {short(value)}{items}{arrays}")
+        leaves[_parts(path_of(name) or (name,))] = PrintedLeaf(
+            f"= {short(value)}{'  ' + counted(len(value), 'item') if isinstance(value, list | tuple) else ''}"
+            f"{'  ' + size(array_bytes(value)) if array_bytes(value) else ''}"
+        )
     tied = {name: f"tied to {holder}" for name, holder in checkpoint.aliases.items()}
     for name, text in {**tied, **own}.items():
         leaves[_parts(path_of(name))] = PrintedLeaf(text)
