@@ -39,7 +39,9 @@ _MOST_LISTED = 3
 """Names with one beginning that `in_groups` lists one by one."""
 
 
-_LOST = re.compile(r"(?:chunk Box\[.*?\]: )?(there is no .*|.* has \d+ of its \d+ bytes: .*)")
+_LOST = re.compile(
+    r"(?:chunk Box\[.*?\]: )?(there is no .*|(?!was not read).* has \d+ of its \d+ bytes: .*?)(?:\. Tensors there: .*)?"
+)
 
 
 def in_groups(findings: Iterable[Finding]) -> list[str]:
@@ -58,10 +60,11 @@ def in_groups(findings: Iterable[Finding]) -> list[str]:
         if len(its) <= (_MOST_LISTED if front else 1):
             texts += map(str, its)
         else:
+            whole = f"{next((it.message for it in its if it.message.startswith(str(message))), message)}"
             its = [it for it in its if it.fqn is not None] or its
             one = f"{front}: {len(its)} names, such as {its[0].fqn!r}"
-            some = f"{len(its)} names ({format_some([repr(it.fqn) for it in its], _MOST_LISTED)})"
-            texts.append(f"{one if front else some}: {message}")
+            some = f"{format_count(len(its), 'name')} ({format_some([repr(it.fqn) for it in its], _MOST_LISTED)})"
+            texts.append(f"{one if front else some}: {whole}")
     return texts
 
 

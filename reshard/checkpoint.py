@@ -35,7 +35,7 @@ from reshard.native.reader import NativeFacts, Share
 from reshard.state import IntKey, KeyPath, count_objects, empty_sequences, is_selected, key_of, value_path
 from reshard.storage.base import AnyPath, Storage
 from reshard.storage.opening import StoragePath
-from reshard.stored.contents import Contents
+from reshard.stored.contents import IS_PER_RANK, Contents
 from reshard.stored.tensor import LazyChunks, LazyTensor, StoredTensor, check_cover, read_value
 
 if TYPE_CHECKING:
@@ -122,6 +122,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         stored = self.contents.find(name)
         if stored is None:
             what = "read it from .objects" if name in self.objects else _similar(name, self)
+            what = IS_PER_RANK if name in self.contents.per_rank else what
             raise KeyMismatchError(f"{self.url} has no tensor {name!r}: {what}")
         return LazyTensor(stored)
 
@@ -314,10 +315,12 @@ class Checkpoint(Mapping[str, LazyTensor]):
             values={
                 **{name: f"= {value!r:.60}" for name, value in objects_of(shown).items()},
                 **{name: f"tied to {holder}, stored once" for name, holder in self.aliases.items()},
+                **(own := contents.own_in_words()),
             },
             figures=[
                 ("format", self.format), ("tensors", f"{len(self):,}"), ("size of tensors", format_bytes(total)),
                 ("objects", f"{count_objects(contents):,}"),
+                *([("per-rank values", f"{len(own):,}")] * bool(own)),
                 *([] if ranks is None else [("ranks that saved", f"{ranks:,}")]),
                 ("files", f"{len(files):,} ({format_bytes(sum(file.nbytes for file in files))})"),
             ],
@@ -343,8 +346,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
             raise no_attribute(self, name, meant)
 
     def __repr__(self) -> str:
-        said = [repr(self.url), self.format, format_count(len(self), "tensor"), self.unchecked]
-        return f"Checkpoint({', '.join(filter(None, said))})"
+        return (
+            f"Checkpoint({self.url!r}, {self.format}, {format_count(len(self), 'tensor')}"
+            f"{', ' * bool(self.unchecked)}{self.unchecked})"
+        )
 
 
 def _histogram(tensor: LazyTensor) -> Histogram:
@@ -484,8 +489,10 @@ def chosen(names: Sequence[str], globs: Sequence[str], where: str) -> frozenset[
     left."""
     for glob in (glob.removeprefix("!") for glob in globs):
         if not any(fnmatchcase(name, glob) for name in names):
-            near = did_you_mean(glob, names[:5000]) or f"; it has {format_names(names, 5)}"
-            raise KeyMismatchError(f"no name in {where} matches {glob!r}{near}")
+            raise KeyMismatchError(
+                f"no name in {where} matches {glob!r}"
+                f"{did_you_mean(glob, names[:5000]) or '; it has ' + format_names(names, 5)}"
+            )
     found = frozenset(name for name in names if is_selected(name, globs))
     if not found:
         raise KeyMismatchError(

@@ -12,7 +12,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from glob import escape
 from typing import Any
 
 import torch.distributed as dist
@@ -134,7 +133,8 @@ def convert(
 
     Args:
         source: a path or URL of any format that `open` reads, or an open `Checkpoint`.
-        target: where to write the output: a folder, URL, or `Storage`. For "torch_save", the path of a file.
+        target: where to write the output: a folder, URL, or `Storage` other than the source's. For
+            "torch_save", the path of a file.
         format: the format to write, such as "dcp". "huggingface" is another name of "safetensors",
             and "torch" of "torch_save". Formats with their own names and shapes are written from
             canonical names, which may need `hints`.
@@ -241,9 +241,7 @@ def _unexpected(job: ConvertJob, written: Contents) -> Iterator[str]:
         from reshard.formats.torch_save.writer import needs_code
 
         if keys := needs_code(written.objects):
-            globs = [*(job.select or ("*",)), *("!" + escape(key) for key in keys)]
-            names = format_names(keys, 20)
-            yield f"torch.load needs weights_only=False for: {names}. To leave them out: select={globs}"
+            yield f"torch.load needs weights_only=False for: {format_names(keys, 20)}. {job.without(keys)}"
     if job.format != ALSO_CALLED["huggingface"]:
         return
     sections = find_sections(written)
@@ -278,7 +276,7 @@ def _run(
     try:
         if group.rank == 0:
             writer = job.writer(state, "0" * 24)
-            _check_vacant(job, writer, storage, journal.names(), overwrite)
+            _check_vacant(job, state, writer, storage, journal.names(), overwrite)
             for text in writer.contents.warnings:
                 if text not in state.warnings:
                     _log.warning("%s: %s", storage.url, text, extra=IN_REPORT)
@@ -364,8 +362,21 @@ def _check(group: Group, source: Any, target: Any, workers: int, executor: Execu
         raise CheckpointError("one process drives an executor: call convert on one rank, with alone=True")
 
 
+def _is_source(state: Checkpoint, job: ConvertJob, found: str) -> bool:
+    """Whether the output goes where the source is, or replaces its file `found`."""
+    if isinstance(job.target, Storage):
+        return False  # storages in memory may have one name
+    read = {state.url, *(f"{file.storage.url}/{file.name}" for file in state.contents.files)}
+    return not {*map(os.path.realpath, (job.target, found))}.isdisjoint(map(os.path.realpath, read))
+
+
 def _check_vacant(
-    job: ConvertJob, writer: FormatWriter, storage: Storage, names: Mapping[str, int], overwrite: bool
+    job: ConvertJob,
+    state: Checkpoint,
+    writer: FormatWriter,
+    storage: Storage,
+    names: Mapping[str, int],
+    overwrite: bool,
 ) -> None:
     refuse_first_step(job.target)
     if not job.writing.is_one_file and storage.url.endswith(FILE_SUFFIXES):
@@ -384,9 +395,13 @@ def _check_vacant(
 
         if not looks_like_torch_file(bytes(storage.read(found, 0, min(nbytes, 20)))):
             raise FormatError(f"{storage.url}/{found} exists and is not a file of torch.save: choose another path")
+    if job.source == job.target or _is_source(state, job, f"{storage.url}/{found}"):
+        raise FormatError(f"source and output are the same, {job.target}: choose another output")
     if found is not None and not overwrite:
+        what = f"{storage.url} already contains a checkpoint ({found})"
         raise CheckpointExistsError(
-            f"{storage.url} already contains a checkpoint ({found}): choose another path, or pass overwrite=True"
+            f"{f'{job.target} already exists' if job.writing.is_one_file else what}: "
+            "choose another path, or pass overwrite=True"
         )
     ours: tuple[str, ...] = (MANIFEST, HF_INDEX) if job.format == "native" and detect(storage, names) else ()
     ours += (found,) if found is not None else ()
@@ -399,8 +414,6 @@ def _check_vacant(
         kind = kind_beside(storage, others, job.format, job.writing.marks)
         foreign = f"a checkpoint of the format {kind}" if kind else None
     if foreign is not None:
-        if job.source == job.target:
-            raise FormatError(f"{storage.url} is the source itself: choose another folder")
         raise FormatError(
             f"{storage.url} contains {foreign}. No reader could distinguish it from the converted checkpoint. "
             "Choose an empty folder: overwrite=True replaces only a checkpoint of the same format"

@@ -146,12 +146,15 @@ class ConvertJob:
         """The writer of the state. Raises FormatError if the format cannot hold it."""
         writer = self._writer(state, job_id)
         for key, why in writer.refused.items():
-            globs = [*(self.select or ("*",)), *("!" + escape(key) for key in writer.refused)]
             raise FormatError(
                 f"{format_count(len(writer.refused), 'object')} of {state.url} cannot be written, such as {key!r}: "
-                f"{why}. To leave them out: select={globs}"
+                f"{why}. {self.without(writer.refused)}"
             )
         return writer
+
+    def without(self, keys: Iterable[str]) -> str:
+        """Say how to leave out these keys."""
+        return f"To leave them out: select={[*(self.select or '*'), *('!' + escape(key) for key in keys)]}"
 
     def _writer(self, state: Checkpoint, job_id: str) -> FormatWriter:
         contents, onto = state.contents, self.onto

@@ -525,8 +525,10 @@ class LoadReport(FilledReport, CheckedReport):
     def __repr__(self) -> str:
         """One line: what was loaded and read, and the first names of all that did not go as it should."""
         did = "would load" if self.dry_run else "loaded"
-        verdict = ", ".join(filter(None, ("ok" if self.ok else "not ok", "" if self.dry_run else self.unchecked)))
-        head = f"{verdict}, {did} {format_count(len(self.loaded), 'key')} of {self.path!r} ({self.format})"
+        head = (
+            f"{'ok' if self.ok else 'not ok'}{f', {self.unchecked}' if self.unchecked and not self.dry_run else ''}, "
+            f"{did} {format_count(len(self.loaded), 'key')} of {self.path!r} ({self.format})"
+        )
         extra = [name for name in self.unexpected if name not in self.not_requested]
         odd = self._first_of_each("missing")
         odd += [f"unexpected {format_names(extra)}"] if extra else []

@@ -415,7 +415,9 @@ def _read_findings(
         if name in wrong:
             text = wrong[name].removeprefix(f"tensor {name!r}, ")
             findings.append(
-                Finding(f"was not read: {text}", name, kind="unchecked") if name in unread else Finding(text, name)
+                Finding(f"was not read: {text.partition(' has ')[0]} is damaged", name, kind="unchecked")
+                if name in unread
+                else Finding(text, name)
             )
         elif (wanted := prints.get(name)) is not None:
             digest = totals[name].digest(tensor.dtype, tensor.shape)

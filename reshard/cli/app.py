@@ -225,6 +225,7 @@ def run(arguments: list[str] | None = None) -> None:
         if is_typers := hasattr(error, "ctx"):  # which is None for an option without its value
             command = getattr(error.ctx, "command_path", f"reshard {words[0]}")
             said = error.format_message()  # type: ignore[attr-defined]
+            said = re.sub(rf" Did you mean '(?!{re.escape(words[0][:1])})prune'\?", "", said)  # which deletes
             if type(error).__name__ == "NoSuchOption":
                 said = _no_option(error)
             for name, word in pairwise(words):

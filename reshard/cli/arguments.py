@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import typer
+from typer import Argument, Option
 
 from planners.errors import PlanError
 from reshard.cli.completion import namings, one_of, tensor_names
@@ -49,16 +49,16 @@ NAMING_KEYS = (
     "qkv_interleaved", "fill",
 )  # fmt: skip
 """Options of `reshard.mapping.families.ready`, which is imported where it is used."""
-Source = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A folder, file, or URL in any known format.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Depth = Annotated[int | None, typer.Option(metavar="N", min=1, help="Show at most this many levels of names.")]
+Source = Annotated[str, Argument(metavar="CHECKPOINT", help="A folder, file, or URL in any known format.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
+Depth = Annotated[int | None, Option(metavar="N", min=1, help="Show at most this many levels of names.")]
 Html = Annotated[
-    Path | None, typer.Option(metavar="[FILE.html]", help="Write an HTML page. Default: ./reshard-COMMAND.html.")
+    Path | None, Option(metavar="[FILE.html]", help="Write an HTML page. Default: ./reshard-COMMAND.html.")
 ]
-Legend = Annotated[bool, typer.Option("--legend", help="Explain the notation of layouts.")]
+Legend = Annotated[bool, Option("--legend", help="Explain the notation of layouts.")]
 Rules = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--rule",
         metavar="GLOB=PLACEMENTS",
         help="Place tensors whose names match GLOB, such as '*.wo.weight=S(0),S(1)'. Repeatable.",
@@ -66,31 +66,29 @@ Rules = Annotated[
 ]
 Select = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         metavar="GLOB",
         autocompletion=tensor_names,
         help="Use only names that match. * also matches dots. '!GLOB' excludes names. Repeatable.",
     ),
 ]
-Step = Annotated[
-    int | None, typer.Option("--step", metavar="N", min=0, help="Use this step of a run. Default: the newest.")
-]
-Workers = Annotated[int, typer.Option("--workers", metavar="N", min=1, help="Number of parallel processes.")]
-Normalized = Annotated[bool, typer.Option("--normalized", help="Use canonical names and layouts.")]
-Model = Annotated[bool, typer.Option("--model", help="Use only the model. Its names are FQNs, without a prefix.")]
+Step = Annotated[int | None, Option("--step", metavar="N", min=0, help="Use this step of a run. Default: the newest.")]
+Workers = Annotated[int, Option("--workers", metavar="N", min=1, help="Number of parallel processes.")]
+Normalized = Annotated[bool, Option("--normalized", help="Use canonical names and layouts.")]
+Model = Annotated[bool, Option("--model", help="Use only the model. Its names are FQNs, without a prefix.")]
 Names = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--names",
         metavar="FROM:TO",
         autocompletion=namings,
         help="Convert the names and tensors of CHECKPOINT from one naming scheme to another, such as "
-        "torchtitan:huggingface. Needs --config.",
+        "torchtitan:huggingface or torchtitan:hf. Needs --config.",
     ),
 ]
 On = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--on",
         metavar="WHERE",
         autocompletion=one_of("processes:", "dask://", "ray://"),
@@ -287,11 +285,11 @@ def _canonical(checkpoint: Checkpoint, hints: Mapping[str, Any] | None) -> State
 
 
 Config = Annotated[
-    str | None, typer.Option("--config", metavar="FILE", help="For --names: the Hugging Face model's config.json.")
+    str | None, Option("--config", metavar="FILE", help="For --names: the Hugging Face model's config.json.")
 ]
 Naming = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--naming",
         metavar="KEY=VALUE",
         autocompletion=one_of(*(f"{key}=" for key in NAMING_KEYS)),
@@ -301,7 +299,7 @@ Naming = Annotated[
 ]
 HintOption = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--hint",
         metavar="KEY=JSON",
         help="For canonical names: a fact that the checkpoint lacks. If a hint is needed, an error names it. "
@@ -340,7 +338,7 @@ def dequantized(wanted: bool, dtype: str | None) -> StateMapping:
 
 def stored_hints(naming: str | None, hints: dict[str, Any]) -> dict[str, Any]:
     """The hints, and that names of Hugging Face's files stay as they are on disk where the naming is that."""
-    return {"stored_names": True, **hints} if naming in ("huggingface", "plain") else hints
+    return {"stored_names": True, **hints} if naming in ("huggingface", "hf", "plain") else hints
 
 
 def untaken(names: str, mapping: StateMapping, state: Checkpoint) -> list[str]:

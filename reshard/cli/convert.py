@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-import typer
+from typer import Argument, Option
 
 from reshard.cli import arguments
 from reshard.cli.arguments import (
@@ -39,7 +39,7 @@ __all__ = ["convert"]
 
 _Format = Annotated[
     str,
-    typer.Option(
+    Option(
         "--format",
         "-f",
         metavar="FORMAT",
@@ -49,7 +49,7 @@ _Format = Annotated[
 ]
 _Onto = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="LAYOUT",
         autocompletion=topologies,
         help="Write one file per rank of this topology, such as fsdp=4,tp=2, or of this layout file.",
@@ -59,7 +59,7 @@ _Onto = Annotated[
 
 _Dtype = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="DTYPE",
         autocompletion=dtypes,
         help="Cast floating-point tensors to this dtype, such as bfloat16. Values beyond its range become inf or its "
@@ -68,20 +68,20 @@ _Dtype = Annotated[
 ]
 _MaxShard = Annotated[
     str | None,
-    typer.Option(
+    Option(
         metavar="SIZE",
         help="Maximum size of a file, such as 500MB. A larger tensor gets its own file. Not with --onto. Default: 5GB.",
     ),
 ]
 _Dequantize = Annotated[
     bool,
-    typer.Option("--dequantize", help="Convert DeepSeek's fp8 and gpt-oss's mxfp4 weights to --dtype or bfloat16."),
+    Option("--dequantize", help="Convert DeepSeek's fp8 and gpt-oss's mxfp4 weights to --dtype or bfloat16."),
 ]
 
 
 def convert(
     source: Source,
-    target: Annotated[str, typer.Argument(metavar="OUTPUT", help="The folder to write. For torch_save, the file.")],
+    target: Annotated[str, Argument(metavar="OUTPUT", help="The folder to write. For torch_save, the file.")],
     format: _Format = "native",
     model: Model = False,
     normalized: Normalized = False,
@@ -98,8 +98,8 @@ def convert(
     step: Step = None,
     workers: Workers = 1,
     on: On = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing OUTPUT of this format.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing OUTPUT of this format.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Write a checkpoint in another format, naming scheme, dtype, or layout.
 

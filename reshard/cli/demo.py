@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Exit, Option
 
 from reshard.cli.show import console, counted, print_json, print_rows, print_text, size
 
@@ -20,10 +20,10 @@ __all__ = ["demo"]
 
 def demo(
     out: Annotated[
-        Path, typer.Option(metavar="FOLDER", file_okay=False, help="Folder for the checkpoint and the pages.")
+        Path, Option(metavar="FOLDER", file_okay=False, help="Folder for the checkpoint and the pages.")
     ] = Path("demo-out"),
-    steps: Annotated[int, typer.Option(metavar="N", min=4, help="Training steps before the save.")] = 40,
-    as_json: Annotated[bool, typer.Option("--json", help="Print only the result, as JSON.")] = False,
+    steps: Annotated[int, Option(metavar="N", min=4, help="Training steps before the save.")] = 40,
+    as_json: Annotated[bool, Option("--json", help="Print only the result, as JSON.")] = False,
 ) -> None:
     """Train a small transformer, save it, load it on other meshes, and compare.
 
@@ -44,7 +44,7 @@ def demo(
     if as_json:
         print_json(result.as_json())
     if result.problems:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _bars(screen: Console) -> Progress:

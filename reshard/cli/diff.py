@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
 from reshard.cli import arguments
 from reshard.cli.arguments import (
@@ -49,7 +49,7 @@ __all__ = ["diff"]
 
 _Rtol = Annotated[
     float,
-    typer.Option(
+    Option(
         metavar="X",
         min=0,
         help="Tolerance for tensors, relative to the values in OTHER, such as 1e-3. Also allows different dtypes. "
@@ -58,7 +58,7 @@ _Rtol = Annotated[
 ]
 _Atol = Annotated[
     float,
-    typer.Option(
+    Option(
         metavar="X",
         min=0,
         help="Absolute tolerance for tensors, added to that of --rtol. Also allows different dtypes.",
@@ -66,14 +66,14 @@ _Atol = Annotated[
 ]
 _ByFingerprint = Annotated[
     bool,
-    typer.Option("--by-fingerprint", help="Skip tensors whose saved fingerprints are equal."),
+    Option("--by-fingerprint", help="Skip tensors whose saved fingerprints are equal."),
 ]
 
 
 @gc_paused()
 def diff(
     a: Source,
-    b: Annotated[str, typer.Argument(metavar="OTHER", help="The checkpoint to compare with.")],
+    b: Annotated[str, Argument(metavar="OTHER", help="The checkpoint to compare with.")],
     rtol: _Rtol = 0.0,
     atol: _Atol = 0.0,
     select: Select = None,
@@ -81,14 +81,14 @@ def diff(
     model: Model = False,
     names: Names = None,
     by_fingerprint: _ByFingerprint = False,
-    unread: Annotated[bool, typer.Option("--unread", hidden=True)] = False,
+    unread: Annotated[bool, Option("--unread", hidden=True)] = False,
     config: Config = None,
     naming: Naming = None,
     hint: HintOption = None,
     workers: Workers = 1,
     on: On = None,
-    limit: Annotated[int, typer.Option(metavar="N", min=1, help="Show at most this many differences.")] = 50,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all differences as JSON.")] = False,
+    limit: Annotated[int, Option(metavar="N", min=1, help="Show at most this many differences.")] = 50,
+    as_json: Annotated[bool, Option("--json", help="Print all differences as JSON.")] = False,
     html: Html = None,
 ) -> None:
     """Compare two checkpoints of any format and topology.
@@ -130,7 +130,7 @@ def diff(
     _print(report, by_fingerprint, bool(rtol or atol), has_objects, limit, as_json)
     print_written(html, as_json=as_json)
     if not report.ok:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _by_fingerprint(wanted: bool, by_old_name: bool, is_within: bool) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from reshard.cli.arguments import AsJson, On, executor_on
 from reshard.cli.show import console, counted, print_json, print_text, size
@@ -14,10 +14,10 @@ __all__ = ["gather"]
 
 
 def gather(
-    folders: Annotated[list[str], typer.Argument(metavar="HOST_FOLDER...", help="One folder per host.")],
-    out: Annotated[str, typer.Argument(metavar="OUT", help="The checkpoint to write: a folder or URL.")],
-    step: Annotated[int | None, typer.Option(metavar="N", min=0, help="Gather this step. Default: the newest.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint at OUT.")] = False,
+    folders: Annotated[list[str], Argument(metavar="HOST_FOLDER...", help="One folder per host.")],
+    out: Annotated[str, Argument(metavar="OUT", help="The checkpoint to write: a folder or URL.")],
+    step: Annotated[int | None, Option(metavar="N", min=0, help="Gather this step. Default: the newest.")] = None,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing checkpoint at OUT.")] = False,
     on: On = None,
     as_json: AsJson = False,
 ) -> None:

@@ -8,12 +8,28 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Exit, Option
 
 from planners.units import format_each
-from reshard.cli import show
 from reshard.cli.arguments import Depth, Html, Legend, Select, Source, Step, UsageError
 from reshard.cli.completion import tensor_names
+from reshard.cli.show import (
+    PrintedLeaf,
+    as_given,
+    axes_as_json,
+    console,
+    counted,
+    damaged,
+    print_json,
+    print_legend,
+    print_text,
+    print_totals,
+    print_tree,
+    print_written,
+    short,
+    size,
+    some,
+)
 from reshard.errors import CorruptCheckpointError, KeyMismatchError, did_you_mean
 from reshard.live.garbage_collection import gc_paused
 
@@ -27,7 +43,7 @@ __all__ = ["inspect"]
 
 _Map = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--map",
         metavar="NAME",
         autocompletion=tensor_names,
@@ -36,15 +52,15 @@ _Map = Annotated[
 ]
 _AsJson = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--json",
-        help="Print JSON with one entry per tensor or object. A list of plain values is one object. "
+        help="Print JSON with one entry per tensor, object, or per-rank value. A list of plain values is one object. "
         "`covers` names the checkpoint that `ok` describes.",
     ),
 ]
 _Histograms = Annotated[
     str,
-    typer.Option(metavar="GLOB", help="With --html: read these tensors and draw histograms of their values."),
+    Option(metavar="GLOB", help="With --html: read these tensors and draw histograms of their values."),
 ]
 
 
@@ -52,7 +68,7 @@ _Histograms = Annotated[
 def inspect(
     path: Source,
     select: Select = None,
-    only: Annotated[str | None, typer.Option("--only", hidden=True)] = None,
+    only: Annotated[str | None, Option("--only", hidden=True)] = None,
     depth: Depth = None,
     step: Step = None,
     drawn: _Map = None,
@@ -77,66 +93,78 @@ def inspect(
     if drawn is not None and (as_json or html is not None or select):
         raise UsageError("--map prints a drawing of one tensor: leave out --json, --html, and --select")
     import reshard
-    from reshard.checkpoint import open_damaged, readable
+    from reshard.checkpoint import readable
     from reshard.formats.detect import steps_at
 
     steps = reshard.steps(path) if step is None and steps_at(path) else []
-    if steps:
-        _print_run(path, steps, as_json)
-    try:
-        checkpoint = open_damaged(path, step=step)
-    except CorruptCheckpointError as error:
-        raise show.damaged(path, str(error), as_json) from None
+    if steps and all(found.problem for found in steps):
+        raise _incomplete(path, steps, as_json)
+    checkpoint = _opened(path, step, as_json)
     whole, run = readable(checkpoint), checkpoint.run
     lost = [checkpoint.contents.skipped[newer] for newer in checkpoint.contents.damaged_steps]
     checkpoint = whole.select(select) if select else whole
+    drawn = drawn and _known(checkpoint, drawn)
+    if steps and not as_json:
+        _list_steps(path, steps)
     if html is not None:
         html.write_text(checkpoint.to_html(histograms=histograms, steps=_costs(run)), encoding="utf-8")
     if not as_json and (drawn is None or steps):
-        name = path if os.path.exists(path) and not checkpoint.run else checkpoint.url
-        show.print_text(show.console(), f"{name}{', the newest complete checkpoint' * bool(steps)}", style="bold")
-    problems = [show.as_given(it, path) for it in whole.problems()]
+        _print_name(checkpoint, path, ", the newest complete checkpoint" * bool(steps))
+    problems = [as_given(it, path) for it in whole.problems()]
     if drawn is not None:
         _draw(checkpoint, drawn, legend)
     elif as_json:
         shown = _as_json(checkpoint, whole, problems)
-        show.print_json({**shown, **_run_as_json(path, steps), "newest": shown} if steps else shown)
+        print_json({**shown, **_run_as_json(path, steps), "newest": shown} if steps else shown)
     elif html is None and (whole or whole.objects or not problems):
         _print(checkpoint, whole, depth, legend)
     for problem in [] if as_json else problems:
-        show.print_text(show.console(), problem, "damaged", "red")
-    show.print_written(html, as_json=as_json)
+        print_text(console(), problem, "damaged", "red")
+    print_written(html, as_json=as_json)
     if problems or lost:
-        raise typer.Exit(1)
+        raise Exit(1)
+
+
+def _opened(path: str, step: int | None, as_json: bool) -> Checkpoint:
+    """The checkpoint. One that cannot be opened ends the command."""
+    from reshard.checkpoint import open_damaged
+
+    try:
+        return open_damaged(path, step=step)
+    except CorruptCheckpointError as error:
+        raise damaged(path, str(error), as_json) from None
+
+
+def _print_name(checkpoint: Checkpoint, path: str, what: str) -> None:
+    name = path if os.path.exists(path) and not checkpoint.run else checkpoint.url
+    print_text(console(), f"{name}{what}", style="bold")
 
 
 def _run_as_json(path: str, steps: Sequence[retention.Step]) -> dict[str, Any]:
     return {"path": path, "steps": [vars(step) for step in steps]}
 
 
-def _print_run(path: str, steps: Sequence[retention.Step], as_json: bool) -> None:
-    """List the checkpoints of a run; in JSON, only where none is complete. Then the command ends."""
-    if not as_json:
+def _incomplete(path: str, steps: Sequence[retention.Step], as_json: bool) -> Exit:
+    """List the checkpoints of a run in which none is complete. The command ends with that."""
+    if as_json:
+        print_json(_run_as_json(path, steps))
+    else:
         _list_steps(path, steps)
-    if all(found.problem for found in steps):
-        if as_json:
-            show.print_json(_run_as_json(path, steps))
-        else:
-            show.print_text(show.console(), "no checkpoint of this run is complete", style="red")
-        raise typer.Exit(1)
+        print_text(console(), "no checkpoint of this run is complete", style="red")
+    return Exit(1)
 
 
 def _list_steps(path: str, steps: Sequence[retention.Step]) -> None:
-    screen = show.console()
-    show.print_text(screen, path, style="bold")
-    show.print_text(screen, f"a run with {show.counted(len(steps), 'checkpoint')}")
+    screen = console()
+    print_text(screen, path, style="bold")
+    print_text(screen, f"a run with {counted(len(steps), 'checkpoint')}")
     sizes = dict(zip((step.path for step in steps), format_each([step.nbytes for step in steps])))
     for step in steps:
         number = "last" if step.step is None else step.step
         if step.problem is None:
-            show.print_text(screen, f"step {number}  {step.path}  {step.format}, {sizes[step.path]}")
+            print_text(screen, f"step {number}  {step.path}  {step.format}, {sizes[step.path]}")
         else:
-            show.print_text(screen, f"{step.path}  not complete: {step.problem}", f"step {number}", "red")
+            print_text(screen, f"{step.path}  not complete: {step.problem}", f"step {number}", "red")
     screen.print()
 
 
@@ -167,27 +195,32 @@ def _costs(run: str) -> list[SavedStep]:
     return found
 
 
-def _draw(checkpoint: Checkpoint, name: str, legend: bool) -> None:
-    from planners.reports.cuts import draw_cuts
-
+def _known(checkpoint: Checkpoint, name: str) -> str:
+    """The name under which a tensor is stored. Raises KeyMismatchError if there is no such tensor."""
     name = checkpoint.aliases.get(name, name)
     if name not in checkpoint:
         raise KeyMismatchError(
-            f"{name!r} is {'a plain value, not a tensor,' if name in checkpoint.objects else 'not'} in {checkpoint.url}"
-            f"{_near(name, list(checkpoint))}"
+            f"{name!r} is "
+            f"{'a value, not a tensor,' if name in {*checkpoint.objects, *checkpoint.contents.per_rank} else 'not'} "
+            f"in {checkpoint.url}{_near(name, list(checkpoint))}"
         )
-    from planners.geometry.layout_text import in_both_forms, short_form
+    return name
 
-    screen, layout = show.console(), checkpoint.layout
-    show.print_text(screen, layout.described([name], in_both_forms)[name])
+
+def _draw(checkpoint: Checkpoint, name: str, legend: bool) -> None:
+    from planners.geometry.layout_text import in_both_forms, short_form
+    from planners.reports.cuts import draw_cuts
+
+    screen, layout = console(), checkpoint.layout
+    print_text(screen, layout.described([name], in_both_forms)[name])
     screen.print(draw_cuts(layout[name], screen.width), markup=False, soft_wrap=True)
-    show.print_legend(screen, layout.described([name], short_form).values(), legend)
+    print_legend(screen, layout.described([name], short_form).values(), legend)
 
 
 def _near(name: str, known: list[str]) -> str:
     """The name that is meant, those that contain it, or the first ones."""
     meant, longer = did_you_mean(name, known[:5000]), [other for other in known if name in other]
-    return meant or f". Names {'that contain it' if longer else 'there'}: {show.some(longer or known, 5)}"
+    return meant or f". Names {'that contain it' if longer else 'there'}: {some(longer or known, 5)}"
 
 
 def _described(checkpoint: Checkpoint, whole: Checkpoint, describe: Callable[[TensorLayout], Any]) -> dict[str, Any]:
@@ -219,6 +252,7 @@ def _as_json(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str]) -> 
             for name, of in layout.items()
         },
         "objects": objects_of(checkpoint),
+        "per_rank": {name: [*values] for name, values in checkpoint.contents.per_rank.items()},
         "aliases": dict(checkpoint.aliases),
         "warnings": list(checkpoint.warnings),
         "problems": problems,
@@ -231,35 +265,38 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, depth: int | None, legend:
     from reshard.checkpoint import objects_of, ranks_that_saved
     from reshard.live.plain_data import array_bytes
 
-    screen = show.console()
+    screen = console()
     layout, objects = checkpoint.layout, objects_of(checkpoint)
     specs = layout.specs
     said = _described(checkpoint, whole, lambda of: (in_words(of), short_form(of), in_both_forms(of)))
     nbytes = {name: specs[name].nbytes for name in specs}
     ranks = ranks_that_saved(checkpoint)
-    saved_by = "" if ranks is None else f", saved by {show.counted(ranks, 'rank')}"
-    show.print_text(
+    own = checkpoint.contents.own_in_words()
+    print_text(
         screen,
-        f"format {checkpoint.format}, {show.counted(len(specs), 'tensor')}, "
-        f"{show.size(sum(nbytes.values()) + array_bytes(objects))}, "
-        f"{show.counted(len(objects), 'object')}{saved_by}",
+        f"format {checkpoint.format}, {counted(len(specs), 'tensor')}, "
+        f"{size(sum(nbytes.values()) + array_bytes(objects))}, {counted(len(objects), 'object')}"
+        f"{f', {len(own)} per-rank value' * bool(own)}{'s' * (len(own) > 1)}"
+        f"{'' if ranks is None else f', saved by {ranks:,} rank'}{'s' * (ranks not in (1, None))}",
     )
-    show.print_totals(screen, "dtypes", nbytes, {name: (specs[name].dtype,) for name in specs})
-    show.print_totals(screen, "layouts", nbytes, {name: (both,) for name, (_, _, both) in said.items()})
-    leaves: dict[Any, show.PrintedLeaf] = {}
+    print_totals(screen, "dtypes", nbytes, {name: (specs[name].dtype,) for name in specs})
+    print_totals(screen, "layouts", nbytes, {name: (both,) for name, (_, _, both) in said.items()})
+    leaves: dict[Any, PrintedLeaf] = {}
     path_of = checkpoint.contents.path_of
     for name, (words, _, _) in said.items():
         spec = specs[name]
-        text = f"{spec.dtype} {list(spec.shape)}  {show.size(spec.nbytes)}  {words}"
-        leaves[_parts(path_of(name))] = show.PrintedLeaf(text, spec.nbytes)
+        text = f"{spec.dtype} {list(spec.shape)}  {size(spec.nbytes)}  {words}"
+        leaves[_parts(path_of(name))] = PrintedLeaf(text, spec.nbytes)
     for name, value in objects.items():
-        items = f"  {show.counted(len(value), 'item')}" if isinstance(value, list | tuple) else ""
-        arrays = f"  {show.size(nbytes_of)}" if (nbytes_of := array_bytes(value)) else ""
-        leaves[_parts(path_of(name) or (name,))] = show.PrintedLeaf(f"= {show.short(value)}{items}{arrays}")
-    for name, holder in checkpoint.aliases.items():
-        leaves[_parts(path_of(name))] = show.PrintedLeaf(f"tied to {holder}")
-    show.print_tree(screen, leaves, depth, filter(None, (*checkpoint.warnings, checkpoint.unchecked)))
-    show.print_legend(screen, (form for _, form, _ in said.values()), legend)
+        leaves[_parts(path_of(name) or (name,))] = PrintedLeaf(
+            f"= {short(value)}{'  ' + counted(len(value), 'item') if isinstance(value, list | tuple) else ''}"
+            f"{'  ' + size(array_bytes(value)) if array_bytes(value) else ''}"
+        )
+    tied = {name: f"tied to {holder}" for name, holder in checkpoint.aliases.items()}
+    for name, text in {**tied, **own}.items():
+        leaves[_parts(path_of(name))] = PrintedLeaf(text)
+    print_tree(screen, leaves, depth, filter(None, (*checkpoint.warnings, checkpoint.unchecked)))
+    print_legend(screen, (form for _, form, _ in said.values()), legend)
 
 
 def _layout_as_json(layout: TensorLayout) -> dict[str, Any]:
@@ -275,7 +312,7 @@ def _layout_as_json(layout: TensorLayout) -> dict[str, Any]:
     if (mesh := layout.mesh) is not None:
         return {
             **said,
-            "mesh": show.axes_as_json(mesh),
+            "mesh": axes_as_json(mesh),
             "ranks": mesh.ranks.tolist() if mesh.has_explicit_ranks else None,
             "placements": [str(placement) for placement in layout.placements or ()],
         }

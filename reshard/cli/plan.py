@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Exit, Option
 
 from reshard.cli import arguments
 from reshard.cli.arguments import HintOption, Html, Legend, Normalized, Rules, Select, Sides, Step
@@ -32,12 +32,10 @@ if TYPE_CHECKING:
 __all__ = ["plan"]
 
 
-_Planned = Annotated[
-    str, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, layout file, plan file, or topology.")
-]
+_Planned = Annotated[str, Argument(metavar="CHECKPOINT", help="A checkpoint, layout file, plan file, or topology.")]
 _Onto = Annotated[
     str,
-    typer.Argument(
+    Argument(
         metavar="ONTO",
         autocompletion=topologies,
         help="The target topology, such as fsdp=3, fsdp=4,tp=2, hsdp=2x4, or pp=2,fsdp=4. Or a checkpoint, layout "
@@ -46,11 +44,11 @@ _Onto = Annotated[
 ]
 _ReadRate = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="Estimate the load time. SIZE is what each host reads per second, such as 2GB."),
+    Option(metavar="SIZE", help="Estimate the load time. SIZE is what each host reads per second, such as 2GB."),
 ]
-_AllowUnsharded = Annotated[bool, typer.Option("--allow-unsharded-axes", help="Accept an axis that shards no tensor.")]
+_AllowUnsharded = Annotated[bool, Option("--allow-unsharded-axes", help="Accept an axis that shards no tensor.")]
 _Json = Annotated[
-    bool, typer.Option("--json", help="Print the bytes per rank and the proof as JSON. With --items, also the items.")
+    bool, Option("--json", help="Print the bytes per rank and the proof as JSON. With --items, also the items.")
 ]
 
 
@@ -62,15 +60,15 @@ def plan(
     normalized: Normalized = False,
     hint: HintOption = None,
     step: Step = None,
-    limit: Annotated[int, typer.Option(metavar="N", min=0, help="Show at most this many ranks and read items.")] = 12,
-    items: Annotated[bool, typer.Option("--items", help="List what each rank reads, box by box.")] = False,
+    limit: Annotated[int, Option(metavar="N", min=0, help="Show at most this many ranks and read items.")] = 12,
+    items: Annotated[bool, Option("--items", help="List what each rank reads, box by box.")] = False,
     legend: Legend = False,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the plan to FILE, as JSON.")] = None,
+    out: Annotated[Path | None, Option(metavar="FILE", help="Write the plan to FILE, as JSON.")] = None,
     html: Html = None,
     read_rate: _ReadRate = None,
-    ranks_per_host: Annotated[int, typer.Option(metavar="N", min=1, help="For --read-rate and --html.")] = 8,
+    ranks_per_host: Annotated[int, Option(metavar="N", min=1, help="For --read-rate and --html.")] = 8,
     allow_unsharded_axes: _AllowUnsharded = False,
-    allow_uncut_axes: Annotated[bool, typer.Option("--allow-uncut-axes", hidden=True)] = False,
+    allow_uncut_axes: Annotated[bool, Option("--allow-uncut-axes", hidden=True)] = False,
     as_json: _Json = False,
 ) -> None:
     """Plan what each rank of ONTO reads from CHECKPOINT, and prove the plan.
@@ -112,7 +110,7 @@ def plan(
         _print_unsharded(sides, source, onto, [] if useless else texts)
     print_written(out, html, as_json=as_json)
     if useless or not report.ok:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _note_direction(source: str, onto: str, rule: list[str] | None) -> None:

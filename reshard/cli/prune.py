@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from reshard.cli.arguments import AsJson, On, executor_on
 from reshard.cli.show import console, counted, print_json, print_text
@@ -13,9 +13,9 @@ __all__ = ["prune"]
 
 
 def prune(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The folder or URL of a run.")],
-    keep_last: Annotated[int, typer.Option(metavar="N", min=1, help="Keep the N newest checkpoints.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be deleted.")] = False,
+    run: Annotated[str, Argument(metavar="RUN", help="The folder or URL of a run.")],
+    keep_last: Annotated[int, Option(metavar="N", min=1, help="Keep the N newest checkpoints.")],
+    dry_run: Annotated[bool, Option("--dry-run", help="Only list what would be deleted.")] = False,
     on: On = None,
     as_json: AsJson = False,
 ) -> None:

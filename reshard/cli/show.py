@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
+from typer import Exit
 
 from planners.units import format_bytes as size, format_count as counted, format_some as some
 from reshard.errors import visible
@@ -242,13 +242,13 @@ def report_as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def damaged(path: str, problem: str, as_json: bool) -> typer.Exit:
+def damaged(path: str, problem: str, as_json: bool) -> Exit:
     """Print what is wrong with a checkpoint that cannot be opened. The answer is no."""
     if as_json:
         print_json({"path": path, "ok": False, "problems": [problem]})
     else:
         print_text(console(), as_given(problem, path), "damaged", "red")
-    return typer.Exit(1)
+    return Exit(1)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Exit, Option
 
 from reshard.cli.arguments import AsJson, On, Source, Step, Workers, executor_on, newest
 from reshard.cli.show import (
@@ -38,9 +38,9 @@ _SHALLOW = (
 def verify(
     path: Source,
     against: Annotated[
-        str | None, typer.Option(metavar="CHECKPOINT", help="Another checkpoint, which must have the same values.")
+        str | None, Option(metavar="CHECKPOINT", help="Another checkpoint, which must have the same values.")
     ] = None,
-    shallow: Annotated[bool, typer.Option("--shallow", help=_SHALLOW)] = False,
+    shallow: Annotated[bool, Option("--shallow", help=_SHALLOW)] = False,
     step: Step = None,
     workers: Workers = 1,
     on: On = None,
@@ -91,7 +91,7 @@ def verify(
         for text in notes:
             print_text(console(), text, "note", "yellow")
     if not report.ok:
-        raise typer.Exit(1)
+        raise Exit(1)
 
 
 def _failure(report: Report, right: str, against: str | None) -> str:

@@ -51,7 +51,7 @@ FORMATS = (
     FormatRow("orbax", "reshard.formats.orbax", (), ("_METADATA", "_CHECKPOINT_METADATA")),
     FormatRow("dcp", "reshard.formats.dcp.reader", ("*.metadata", "*.distcp"), written="dcp"),
     FormatRow("safetensors", "reshard.formats.safetensors", ("*.safetensors", "*.index.json"),
-        written="safetensors (or huggingface)"),
+        written="safetensors (or huggingface, hf)"),
     FormatRow("torch_save", "reshard.formats.torch_save.reader", ("*.th", "*.tar"),
         written="torch_save (or torch)"),
     FormatRow("gguf", "reshard.formats.gguf", ("*.gguf",)),
@@ -96,7 +96,9 @@ def writing_of(name: str) -> Writing:
     """Return how a format is written. Raises OptionError for one that is not known, or not written."""
     found = find_format(name) if name in WRITTEN else None
     if found is None or found.writing is None:
-        meant = did_you_mean(str(name), [*WRITTEN, *ALSO_CALLED]) or "."
-        known = ", ".join(WRITTEN.values())
-        raise option_error(f"cannot write the format {name!r}{meant} Known formats: {known}", FormatError)
+        raise option_error(
+            f"cannot write the format {name!r}{did_you_mean(str(name), [*WRITTEN, *ALSO_CALLED]) or '.'} "
+            f"Known formats: {', '.join(WRITTEN.values())}",
+            FormatError,
+        )
     return found.writing()

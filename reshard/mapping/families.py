@@ -574,9 +574,11 @@ def to_llama_cpp(model: Decoder) -> list[Rule]:
 # its parts.
 
 
-NAMINGS = ("huggingface", "transformers", "plain", "torchtitan", "megatron", *ENGINES, "gguf", "transformer_engine")
+NAMINGS = (
+    "huggingface", "hf", "transformers", "plain", "torchtitan", "megatron", *ENGINES, "gguf", "transformer_engine"
+)  # fmt: skip
 FAMILIES = tuple(ARCHITECTURES)
-_ON_HUB = ("huggingface", "transformers", "plain")
+_ON_HUB = ("huggingface", "hf", "transformers", "plain")
 """Naming schemes that every family has."""
 
 
@@ -599,7 +601,7 @@ def ready(
 
     Args:
         config: the model's Hugging Face `config.json` (its path, its folder, or its content), or a `Decoder`.
-        source, target: naming schemes: "huggingface" (names on disk), "transformers" (names in memory, as in
+        source, target: naming schemes: "huggingface" or "hf" (names on disk), "transformers" (names in memory, as in
             transformers 5), "plain" (separate matrices for gate, up, queries, keys, values, and each expert, as Llama
             and Qwen have them on disk), "torchtitan", "megatron", "vllm" or "sglang" (unsharded, in memory), "gguf"
             (llama.cpp's names), or "transformer_engine" (Hugging Face names, with TransformerEngine's
@@ -627,7 +629,7 @@ def ready(
         return Mapping()
     plain = _plain(model, fill)
     moved: dict[str, Callable[[], Mapping]] = {
-        "huggingface": lambda: Mapping(),
+        **dict.fromkeys(("huggingface", "hf"), Mapping),
         "plain": lambda: plain,
         "transformers": lambda: _in_memory(model, plain, fill),
         "torchtitan": lambda: _titan(model, titan, plain, fill),

@@ -114,6 +114,7 @@ def open(files: Files) -> Contents:
         plan = SavePlan(layout, manifest.divide_above_bytes)
         paths = {key: path_from_json(path) for key, path in manifest.paths.items()}
         objects = PlainValues({key: decode_plain(data) for key, data in manifest.objects.items()})
+        objects.per_rank = manifest.per_rank
     except (PlanError, FormatError) as error:
         raise CorruptCheckpointError(f"{storage.url}/{MANIFEST} contradicts itself: {error}") from error
     if other := [key for key, path in paths.items() if key_of(path) != key]:

@@ -32,6 +32,7 @@ __all__ = [
 
 
 Optimizers = Optimizer | Iterable[Optimizer]
+_SWAPPED = "model_state_dict and optim_state_dict are swapped"
 
 
 @contextlib.contextmanager
@@ -267,6 +268,11 @@ def _set(
         live = LiveModel(model, opts.dsd_fqn_modifiers)
         live_optimizers = None if what == "model" else LiveOptimizers(live, optimizers)
         of_model = {} if receives and this_rank() else _by_name(live, of_model)
+        if {*of_model} == {"state", "param_groups"}:
+            raise NormalizationError(
+                "model_state_dict has 'state' and 'param_groups', as the state dict of an optimizer has: "
+                f"{_SWAPPED if what == 'both' and 'state' not in of_optimizers else 'use set_optimizer_state_dict'}"
+            )
     if receives and what != "optimizers":
         of_model = receive_model(live, of_model, opts)
     if receives and live_optimizers is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
+from planners.units import format_count
 from reshard.errors import CorruptCheckpointError, FormatError, KeyMismatchError, did_you_mean, format_names
 from reshard.live import plain_data
 from reshard.live.tree import nested
@@ -18,14 +19,17 @@ from reshard.stored.source import FileSource
 from reshard.stored.tensor import StoredTensor
 
 __all__ = [
-    "DATA_FILE", "RANK_METADATA", "Contents", "ContentsBuilder", "Facts", "LazyMapping", "PlainValues", "Record",
-    "are_equal", "has_dcp", "make_record_type", "merge", "unknown_class",
+    "DATA_FILE", "IS_PER_RANK", "RANK_METADATA", "Contents", "ContentsBuilder", "Facts", "LazyMapping",
+    "PlainValues", "Record", "are_equal", "has_dcp", "make_record_type", "merge", "unknown_class",
 ]  # fmt: skip
 
 
 K = TypeVar("K")
 V = TypeVar("V")
 F = TypeVar("F", bound="Facts")
+IS_PER_RANK = (
+    "it is a per-rank value. reshard.load gives each rank its own, and .contents.per_rank has those of all ranks"
+)
 
 
 @dataclass(eq=False, repr=False)
@@ -34,6 +38,8 @@ class LazyMapping(Mapping[K, V], Generic[K, V]):
 
     _makers: Mapping[K, Callable[[], V]]
     _made: dict[K, V] = field(default_factory=dict)
+    per_rank: Collection[str] = ()
+    """Keys of values that are elsewhere, since each rank has its own."""
 
     def __getitem__(self, name: K) -> V:
         if name not in self._made:
@@ -56,12 +62,15 @@ class LazyMapping(Mapping[K, V], Generic[K, V]):
 class PlainValues(dict[str, Any]):
     """Plain values by name."""
 
+    per_rank: Collection[str] = ()
+
     def __missing__(self, name: str) -> NoReturn:
         _no_such(name, self)
 
 
-def _no_such(name: Any, known: Iterable[Any]) -> NoReturn:
-    raise KeyMismatchError(f"there is no {name!r}{did_you_mean(str(name), map(str, known))}")
+def _no_such(name: Any, known: LazyMapping[Any, Any] | PlainValues) -> NoReturn:
+    told = f": {IS_PER_RANK}" if name in known.per_rank else did_you_mean(str(name), map(str, known))
+    raise KeyMismatchError(f"there is no {name!r}{told}")
 
 
 class Facts:
@@ -130,6 +139,10 @@ class Contents(State[StoredTensor]):
         """In a sentence each, files that are missing or damaged."""
         return [*self.facts.problems(), *map(str, self.checking.lost or ())]
 
+    def own_in_words(self) -> dict[str, str]:
+        """Return how many ranks have each per-rank value, by key."""
+        return {key: f"per-rank value, {format_count(len(values), 'rank')}" for key, values in self.per_rank.items()}
+
     def find(self, name: str) -> StoredTensor | None:
         """The tensor of a name, or of one that is tied to it; None if there is none."""
         if name in self.tensors:
@@ -175,8 +188,8 @@ class ContentsBuilder:
     def build(self, name: str, facts: Facts | None = None, **more: Any) -> Contents:
         """Return the contents; `more` are further fields."""
         return Contents(
-            LazyMapping(self._tensors), LazyMapping(self._objects), self.paths, self.containers, self.aliases,
-            LazyMapping(self._per_rank), format=name, facts=facts or NO_FACTS, **more,
+            LazyMapping(self._tensors), LazyMapping(self._objects, per_rank=self._per_rank), self.paths,
+            self.containers, self.aliases, LazyMapping(self._per_rank), format=name, facts=facts or NO_FACTS, **more,
         )  # fmt: skip
 
 

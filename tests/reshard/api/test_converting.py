@@ -729,10 +729,47 @@ def test_what_is_written_opens_or_is_refused_whatever_kind_of_checkpoint_is_ther
         assert list(reshard.open(target)) == ["other"]
 
 
-def test_a_conversion_into_its_source_is_named_so(saved: Path, tmp_path: Path) -> None:
-    reshard.convert(saved, tmp_path / "dcp", format="dcp")
-    with pytest.raises(FormatError, match=r"dcp is the source itself: choose another folder"):
+def test_a_conversion_into_its_source_is_refused(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It replaced the only copy, and dropped the axes and ranks of its layout."""
+    folders = {
+        "native": "run/step-7",
+        "dcp": "dcp",
+        "safetensors": "hf",
+        "deepspeed": "ds",
+        "megatron": "mg/iter_0000007",
+    }
+    targets = {format: tmp_path / name for format, name in folders.items()} | {"torch_save": tmp_path / "x.pt"}
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    monkeypatch.chdir(tmp_path)
+    for format, target in targets.items():
+        reshard.convert(saved, target, format=format)
+        before = files_in(target.parent)
+        name = str(target.relative_to(tmp_path))
+        for source in (
+            target,
+            name,
+            f"{name}/" if target.is_dir() else name,
+            f"link/{name}",
+            f"file://{target}",
+            "run",
+        ):
+            if (source == "run") > (format == "native"):
+                continue
+            for one, other in ((source, target), (target, source)):
+                with pytest.raises(FormatError, match=r"source and output are the same, .*: choose another output"):
+                    reshard.convert(one, other if other != "run" else target, format=format, overwrite=True)
+        with pytest.raises(FormatError, match="source and output are the same"):
+            reshard.convert(reshard.open(target), target, format=format)
+        assert files_in(target.parent) == before
+    with pytest.raises(FormatError, match="source and output are the same"):
         reshard.convert(tmp_path / "dcp", tmp_path / "dcp", overwrite=True)
+    with pytest.raises(FormatError, match="source and output are the same"):
+        reshard.convert(tmp_path / "hf" / "model.safetensors", tmp_path / "hf", format="safetensors", overwrite=True)
+    reshard.convert(tmp_path / "x.pt", tmp_path / "y.pt", format="torch_save")
+
+
+def files_in(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 FRAMEWORKS = [

@@ -219,6 +219,16 @@ def test_values_that_are_not_there(tmp_path: Path, write: Callable[..., Any]) ->
     assert objects.get("w") is None
 
 
+def test_a_value_that_is_each_rank_s_own_is_named_so(tmp_path: Path) -> None:
+    reshard.save({"w": torch.zeros(2), "rng": reshard.PerRank({"seed": 1})}, tmp_path / "saved")
+
+    found = reshard.open(tmp_path / "saved")
+    for values in (found, found.objects):
+        with pytest.raises(KeyMismatchError, match=r"'rng': it is a per-rank value. reshard.load gives each rank its"):
+            values["rng"]
+    assert found.contents.per_rank["rng"] == {0: {"seed": 1}}
+
+
 def test_a_lazy_tensor_may_be_a_key_and_differs_from_what_has_no_value() -> None:
     lazy, other = in_memory(torch.zeros(2)), in_memory(torch.zeros(2))
     assert {lazy: 1, other: 2}[lazy] == 1

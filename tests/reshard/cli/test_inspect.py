@@ -85,6 +85,27 @@ def test_without_tensors_there_are_no_headings_for_them(say, tmp_path) -> None:
     assert "layouts" not in some
 
 
+def test_of_a_run_nothing_is_printed_before_a_name_is_refused(say, tmp_path) -> None:
+    reshard.save({"w": torch.ones(4)}, tmp_path / "run" / "step-1")
+
+    for option in ("--select", "--map"):
+        said = say("inspect", tmp_path / "run", option, "wx*")
+        assert (said.code, said.out) == (3, ""), said
+
+
+def test_values_that_are_each_rank_s_own_are_shown(say, tmp_path) -> None:
+    path = str(tmp_path / "c")
+    reshard.save({"w": torch.ones(4), "data": {"rng": reshard.PerRank({"seed": 1})}}, path)
+
+    said = say("inspect", path).out
+    assert "1 tensor, 16 B, 0 objects, 1 per-rank value, saved by 1 rank" in said
+    assert "data.rng  per-rank value, 1 rank" in said
+    assert json.loads(say("inspect", path, "--json").out)["per_rank"] == {"data.rng": [0]}
+    assert "data.rng  per-rank value" in say("inspect", path, "--select", "data*").out
+    assert "per-rank value, 1 rank" in reshard.open(path).to_html()
+    assert "is a value, not a tensor, in" in say("inspect", path, "--map", "data.rng").err
+
+
 def test_only_some_names(say, checkpoint) -> None:
     told = json.loads(say("inspect", checkpoint, "--select", "*.w", "--json").out)
 
@@ -472,7 +493,7 @@ def test_a_map_of_the_cuts_of_a_tensor(say, tmp_path) -> None:
     assert "rows are dim 0, columns are dim 1;" in said
     assert "│ 0-1 │ 2-3 │ 4-5 │" in said
     assert "│ 0-5 │" in say("inspect", tmp_path / "c", "--map", "one").out
-    assert "is a plain value, not a tensor, in" in say("inspect", tmp_path / "c", "--map", "step").err
+    assert "is a value, not a tensor, in" in say("inspect", tmp_path / "c", "--map", "step").err
     assert "did you mean 'one'?" in say("inspect", tmp_path / "c", "--map", "onw").err
 
 

@@ -129,7 +129,7 @@ NAMED = {
 def test_every_pair_can_be_made(family: str) -> None:
     """And back, by the inverse; only torchtitan's has a stage before."""
     model = Decoder(family, 4, 2, 8, 53, 2, 1, (0,), 16, (12, 12), 2, (1,), (2, 4), (4, 8))
-    known = {"huggingface", "transformers", "plain", *model.architecture.namings}
+    known = {"huggingface", "hf", "transformers", "plain", *model.architecture.namings}
     assert all((family in those) == (naming in known) for naming, those in NAMED.items())
     for source, target in product(NAMINGS, NAMINGS):
         options: dict[str, Any] = {"transformer_engine": len(source) % 2 == 0, "titan": ("0.2", "0.3")[len(target) % 2]}

@@ -523,6 +523,21 @@ def test_a_checkpoint_in_place_of_its_model(nest: Any, head: str) -> None:
         set_model_state_dict(model, nest(model.state_dict()))
 
 
+def test_the_state_dict_of_an_optimizer_is_named_so() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    of_model, of_optimizer = reshard.get_state_dict(model, optimizer)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    with pytest.raises(
+        NormalizationError, match=r"an optimizer has: model_state_dict and optim_state_dict are swapped$"
+    ):
+        reshard.set_state_dict(model, optimizer, model_state_dict=of_optimizer, optim_state_dict=of_model)
+    with pytest.raises(NormalizationError, match=r"an optimizer has: use set_optimizer_state_dict$"):
+        set_model_state_dict(model, of_optimizer)
+    assert_same(dict(model.state_dict()), before)
+
+
 def test_many_names_are_not_all_listed() -> None:
     with pytest.raises(
         KeyMismatchError, match=r"Unexpected key: x19\n  Unexpected key: and 980 more\n  fix: pass Stat"
