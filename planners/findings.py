@@ -162,10 +162,8 @@ class Report(Tabled):
 
     def __repr__(self) -> str:
         """One line; `str` has all problems."""
-        return (
-            f"Report({self.subject!r}, {format_count(self.tensors, 'tensor')}, {self.verdict}"
-            f"{f', the first: {self.findings[0]}' if self.findings else ''})"
-        )
+        first = f", the first: {self.findings[0]}" if self.findings else ""
+        return f"Report({self.subject!r}, {format_count(self.tensors, 'tensor')}, {self.verdict}{first})"
 
     def __str__(self) -> str:
         covered = [f"  covered: {self.covers or self.covered}"] if self.covered and self.findings else []

@@ -346,10 +346,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
             raise no_attribute(self, name, meant)
 
     def __repr__(self) -> str:
-        return (
-            f"Checkpoint({self.url!r}, {self.format}, {format_count(len(self), 'tensor')}"
-            f"{', ' * bool(self.unchecked)}{self.unchecked})"
-        )
+        said = [repr(self.url), self.format, format_count(len(self), "tensor"), self.unchecked]
+        return f"Checkpoint({', '.join(filter(None, said))})"
 
 
 def _histogram(tensor: LazyTensor) -> Histogram:
@@ -489,10 +487,8 @@ def chosen(names: Sequence[str], globs: Sequence[str], where: str) -> frozenset[
     left."""
     for glob in (glob.removeprefix("!") for glob in globs):
         if not any(fnmatchcase(name, glob) for name in names):
-            raise KeyMismatchError(
-                f"no name in {where} matches {glob!r}"
-                f"{did_you_mean(glob, names[:5000]) or '; it has ' + format_names(names, 5)}"
-            )
+            near = did_you_mean(glob, names[:5000]) or f"; it has {format_names(names, 5)}"
+            raise KeyMismatchError(f"no name in {where} matches {glob!r}{near}")
     found = frozenset(name for name in names if is_selected(name, globs))
     if not found:
         raise KeyMismatchError(

@@ -691,10 +691,8 @@ def _dtype_hint(findings: Sequence[Finding], left: _Side, right: _Side, names: I
     if not kinds or "" in kinds:
         return ""
     words = "; ".join(f"{kind} ({format_count(count, 'tensor')})" for kind, count in kinds.items())
-    within = (
-        f"dtypes differ: {words}; the values take "
-        f"{' and '.join(format_bytes(sum(side.names.nbytes.values())) for side in (left, right))}"
-    )
+    sizes = " and ".join(format_bytes(sum(side.names.nbytes.values())) for side in (left, right))
+    within = f"dtypes differ: {words}; the values take {sizes}"
     return f"all differences are dtypes: {words}. To compare the values, too, pass rtol=" if findings else within
 
 

@@ -87,12 +87,10 @@ class ConvertReport(WrittenReport, CheckedReport):
         odd = f", omitted {format_names(self.omitted)}" if self.omitted else ""
         retyped = [f"{key}: {old} -> {new}" for key, (old, new) in self.retyped.items()]
         odd += f", retyped {format_names(retyped)}" if retyped else ""
+        odd += f", {self.unchecked}" if self.unchecked else ""
+        odd += f", warnings: {len(self.warnings)}, the first: {self.warnings[0]}" if self.warnings else ""
         head = f"{format_count(self.tensors, 'tensor')}, {format_bytes(self.total_bytes)}"
-        return (
-            f"ConvertReport({head} from {self.source!r} to {self.target!r}, {self.format}{odd}"
-            f"{f', {self.unchecked}' if self.unchecked else ''}"
-            f"{f', warnings: {len(self.warnings)}, the first: {self.warnings[0]}' if self.warnings else ''})"
-        )
+        return f"ConvertReport({head} from {self.source!r} to {self.target!r}, {self.format}{odd})"
 
 
 @renamed(deadline_s="timeout")

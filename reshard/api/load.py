@@ -525,10 +525,8 @@ class LoadReport(FilledReport, CheckedReport):
     def __repr__(self) -> str:
         """One line: what was loaded and read, and the first names of all that did not go as it should."""
         did = "would load" if self.dry_run else "loaded"
-        head = (
-            f"{'ok' if self.ok else 'not ok'}{f', {self.unchecked}' if self.unchecked and not self.dry_run else ''}, "
-            f"{did} {format_count(len(self.loaded), 'key')} of {self.path!r} ({self.format})"
-        )
+        verdict = ", ".join(filter(None, ("ok" if self.ok else "not ok", "" if self.dry_run else self.unchecked)))
+        head = f"{verdict}, {did} {format_count(len(self.loaded), 'key')} of {self.path!r} ({self.format})"
         extra = [name for name in self.unexpected if name not in self.not_requested]
         odd = self._first_of_each("missing")
         odd += [f"unexpected {format_names(extra)}"] if extra else []
@@ -537,8 +535,8 @@ class LoadReport(FilledReport, CheckedReport):
         if self.retyped:
             names = [f"{key}: saved {saved}, not {other}" for key, (saved, other) in self.retyped.items()]
             odd.append(f"retyped {format_names(names)}")
-        read = (
-            f"{format_bytes(self.bytes_read)} read for {format_bytes(self.bytes_needed)} needed"
-            f"{f', {format_bytes(self.bytes_read_to_check)} more read for checksums' * bool(self.bytes_read_to_check)}"
+        read = f"{format_bytes(self.bytes_read)} read for {format_bytes(self.bytes_needed)} needed"
+        read += (
+            f", {format_bytes(self.bytes_read_to_check)} more read for checksums" if self.bytes_read_to_check else ""
         )
         return f"LoadReport({', '.join([head, *odd, read])})"

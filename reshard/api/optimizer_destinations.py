@@ -59,9 +59,9 @@ def optimizer_destinations(
     above: KeyPath = tuple(prefix.split(".")) if prefix else ()
     rows = [row for row in saved_in(checkpoint) if row.path[: len(above)] == above]
     if not rows:
+        names = sorted({str(checkpoint.contents.path_of(key)[0]) for key in checkpoint})[:8]
         raise KeyMismatchError(
-            f"{checkpoint.url} has nothing under {prefix!r}; its keys begin with "
-            f"{', '.join(sorted({str(checkpoint.contents.path_of(key)[0]) for key in checkpoint})[:8])}. "
+            f"{checkpoint.url} has nothing under {prefix!r}; its keys begin with {', '.join(names)}. "
             "Pass prefix=, the key under which the optimizer's state dict was saved"
         )
     rows = [row if row.shape is not None else row._replace(value=checkpoint.objects[row.key]) for row in rows]

@@ -223,10 +223,11 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
             raise OptionError(f"{folder} is a checkpoint, not the folder of a run: pass the folder above it")
     found = [one for one in complete(folder) if one.is_below]
     if len(found) > keep_last and found[0].step is None:
+        names = format_names([one.path.rpartition("/")[2] for one in found], limit=10)
         raise FormatError(
             f"{folder}: the names of its checkpoints have no step numbers, so they may be unrelated, and "
-            f"prune deleted none of {format_names([one.path.rpartition('/')[2] for one in found], limit=10)}. "
-            "Name the checkpoints of a run step-<number>, or delete these yourself"
+            f"prune deleted none of {names}. Name the checkpoints of a run step-<number>, or delete these "
+            "yourself"
         )
     kept = sorted(found, key=lambda one: one.created_unix_s)[-keep_last:]
     gone, done = [one.path for one in found[:-keep_last] if one not in kept], "would delete"

@@ -167,9 +167,8 @@ class PendingSave(Generic[T]):
 
     def __repr__(self) -> str:
         """One line; a failure is raised by `result`."""
-        return (
-            f"PendingSave({self._future.exception() or repr(self._future.result()) if self.done() else 'in progress'})"
-        )
+        ended = self._future.exception() or repr(self._future.result()) if self.done() else "in progress"
+        return f"PendingSave({ended})"
 
     if not TYPE_CHECKING:  # which would take any name for one of these
 

@@ -199,11 +199,9 @@ def _known(checkpoint: Checkpoint, name: str) -> str:
     """The name under which a tensor is stored. Raises KeyMismatchError if there is no such tensor."""
     name = checkpoint.aliases.get(name, name)
     if name not in checkpoint:
-        raise KeyMismatchError(
-            f"{name!r} is "
-            f"{'a value, not a tensor,' if name in {*checkpoint.objects, *checkpoint.contents.per_rank} else 'not'} "
-            f"in {checkpoint.url}{_near(name, list(checkpoint))}"
-        )
+        is_value = name in checkpoint.objects or name in checkpoint.contents.per_rank
+        what = "a value, not a tensor," if is_value else "not"
+        raise KeyMismatchError(f"{name!r} is {what} in {checkpoint.url}{_near(name, list(checkpoint))}")
     return name
 
 
@@ -271,13 +269,14 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, depth: int | None, legend:
     said = _described(checkpoint, whole, lambda of: (in_words(of), short_form(of), in_both_forms(of)))
     nbytes = {name: specs[name].nbytes for name in specs}
     ranks = ranks_that_saved(checkpoint)
+    saved_by = "" if ranks is None else f", saved by {counted(ranks, 'rank')}"
     own = checkpoint.contents.own_in_words()
+    per_rank = f", {counted(len(own), 'per-rank value')}" if own else ""
     print_text(
         screen,
         f"format {checkpoint.format}, {counted(len(specs), 'tensor')}, "
-        f"{size(sum(nbytes.values()) + array_bytes(objects))}, {counted(len(objects), 'object')}"
-        f"{f', {len(own)} per-rank value' * bool(own)}{'s' * (len(own) > 1)}"
-        f"{'' if ranks is None else f', saved by {ranks:,} rank'}{'s' * (ranks not in (1, None))}",
+        f"{size(sum(nbytes.values()) + array_bytes(objects))}, "
+        f"{counted(len(objects), 'object')}{per_rank}{saved_by}",
     )
     print_totals(screen, "dtypes", nbytes, {name: (specs[name].dtype,) for name in specs})
     print_totals(screen, "layouts", nbytes, {name: (both,) for name, (_, _, both) in said.items()})
@@ -288,10 +287,9 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, depth: int | None, legend:
         text = f"{spec.dtype} {list(spec.shape)}  {size(spec.nbytes)}  {words}"
         leaves[_parts(path_of(name))] = PrintedLeaf(text, spec.nbytes)
     for name, value in objects.items():
-        leaves[_parts(path_of(name) or (name,))] = PrintedLeaf(
-            f"= {short(value)}{'  ' + counted(len(value), 'item') if isinstance(value, list | tuple) else ''}"
-            f"{'  ' + size(array_bytes(value)) if array_bytes(value) else ''}"
-        )
+        items = f"  {counted(len(value), 'item')}" if isinstance(value, list | tuple) else ""
+        arrays = f"  {size(nbytes_of)}" if (nbytes_of := array_bytes(value)) else ""
+        leaves[_parts(path_of(name) or (name,))] = PrintedLeaf(f"= {short(value)}{items}{arrays}")
     tied = {name: f"tied to {holder}" for name, holder in checkpoint.aliases.items()}
     for name, text in {**tied, **own}.items():
         leaves[_parts(path_of(name))] = PrintedLeaf(text)

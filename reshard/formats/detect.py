@@ -99,10 +99,8 @@ class _Run(NamedTuple):
                 f"discarded {_listed(self.steps)}. Pass step= to open one of these"
             )
         if not found:
-            raise CheckpointNotFoundError(
-                f"{os.fspath(path)} has no step {number}: its steps are "
-                f"{', '.join(step.name if step.step is None else str(step.step) for step in self.steps)}"
-            )
+            known = ", ".join(str(step.step) if step.step is not None else step.name for step in self.steps)
+            raise CheckpointNotFoundError(f"{os.fspath(path)} has no step {number}: its steps are {known}")
         return found
 
 

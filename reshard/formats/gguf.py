@@ -649,9 +649,9 @@ def _tensor(key: str, file: str, header: GgufHeader, entry: GgufTensor) -> Store
 
 
 def _refuse(label: str) -> NoReturn:
+    known = ", ".join(block.name for block in BLOCKS.values() if block.values is not None)
     raise FormatError(
-        f"{label}: of the quantized types only "
-        f"{', '.join(block.name for block in BLOCKS.values() if block.values is not None)} are read; take a file of another type of this model, or "
+        f"{label}: of the quantized types only {known} are read; take a file of another type of this model, or "
         "dequantize it by llama.cpp first (llama-quantize --allow-requantize IN OUT F32)"
     )
 

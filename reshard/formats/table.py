@@ -96,9 +96,7 @@ def writing_of(name: str) -> Writing:
     """Return how a format is written. Raises OptionError for one that is not known, or not written."""
     found = find_format(name) if name in WRITTEN else None
     if found is None or found.writing is None:
-        raise option_error(
-            f"cannot write the format {name!r}{did_you_mean(str(name), [*WRITTEN, *ALSO_CALLED]) or '.'} "
-            f"Known formats: {', '.join(WRITTEN.values())}",
-            FormatError,
-        )
+        meant = did_you_mean(str(name), [*WRITTEN, *ALSO_CALLED]) or "."
+        known = ", ".join(WRITTEN.values())
+        raise option_error(f"cannot write the format {name!r}{meant} Known formats: {known}", FormatError)
     return found.writing()

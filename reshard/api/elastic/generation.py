@@ -663,7 +663,8 @@ class GatherReport(Tabled):
 
     def __repr__(self) -> str:
         """One line."""
+        odd = f", {len(self.skipped)} skipped" if self.skipped else ""
         return (
             f"GatherReport(generation {self.number}, step {self.step}: {format_count(self.files, 'file')}, "
-            f"{format_bytes(self.nbytes)} in {self.path!r}{f', {len(self.skipped)} skipped' * bool(self.skipped)})"
+            f"{format_bytes(self.nbytes)} in {self.path!r}{odd})"
         )

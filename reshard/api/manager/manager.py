@@ -102,10 +102,11 @@ class RestoreReport(Tabled):
 
     def __repr__(self) -> str:
         """One line."""
+        odd = f", {len(self.skipped)} skipped" if self.skipped else ""
         told = self.load.unchecked if self.load.ok else f"{self.load!r}"
         return (
-            f"RestoreReport(step {self.step} from {'memory' if self.from_memory else 'storage'}, {self.path!r}"
-            f"{f', {len(self.skipped)} skipped' * bool(self.skipped)}{told and f', {told}'})"
+            f"RestoreReport(step {self.step} from {'memory' if self.from_memory else 'storage'}, {self.path!r}{odd}"
+            f"{told and f', {told}'})"
         )
 
 
