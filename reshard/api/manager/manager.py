@@ -370,7 +370,8 @@ class CheckpointManager:
                     )  # fmt: skip
             based, unranked = group.share((based, unranked), kind=tuple[bool | None, str])
             taken = LiveObjects(state).state
-        path, base = step_path(self.root, step), "auto" if based else None
+        path = step_path(self.root, step)
+        base = "auto" if based else "" if self._full_every > 1 else None  # "": none, but digests for the next save
         options: Any = {**self._options, "overwrite": False, "base": base}
         options |= {"process_group": self._process_group, "timeout": self._timeout}
         if not self._background:

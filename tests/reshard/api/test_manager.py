@@ -534,6 +534,20 @@ def test_one_save_of_so_many_is_whole_by_itself(tmp_path: Path) -> None:
     assert based == [False, True, True, False, True, True, False, True]
 
 
+@pytest.mark.parametrize("full_every", [2, 3])
+def test_a_save_after_a_full_one_writes_only_the_blocks_that_changed(full_every: int, tmp_path: Path) -> None:
+    """Full saves left no digests of blocks, so the next save wrote changed tensors whole."""
+    state = {"w": torch.zeros(8 << 18)}  # 8 MiB
+    with reshard.CheckpointManager(tmp_path, every=Every(steps=1), full_every=full_every, background=False) as manager:
+        manager.save(1, state)
+        state["w"][5] = 1
+        manager.save(2, state)
+    new = [file for file in (tmp_path / "step-2").rglob("*.safetensors") if file.stat().st_nlink == 1]
+    assert 1 << 20 <= sum(file.stat().st_size for file in new) < 2 << 20
+    assert reshard.verify(tmp_path / "step-2").ok
+    assert torch.equal(reshard.open(tmp_path / "step-2")["w"][:], state["w"])
+
+
 def test_the_root_stays_where_it_was_when_the_working_directory_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
