@@ -286,7 +286,7 @@ def remove_checkpoints(folder: AnyPath, paths: Iterable[str], executor: Executor
     kept = tuple(sorted(name for name in storage.names() if name.rpartition("/")[2] == MANIFEST)[-1:])
     work = RemoveWork(absolute(folder), kept)  # of those that are gone now, and of killed saves
     run_tasks(work, sorted(places), executor, lambda place, done: None, here=functools.partial(_remove_in, str(folder)))
-    remove_empty(storage, places)
+    remove_empty(storage, places | {path.rpartition("/")[2] for path in gone})  # some had no data files
     return gone
 
 

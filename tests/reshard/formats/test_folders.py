@@ -235,6 +235,13 @@ def as_memory(folder: Path) -> str:
     return url
 
 
+def test_steps_without_tensors_leave_no_empty_folder(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        reshard.save({"step": step}, tmp_path / f"step-{step}")
+    assert len(reshard.prune(tmp_path, keep_last=1)) == 2
+    assert [folder.name for folder in tmp_path.iterdir()] == ["step-3"]
+
+
 def test_a_run_in_which_something_else_lies_is_still_listed_and_pruned(
     tmp_path: Path, templates: dict[str, Path]
 ) -> None:
