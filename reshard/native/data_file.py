@@ -168,24 +168,25 @@ class BlockSums:
             self.close()
             assert isinstance(self._out, PlacedWriter)
             self._start = self._stop = self._out.at = at
-        hashed = written = 0
-        while hashed < len(data):
-            end = min((self._stop // BLOCK_BYTES + 1) * BLOCK_BYTES, self._nbytes)
-            piece = data[hashed : hashed + end - self._stop]
-            if self._seen is not None:
-                self._seen(piece)
-            if len(piece) == BLOCK_BYTES:  # as nearly all have: so none was begun
-                self.blocks[self._start // BLOCK_BYTES] = xxhash.xxh3_64_intdigest(piece)
-                self._start = self._stop = end
-            else:
+        while data:
+            # written first, up to the end of a block: then its digests find it in a cache
+            some = data[: self._stop // BLOCK_BYTES * BLOCK_BYTES + _AT_ONCE_BYTES - self._stop]
+            data = data[len(some) :]
+            self._out.write(some)
+            while some:
+                end = min((self._stop // BLOCK_BYTES + 1) * BLOCK_BYTES, self._nbytes)
+                piece = some[: end - self._stop]
+                some = some[len(piece) :]
+                if self._seen is not None:
+                    self._seen(piece)
+                if len(piece) == BLOCK_BYTES:  # as nearly all have: so none was begun
+                    self.blocks[self._start // BLOCK_BYTES] = xxhash.xxh3_64_intdigest(piece)
+                    self._start = self._stop = end
+                    continue
                 self._state.update(piece)
                 self._stop += len(piece)
                 if self._stop == end:
                     self.close()
-            hashed += len(piece)
-            if hashed - written >= _AT_ONCE_BYTES or hashed == len(data):
-                self._out.write(data[written:hashed])
-                written = hashed
 
     def put_all(
         self,
