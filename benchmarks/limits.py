@@ -93,9 +93,9 @@ def write(path: Path, source: Array, *, hashes: bool = False) -> None:
     with open(path, "wb", buffering=0) as file:
         for start in range(0, len(source), WRITE):
             piece = source[start : start + WRITE]
-            if hashes:
-                hashed(piece)
             file.write(memoryview(piece))
+            if hashes:
+                hashed(piece)  # from a cache
         os.fsync(file.fileno())
 
 
