@@ -170,7 +170,7 @@ class BlockSums:
             self._start = self._stop = self._out.at = at
         while data:
             # written first, up to the end of a block: then its digests find it in a cache
-            some = data[: self._stop // BLOCK_BYTES * BLOCK_BYTES + _AT_ONCE_BYTES - self._stop]
+            some = data[: self._stop // BLOCK_BYTES * BLOCK_BYTES + max(_AT_ONCE_BYTES, BLOCK_BYTES) - self._stop]
             data = data[len(some) :]
             self._out.write(some)
             while some:
