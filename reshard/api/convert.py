@@ -360,12 +360,12 @@ def _check(group: Group, source: Any, target: Any, workers: int, executor: Execu
         raise CheckpointError("one process drives an executor: call convert on one rank, with alone=True")
 
 
-def _is_source(state: Checkpoint, job: ConvertJob, found: str) -> bool:
-    """Whether the output goes where the source is, or replaces its file `found`."""
+def _is_source(state: Checkpoint, job: ConvertJob, replaced: Iterable[str]) -> bool:
+    """Whether the output goes where the source is, or one of the replaced files is the source's."""
     if isinstance(job.target, Storage):
         return False  # storages in memory may have one name
     read = {state.url, *(f"{file.storage.url}/{file.name}" for file in state.contents.files)}
-    return not {*map(os.path.realpath, (job.target, found))}.isdisjoint(map(os.path.realpath, read))
+    return not {*map(os.path.realpath, (job.target, *replaced))}.isdisjoint(map(os.path.realpath, read))
 
 
 def _check_vacant(
@@ -393,7 +393,7 @@ def _check_vacant(
 
         if not looks_like_torch_file(bytes(storage.read(found, 0, min(nbytes, 20)))):
             raise FormatError(f"{storage.url}/{found} exists and is not a file of torch.save: choose another path")
-    if job.source == job.target or _is_source(state, job, f"{storage.url}/{found}"):
+    if job.source == job.target or _is_source(state, job, [f"{storage.url}/{found}"] * (found is not None)):
         raise FormatError(f"source and output are the same, {job.target}: choose another output")
     if found is not None and not overwrite:
         what = f"{storage.url} already contains a checkpoint ({found})"

@@ -429,8 +429,8 @@ def verify_live(
     """Compare every target tensor with its source, bit by bit, by fingerprints. Layouts may
     differ.
 
-    Collective. Arguments are those of `redistribute`. Every rank sums up its own shards, and sends
-    and receives about 60 bytes per tensor. If dtypes differ, the source is first converted to the
+    Collective. Arguments are those of `redistribute`. Every rank fingerprints its own shards,
+    and sends and receives about 60 bytes per tensor. If dtypes differ, the source is first converted to the
     target's dtype. All NaNs then count as equal, because torch's conversion can give the same NaN
     different bits.
 

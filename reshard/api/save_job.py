@@ -182,6 +182,7 @@ def _write_own(job: SaveJob, data: ToWrite, same: list[str], on_bytes: Callable[
             reused.entries,
             lanes=data.lanes,
             stage_bytes=budget,
+            # also for "", which is no base: a later save may take this one as its base
             digests=job.options.base is not None,
             on_bytes=on_bytes,
         )
