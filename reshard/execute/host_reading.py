@@ -41,7 +41,7 @@ from reshard.execute.shared_reads import (
     read_segment,
     segment_bytes,
     segment_end,
-    touch_us_per_mib,
+    touch_cost,
     unchecked_bytes,
 )
 from reshard.execute.work_list import COPY, ENTRY, Kind, Memory, WorkList, copy_row
@@ -68,7 +68,7 @@ LOCAL_SLOTS = 2
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
     touched: bytes
-    touch_us: float
+    touch_cost: float
     address: Address
 
 
@@ -116,18 +116,18 @@ class HostReading:
             if isinstance(source, FileSource) and source.storage.is_common:
                 shareable.append((source, copy))
         touched = footprint_of((source, copy.place.window) for source, copy in shareable)
-        cost = touch_us_per_mib((source, copy.place.window) for source, copy in shareable)
+        cost = touch_cost((source, copy.place.window) for source, copy in shareable)
         # compressed, since all ranks of the job get it, and most numbers are equal
         offer = _Offer(zlib.compress(msgspec.msgpack.encode(touched), 1), cost, own.address)
         # who knows no host of its own is alone in one
         offers = group.exchange_within(own.machine or f"rank {group.rank}", offer)
         places = [*offers] if own.machine else []
-        touch_us = min((offers[i].touch_us for i in places if offers[i].touch_us), default=0.0)
+        cheapest = min((offers[i].touch_cost for i in places if offers[i].touch_cost), default=0.0)
         if any(offers[i].address.memory < 0 for i in places):
-            touch_us = 0.0  # a rank has no memory to share: each reads for itself, but not each checks everything
+            cheapest = 0.0  # a rank has no memory to share: each reads for itself, but not each checks everything
         told = [zlib.decompress(offers[i].touched) for i in places]
         footprints = [msgspec.msgpack.decode(one, type=ReadFootprint) for one in told]
-        work = assign_segments(footprints, touch_us)
+        work = assign_segments(footprints, cheapest)
         files = {source.label: source for source, _ in shareable}
         place = places.index(group.rank) if places else 0
         nothing = dict.fromkeys(files.values(), _NONE)

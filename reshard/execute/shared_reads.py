@@ -29,7 +29,7 @@ __all__ = [
     "LARGE_FILE_BYTES", "LOCAL_SEGMENT_BYTES", "REMOTE_SEGMENT_BYTES", "TAIL_PAGE_BYTES", "WHOLE_SHARE", "Check",
     "FileFootprint", "OneOrMany", "ReadFootprint", "RemoteReading", "SegmentPart", "SharedSegments", "assign_segments",
     "compare_segment", "copy_parts", "footprint_of", "has_whole_blocks", "parts_between", "parts_by_segment",
-    "read_segment", "segment_bytes", "segment_end", "touch_us_per_mib", "unchecked_bytes",
+    "read_segment", "segment_bytes", "segment_end", "touch_cost", "unchecked_bytes",
 ]  # fmt: skip
 
 
@@ -51,8 +51,10 @@ LARGE_FILE_BYTES = 64 << 20
 CACHED_BYTES = 512 << 10
 MIN_SAVED_BYTES = 16 << 20
 """Sharing takes a few milliseconds to set up; with less to save each rank reads for itself."""
-READ_US_PER_MIB = 150.0
-"""About what it takes to copy a MiB out of the page cache, and to wake those who wait for it."""
+_READ_US_PER_MIB = 120.0
+_COMPILED_READ_US_PER_MIB = 45.0
+"""About where it pays to copy a MiB out of the page cache and to wake those who wait for it, in microseconds of
+`touch_cost`. With the kernel it pays early: it hashes and copies the bytes while a cache holds them."""
 _MIN_SHARERS = 2
 WHOLE_SHARE = 0.98
 """So much of a segment is all of it: its first bytes may be a header."""
@@ -124,7 +126,7 @@ class SegmentAssignment(NamedTuple):
     """What each rank reads a part of for itself: compared with checksums before any of them does."""
 
 
-def assign_segments(ranks: Sequence[ReadFootprint], touch_us: float = math.inf) -> SegmentAssignment:
+def assign_segments(ranks: Sequence[ReadFootprint], touch_cost: float = math.inf) -> SegmentAssignment:
     """Return who reads, and who checks, which segments for all; nothing is read for all if that
     would not pay.
 
@@ -133,7 +135,7 @@ def assign_segments(ranks: Sequence[ReadFootprint], touch_us: float = math.inf) 
 
     Args:
         ranks: those of one host, in an order that all of them know.
-        touch_us: what touching a MiB costs a rank that reads for itself, in microseconds; see `touch_us_per_mib`.
+        touch_cost: what a MiB costs each rank that reads for itself; see `touch_cost`.
     """
     found: list[tuple[str, FileFootprint, Flags, Flags, Flags]] = []
     touched = read = 0
@@ -154,7 +156,7 @@ def assign_segments(ranks: Sequence[ReadFootprint], touch_us: float = math.inf) 
         twice = together & (total >= _MIN_SHARERS * lengths)
         touched, read = touched + int(total[twice].sum()), read + int(lengths[twice].sum())
         found.append((label, file, table > 0, together & (total >= WHOLE_SHARE * lengths), twice))
-    pays = touched - read >= MIN_SAVED_BYTES and touched * touch_us >= read * READ_US_PER_MIB
+    pays = touched - read >= MIN_SAVED_BYTES and touched * touch_cost >= read
     work = SegmentAssignment([], [])
     loads = np.zeros((2, len(ranks)), np.int64)
     for label, file, touches, whole, twice in found:
@@ -182,12 +184,12 @@ def _in_turns(touches: Flags, load: Ints) -> Ints:
     return who
 
 
-def touch_us_per_mib(windows: Iterable[tuple[FileSource, Window]]) -> float:
-    """Return the cost of touching a MiB of these files, in microseconds of CPU time: 0 without files, very much
-    if the storage has no view of its bytes.
+def touch_cost(windows: Iterable[tuple[FileSource, Window]]) -> float:
+    """Return what touching these files costs, as a share of what reading as many bytes for all ranks costs: 0 without
+    files, infinity if the storage has no view of its bytes.
 
-    Tried on a few segments; the least counts. It depends on the size of the pages: large folios
-    of a disk's file system are ten times cheaper than the small pages of tmpfs.
+    A few segments are tried; the cheapest counts. It depends on the size of the pages: large folios of a disk's file
+    system are several times cheaper than the small pages of tmpfs.
     """
     found: list[float] = []
     for source, window in itertools.islice(windows, _SAMPLES):
@@ -198,7 +200,7 @@ def touch_us_per_mib(windows: Iterable[tuple[FileSource, Window]]) -> float:
         began = time.thread_time()
         if length and source.mapped(start, length) is not None:
             found.append((time.thread_time() - began) * 1e6 / length * (1 << 20))
-    return min(found, default=0.0)
+    return min(found, default=0.0) / (_READ_US_PER_MIB if kernel() is None else _COMPILED_READ_US_PER_MIB)
 
 
 # What of a copy begins in which segment of its file; and segments, read and checked as a whole.

@@ -326,7 +326,7 @@ class Term(NamedTuple):
 
 
 _HALF_BITS = 27
-CPU_WORDS = 1 << 18  # 2 MiB as float64: of fewer the calls would take a part of the time
+CPU_WORDS = 1 << 17  # 1 MiB as float64, which a cache holds: of fewer the calls would take a part of the time
 _ONE_THREAD = 1 << 18  # multiplications: for no more than these OpenBLAS asks no other threads, which would spin
 DEVICE_WORDS = 1 << 24
 
@@ -340,7 +340,7 @@ def fold(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Sums:
     """The sum of word times numbers over an int32 tensor whose dims are `axes`; at least one dim,
     any strides.
 
-    Extra memory: one chunk as float64 (2 MiB on the CPU, 128 MiB on other devices; less with the
+    Extra memory: one chunk as float64 (1 MiB on the CPU, 128 MiB on other devices; less with the
     compiled loop) and up to 128 MiB of digits, kept for the next tensor of the same geometry.
     """
     if words.device.type == "cpu" and (loop := kernel()) is not None:

@@ -122,8 +122,8 @@ def test_little_is_not_worth_sharing():
 
 def test_where_touching_costs_next_to_nothing_each_reads_for_itself():
     ranks = [said(a=[SIZE] * 24)] * 4
-    assert assign_segments(ranks, 110.0).reads  # small pages
-    assert not assign_segments(ranks, 11.0).reads  # large folios
+    assert assign_segments(ranks, 0.6).reads  # small pages
+    assert not assign_segments(ranks, 0.2).reads  # large folios
 
 
 def test_what_each_reads_a_part_of_is_checked_by_one():
@@ -182,8 +182,8 @@ def test_blocks_of_ranges_are_chosen_and_looked_up(nbytes, block_bytes, chosen_,
 def test_touching_is_measured_where_it_can_be(tmp_path):
     (tmp_path / "a").write_bytes(bytes(3 * SIZE))
     window = Window.row_major(SIZE + 1, (SIZE,), 1)
-    assert 0 < shared_reads.touch_us_per_mib([(FileSource(LocalStorage(tmp_path), "a"), window)]) < 1e6
-    assert shared_reads.touch_us_per_mib([]) == 0
+    assert 0 < shared_reads.touch_cost([(FileSource(LocalStorage(tmp_path), "a"), window)]) < 1e6
+    assert shared_reads.touch_cost([]) == 0
 
 
 def test_a_file_that_ends_within_a_segment_is_read_to_its_end():
@@ -240,7 +240,7 @@ def wrong(found: dict[str, Any], known: dict[str, Any]) -> list[str]:
 
 def always_share() -> None:
     """Whatever it costs to touch a page where the tests run."""
-    host_reading.touch_us_per_mib = lambda windows: float("inf")
+    host_reading.touch_cost = lambda windows: float("inf")
 
 
 def large_segments() -> None:
@@ -463,7 +463,7 @@ def outcome(target: dict[str, Any], path: str, **options: Any) -> str:
 def damaged_parts_job(path: str, file: str, places: list[int], budget_bytes: int | None) -> list[str]:
     """Every rank wants a part of every segment, and reads it for itself, since touching pages is cheap here, or
     there is no memory to share."""
-    host_reading.touch_us_per_mib = lambda windows: 0.0 if budget_bytes is None else float("inf")
+    host_reading.touch_cost = lambda windows: 0.0 if budget_bytes is None else float("inf")
     mesh = DeviceMesh("cpu", range(4))
     shapes = {"wide": (ROWS, COLUMNS), "b": (ROWS // 4, 1024)}
     out = []
@@ -509,7 +509,7 @@ def test_a_flipped_bit_in_what_each_rank_reads_a_part_of_is_found_before_anythin
 
 def careless_job(path: str, file: str, places: list[int], cost: float) -> list[str]:
     """One rank does not want anything checked."""
-    host_reading.touch_us_per_mib = lambda windows: cost
+    host_reading.touch_cost = lambda windows: cost
     mesh, out = DeviceMesh("cpu", range(3)), []
     for at in places:
         if dist.get_rank() == 0:
