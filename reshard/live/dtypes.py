@@ -62,8 +62,8 @@ def refused_cast(old: object, new: object) -> str:
 
 def overflowing(elements: torch.Tensor, dtype: torch.dtype) -> int:
     """The number of elements, on any device, beyond the least or largest number of a dtype: a cast makes them
-    infinite, NaN, another number, or that one. Infinite ones count if the dtype has none. Complex ones
-    count by their parts. Nothing is read where no element can be."""
+    infinite, NaN, another number, or that one. Infinite ones count if the dtype has none. A complex
+    one counts if either part is. Nothing is read where no element can be."""
     least, most = _range(elements.dtype)
     low, high = max(_range(dtype)[0], least), min(_range(dtype)[1], most)
     stay = not _has_infinity(elements.dtype) or _has_infinity(dtype)
@@ -78,7 +78,8 @@ def overflowing(elements: torch.Tensor, dtype: torch.dtype) -> int:
         return 0
     split = torch.split(numbers.reshape(-1), _COMPARED_AT_ONCE)
     parts = (part.float() if part.element_size() == 2 else part for part in split)
-    return sum(int((((part < low) | (part > high)) & (~part.isinf() | (not stay))).sum()) for part in parts)
+    beyond = (((part < low) | (part > high)) & (~part.isinf() | (not stay)) for part in parts)
+    return sum(int((one.view(-1, 2).any(1) if elements.is_complex() else one).sum()) for one in beyond)
 
 
 _COMPARED_AT_ONCE = 1 << 20
