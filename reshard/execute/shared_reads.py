@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import mmap
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -51,10 +50,11 @@ LARGE_FILE_BYTES = 64 << 20
 CACHED_BYTES = 512 << 10
 MIN_SAVED_BYTES = 16 << 20
 """Sharing takes a few milliseconds to set up; with less to save each rank reads for itself."""
-_READ_US_PER_MIB = 120.0
-_COMPILED_READ_US_PER_MIB = 45.0
-"""About where it pays to copy a MiB out of the page cache and to wake those who wait for it, in microseconds of
-`touch_cost`. With the kernel it pays early: it hashes and copies the bytes while a cache holds them."""
+_TAKE_US_PER_MIB = 16.0
+_READ_US_PER_MIB = 150.0
+_COMPILED_READ_US_PER_MIB = 30.0
+"""A MiB that is read for all costs its reader so much more than if each read it for itself, and each rank the first
+figure. The kernel hashes and copies it while a cache holds it."""
 _MIN_SHARERS = 2
 WHOLE_SHARE = 0.98
 """So much of a segment is all of it: its first bytes may be a header."""
@@ -185,8 +185,8 @@ def _in_turns(touches: Flags, load: Ints) -> Ints:
 
 
 def touch_cost(windows: Iterable[tuple[FileSource, Window]]) -> float:
-    """Return what touching these files costs, as a share of what reading as many bytes for all ranks costs: 0 without
-    files, infinity if the storage has no view of its bytes.
+    """Return what a rank saves if it does not touch pages of these files, as a share of what it costs to read as many
+    bytes for all ranks: 0 without files, infinity if the storage has no view of its bytes.
 
     A few segments are tried; the cheapest counts. It depends on the size of the pages: large folios of a disk's file
     system are several times cheaper than the small pages of tmpfs.
@@ -197,10 +197,10 @@ def touch_cost(windows: Iterable[tuple[FileSource, Window]]) -> float:
         length = min(LOCAL_SEGMENT_BYTES, source.nbytes - start)
         if source.view() is None:
             return math.inf
-        began = time.thread_time()
-        if length and source.mapped(start, length) is not None:
-            found.append((time.thread_time() - began) * 1e6 / length * (1 << 20))
-    return min(found, default=0.0) / (_READ_US_PER_MIB if kernel() is None else _COMPILED_READ_US_PER_MIB)
+        if length and (touch_s := source.touch_s(start, length)) is not None:
+            found.append(touch_s * 1e6 / length * (1 << 20))
+    saved = max(min(found, default=0.0) - _TAKE_US_PER_MIB, 0.0)
+    return saved / (_READ_US_PER_MIB if kernel() is None else _COMPILED_READ_US_PER_MIB)
 
 
 # What of a copy begins in which segment of its file; and segments, read and checked as a whole.

@@ -390,29 +390,30 @@ class FileSource(Source):
     def release(self) -> None:
         """Give the mapped pages that were read back: they count as this process's memory until
         then."""
-        self._give_back(0, self.nbytes)  # what is needed again comes from the page cache
+        self.unmap(0, self.nbytes)  # what is needed again comes from the page cache
 
-    def mapped(self, start: int, length: int) -> memoryview | None:
-        """Bytes of the file, brought into memory at once and without a copy, or None where it
-        cannot be so."""
+    def touch_s(self, start: int, length: int) -> float | None:
+        """CPU seconds that it takes to touch each page of these bytes, as a copy from the view does, and to give them
+        back. None where there is no view, or they cannot be read."""
         self.check(start, start + length)
         view = self.view()
         if view is None or self._file is None:
             return None
         try:  # a page that cannot be read is an error here, but would end the process if it were touched
             self._advise(_MADV_POPULATE_READ, start, length)
+            self._advise(mmap.MADV_DONTNEED, start, length)
+            began = time.thread_time()
+            view[start : start + length : mmap.PAGESIZE].tobytes()
+            self._advise(mmap.MADV_DONTNEED, start, length)
         except OSError:
             return None
-        return view[start : start + length]
+        return time.thread_time() - began
 
     def unmap(self, start: int, length: int) -> None:
         """Give these bytes back: the pages that are completely within them."""
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._give_back(first, start + length - first)
-
-    def _give_back(self, start: int, length: int) -> None:
         with suppress(OSError):  # then the pages stay until the system wants them back itself
-            self._advise(mmap.MADV_DONTNEED, start, length)
+            self._advise(mmap.MADV_DONTNEED, first, start + length - first)
 
     def _advise(self, what: int, start: int, length: int) -> None:
         if self._file is not None and length > 0:
