@@ -153,6 +153,8 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
         except Exception as error:
             error.add_note(_written(begun))
             raise
+        if assign:
+            _keep_objects(region.slots)
         # an override may return nothing
         if found is not None:
             lacking = dict.fromkeys(region.canonical(key) for key in found[0])
@@ -541,8 +543,31 @@ def _materialized(value: torch.Tensor, slot: StateEntry, made: dict[Any, torch.T
             device = torch.device(model.device_mesh.device_type)
         new = like(value, model, device)
         new = wrapped_like(new if new.dtype == model.dtype else new.to(model.dtype), model)
-        made[slot.identity] = as_parameter(new, model)
+        made[slot.identity] = _exchanged(model, as_parameter(new, model))
     return made[slot.identity]
+
+
+def _keep_objects(slots: Sequence[StateEntry]) -> None:
+    """Give modules back the tensors that a load replaced, with what it put in their places."""
+    kept: dict[int, torch.Tensor] = {}
+    for slot in slots:
+        old, new = slot.value, getattr(slot.owner, slot.attr)
+        if old is not None and new is not old:
+            if id(old) not in kept:
+                kept[id(old)] = _exchanged(old, new)
+            assign_tensor(slot.owner, slot.attr, kept[id(old)])
+
+
+def _exchanged(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """`old` with what `new` holds, so that optimizers keep their parameter; `new` where something else refers to
+    either. Both keep the attributes of `old`."""
+    for name, value in vars(old).items():
+        vars(new).setdefault(name, value)
+    try:
+        torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return new
+    return old
 
 
 def _write_plain(value: torch.Tensor, target: torch.Tensor) -> None:
