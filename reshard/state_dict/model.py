@@ -674,27 +674,36 @@ def overwritten(targets: Sequence[Any], values: Sequence[Any]) -> list[int]:
     for cluster in overlapping(targets):
         if not all(type(targets[i]) in _PLAIN and type(values[i]) is torch.Tensor for i in cluster):
             continue
-        scratch = targets[cluster[0]].detach().untyped_storage().clone()
+        starts = [targets[i].data_ptr() for i in cluster]
+        first = min(starts) // _ALIGNED_BYTES * _ALIGNED_BYTES  # several storages may be of one memory
+        span = max(map(int.__add__, starts, (reach_bytes(targets[i]) for i in cluster))) - first
+        scratch = torch.empty(span, dtype=torch.uint8, device=targets[cluster[0]].device).untyped_storage()
         views = []
-        for i in cluster:
+        for i, start in zip(cluster, starts):
             target = targets[i].detach()
             view = torch.empty(0, dtype=target.dtype, device=target.device)
-            views.append(view.set_(scratch, target.storage_offset(), target.shape, target.stride()))
+            views.append(view.set_(scratch, (start - first) // target.itemsize, target.shape, target.stride()))
             views[-1].copy_(values[i].reshape(target.shape))
         after = [same_value(view, values[i].to(view).reshape(view.shape)) for i, view in zip(cluster, views)]
         found += [i for i, same in zip(cluster, after) if not same]
     return found
 
 
+_ALIGNED_BYTES = 16
+"""Of the largest element."""
+
+
 def _have_own_storages(tensors: Sequence[Any]) -> bool:
-    """Return True if these are plain tensors of which no two share a storage: the usual case."""
+    """Return True if these are plain tensors of which no two share memory of their storages: the usual case."""
     if not set(map(type, tensors)) <= _PLAIN:
         return False
     try:
-        storages = set(map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, tensors)))
+        storages = list(map(torch.Tensor.untyped_storage, tensors))
+        starts = np.array([*map(torch.UntypedStorage.data_ptr, storages)], np.uint64)
     except (RuntimeError, NotImplementedError):
         return False  # some of them are sparse
-    return len(storages) == len(tensors)
+    ends = starts + np.array([*map(torch.UntypedStorage.nbytes, storages)], np.uint64)
+    return bool(np.all(np.sort(ends)[:-1] <= np.sort(starts)[1:]))
 
 
 def _spans_of_any(tensors: Sequence[Any]) -> Spans:
