@@ -232,7 +232,8 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
     kept = sorted(found, key=lambda one: one.created_unix_s)[-keep_last:]
     gone, done = [one.path for one in found[:-keep_last] if one not in kept], "would delete"
     if not dry_run:
-        gone, done = remove_checkpoints(folder, gone, executor), "deleted"
+        saves = {one.path: one.save_id for one in found}
+        gone, done = remove_checkpoints(folder, gone, executor, saves), "deleted"
     if gone and open_storage(folder).names(LEDGER):
         _log.warning(
             "prune ignores the keep rules of this run's CheckpointManager: it %s %s",
@@ -264,10 +265,15 @@ def _remove_in(folder: str, place: str) -> None:
         remove_dead(open_storage(path_below(folder, place)))
 
 
-def remove_checkpoints(folder: AnyPath, paths: Iterable[str], executor: Executor | None = None) -> list[str]:
+def remove_checkpoints(
+    folder: AnyPath,
+    paths: Iterable[str],
+    executor: Executor | None = None,
+    saves: Mapping[str, str] | None = None,
+) -> list[str]:
     """Remove these of the checkpoints directly below `folder`, and what killed saves have left
     there, as `prune` does. Returns the paths of what was removed: what a save replaces just now
-    stays."""
+    stays, and so does what is no longer of the save that `saves` has for its path."""
     storage = open_storage(folder)
     names = storage.names()
     remove_dead_jobs(storage, names)
@@ -280,8 +286,9 @@ def remove_checkpoints(folder: AnyPath, paths: Iterable[str], executor: Executor
     for path in paths:
         inner = open_storage(path)
         by_id = generations_in(inner)
-        if not any(is_alive(inner, save_id, names) for save_id, names in by_id.items()):
-            unpublish(inner, by_id)
+        if any(is_alive(inner, save_id, names) for save_id, names in by_id.items()):
+            continue
+        if unpublish(inner, by_id, (saves or {}).get(path)):
             gone.append(path)
     kept = tuple(sorted(name for name in storage.names() if name.rpartition("/")[2] == MANIFEST)[-1:])
     work = RemoveWork(absolute(folder), kept)  # of those that are gone now, and of killed saves
@@ -301,6 +308,7 @@ class _Published:
     created_unix_s: float = 0.0
     problem: str = ""
     """Why it cannot be opened."""
+    save_id: str = ""
 
 
 def complete(folder: AnyPath) -> list[_Published]:
@@ -377,4 +385,6 @@ def _opened(path: str, place: str, names: Collection[str]) -> _Published | None:
             return _Published(path, bool(place), step, problem=str(error))
         return None
     native = opened.contents.details(NativeFacts)
-    return None if native is None else _Published(path, bool(place), step, native.manifest.created_unix_s)
+    if native is None:
+        return None
+    return _Published(path, bool(place), step, native.manifest.created_unix_s, save_id=native.manifest.save_id)

@@ -358,13 +358,28 @@ def replaced_by_save(storage: Storage, names: Collection[str], overwrite: bool) 
     return found
 
 
-def unpublish(storage: Storage, save_ids: Collection[str]) -> None:
-    """Let no generation count, so that a removal that is interrupted is not taken for a lost manifest."""
+def unpublish(storage: Storage, save_ids: Collection[str], only: str | None = None) -> bool:
+    """Let no generation count, so that a removal that is interrupted is not taken for a lost manifest.
+
+    Returns False if a save other than `only` counts by now: then it stays.
+    """
+    if not _may_retract(storage, only):
+        return False
     for save_id in save_ids:
         with suppress(CheckpointNotFoundError):  # another process has removed it
             storage.publish(f"{folder_of(save_id)}/{CLAIM}", b"{}")  # of no process
+    if not _may_retract(storage, only):  # one that began and ended since `save_ids` were listed
+        return False
     storage.delete(HF_INDEX)
     storage.retract(MANIFEST)  # which makes both durable
+    return True
+
+
+def _may_retract(storage: Storage, only: str | None) -> bool:
+    try:
+        return only is None or published(storage) in (None, only)
+    except CheckpointError:
+        return False
 
 
 def remove_dead(storage: Storage) -> list[str]:
