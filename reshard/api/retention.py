@@ -30,14 +30,14 @@ from reshard.errors import (
     format_names,
 )
 from reshard.formats.detect import LEDGER, RunStep, discarded_in, local_path, path_below, run_in, step_of, steps_at
-from reshard.native.commit import generations_in, is_alive, remove_dead, remove_empty, unpublish
+from reshard.native.commit import folder_of, generations_in, is_alive, remove_dead, remove_empty, unpublish
 from reshard.native.manifest import GENERATION, MANIFEST, is_generation, refuse_newer, without_claim
 from reshard.native.reader import NativeFacts, detect
 from reshard.storage import AnyPath, Storage, open_storage
 
 __all__ = [
-    "Keep", "Seen", "Step", "complete", "is_count", "latest_complete", "prune", "published", "remove_checkpoints",
-    "steps",
+    "Keep", "Seen", "Step", "complete", "is_count", "latest_complete", "leftovers", "prune", "published",
+    "remove_checkpoints", "steps",
 ]  # fmt: skip
 
 
@@ -200,8 +200,8 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
     manifest was lost. `prune` does not know the rules of a `CheckpointManager`, so a warning names
     the deleted steps of its run.
 
-    `prune` also deletes files that killed saves and conversions left. It deletes only files that saves
-    and conversions wrote. Other files stay, and so do their folders. Manifests are deleted first, so
+    `prune` also deletes files that killed saves and conversions left. `reshard prune` lists those of
+    saves. It deletes only files that saves and conversions wrote. Other files stay, and so do their folders. Manifests are deleted first, so
     an interrupted call leaves nothing that looks complete. The next call finishes its work. With an
     `executor`, each checkpoint is deleted in a task.
 
@@ -243,6 +243,27 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
     return gone
 
 
+def leftovers(folder: AnyPath) -> dict[str, int]:
+    """Paths directly below `folder` in which killed saves left files that `prune` would delete, and the size of these
+    files in bytes."""
+    found, names = {}, list[str]()
+    with suppress(CheckpointError):  # a file, which `prune` refuses
+        names = open_storage(folder).names()
+    for place in sorted(_places(names)):
+        path = path_below(folder, place)
+        with suppress(CheckpointError):  # as in `_remove_in`
+            inner = open_storage(path)
+            if dead := remove_dead(inner, dry_run=True):
+                found[path] = sum(sum(inner.list(f"{folder_of(save_id)}/").values()) for save_id in dead)
+    return found
+
+
+def _places(names: Iterable[str]) -> set[str]:
+    """The folders with files of saves, of these names in a run."""
+    parts = [name.split("/", 2) for name in names]
+    return {place for place, *inner in parts if len(inner) > 1 and is_generation(inner[0])}
+
+
 @dataclass(frozen=True)
 class RemoveWork:
     """Removing what does not count, in a folder of the run a task."""
@@ -281,8 +302,7 @@ def remove_checkpoints(
     for place in {place for place, *inner in parts if len(inner) > 1 and is_job(inner[0])}:
         below = open_storage(path_below(folder, place))
         remove_dead_jobs(below, below.names())
-    places = {place for place, *inner in parts if len(inner) > 1 and is_generation(inner[0])}
-    gone = []
+    places, gone = _places(names), []
     for path in paths:
         inner = open_storage(path)
         by_id = generations_in(inner)

@@ -382,23 +382,25 @@ def _may_retract(storage: Storage, only: str | None) -> bool:
         return False
 
 
-def remove_dead(storage: Storage) -> list[str]:
+def remove_dead(storage: Storage, *, dry_run: bool = False) -> list[str]:
     """Remove generations that neither count nor are being written, but for data whose manifest was lost. Returns their
-    save ids.
+    save ids. With `dry_run`, only returns them.
 
     A save publishes its manifest before it releases its claim. So where a claim is gone, the manifest that is read
     *after* seeing that names this generation, or one that came later.
     """
     by_id = generations_in(storage)
-    remove_empty(storage)
-    removed, running = [], False
+    if not dry_run:
+        remove_empty(storage)
+    removed, running = [], dry_run
     for save_id, names in by_id.items():
         if is_alive(storage, save_id, names):
             running = True
         elif (counts := published(storage)) != save_id and (counts in by_id or not without_claim(names)):
-            remove(storage, save_id, names)
+            if not dry_run:
+                remove(storage, save_id, names)
             removed.append(save_id)
-    if removed and published(storage) is None:
+    if removed and not dry_run and published(storage) is None:
         _remove_index_of(storage, {folder_of(save_id) for save_id in removed})
     if not running:  # of several saves it is not known whose an unfinished manifest is: the last to end cleans up
         for published_name in (MANIFEST, HF_INDEX):
