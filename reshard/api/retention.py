@@ -200,10 +200,11 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
     manifest was lost. `prune` does not know the rules of a `CheckpointManager`, so a warning names
     the deleted steps of its run.
 
-    `prune` also deletes files that killed saves and conversions left. `reshard prune` lists those of
-    saves. It deletes only files that saves and conversions wrote. Other files stay, and so do their folders. Manifests are deleted first, so
-    an interrupted call leaves nothing that looks complete. The next call finishes its work. With an
-    `executor`, each checkpoint is deleted in a task.
+    `prune` also deletes files that killed saves and conversions left. The command `reshard prune`
+    lists those of saves. Only files that saves and conversions wrote are deleted. Other files stay,
+    and so do their folders. Manifests are deleted first, so an interrupted call leaves nothing that
+    looks complete. The next call finishes its work. With an `executor`, each checkpoint is deleted
+    in a task.
 
     Raises:
         OptionError: `keep_last` < 1, or `folder` is a checkpoint and not the folder of a run.
@@ -247,7 +248,7 @@ def leftovers(folder: AnyPath) -> dict[str, int]:
     """Paths directly below `folder` in which killed saves left files that `prune` would delete, and the size of these
     files in bytes."""
     found, names = {}, list[str]()
-    with suppress(CheckpointError):  # a file, which `prune` refuses
+    with suppress(StorageError):  # a file, which `prune` refuses
         names = open_storage(folder).names()
     for place in sorted(_places(names)):
         path = path_below(folder, place)

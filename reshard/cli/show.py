@@ -242,12 +242,12 @@ def report_as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def damaged(path: str, problem: str, as_json: bool) -> Exit:
+def damaged(path: str, problem: str, as_json: bool, head: str = "damaged") -> Exit:
     """Print what is wrong with a checkpoint that cannot be opened. The answer is no."""
     if as_json:
         print_json({"path": path, "ok": False, "problems": [problem]})
     else:
-        print_text(console(), as_given(problem, path), "damaged", "red")
+        print_text(console(), as_given(problem, path), head, "red")
     return Exit(1)
 
 

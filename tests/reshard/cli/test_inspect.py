@@ -424,6 +424,8 @@ def test_a_run_is_listed(tmp_path: Path, say) -> None:
     assert shown.code == 0
     assert "a run with 2 checkpoints" in shown.out
     assert f"{first.path}, the newest complete checkpoint\nformat native, 1 tensor" in shown.out
+    assert shown.out.count("is an empty folder") == 1
+    assert f"{first.path}, the newest complete" in say("inspect", tmp_path, "--select", "*").out
     assert [row["step"] for row in told["steps"]] == [10, 20]
     assert (told["path"], told["newest"]["path"]) == (str(tmp_path), first.path)
     assert (told["ok"], told["covers"]) == (True, first.path)
