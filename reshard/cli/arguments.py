@@ -213,8 +213,8 @@ def both_sides(
     sides = [_topology(text, rules, saved) if it is None else it for text, it in zip(texts, opened)]
     if not known:
         raise UsageError(
-            f"{source!r} and {onto!r} are both topologies, and a topology names no tensors: pass a checkpoint or a "
-            "layout file as one of the two"
+            f"{source!r} and {onto!r} are both topologies, and a topology does not list tensors: pass a checkpoint or "
+            "a layout file as one of the two"
         )
     topology = next((side for side in sides if not isinstance(side, StateLayout)), None)
     if topology is None and rules:

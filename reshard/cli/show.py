@@ -96,7 +96,7 @@ _SAID: list[tuple[str, Any]] = [
     (r"leave out onto\b", "leave out --onto"),
     (r"leave out step=\d+", "leave out --step"),
     (r"max_shard_bytes", "--max-shard"),
-    (r"pass rtol=", "run reshard diff A B --rtol 1e-3"),
+    (r"pass rtol=", "add --rtol 1e-3"),
     (r"ass step=(\d*)", lambda m: f"ass --step {m[1] or 'N'}"),
     (r"use the same names on both sides", "--normalized uses canonical names"),
     (r"leave these out", "--select '!GLOB' leaves names out"),

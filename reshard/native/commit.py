@@ -303,9 +303,10 @@ def refuse_foreign(storage: Storage) -> Mapping[str, int]:
     foreign += [".metadata"] if has_dcp(names) else []
     foreign += [name for name in names if name.endswith(".safetensors") and "/" not in name and not ours]
     if foreign:
+        what = "a DCP checkpoint (.metadata)" if foreign[0] == ".metadata" else foreign[0]
         raise StorageError(
-            f"{storage.url} contains {foreign[0]}, which is not from a checkpoint of this library. Nothing was "
-            "saved: choose another folder"
+            f"{storage.url} contains {what}, which is not part of a native checkpoint. Nothing was saved: choose "
+            "another folder"
         )
     return names
 

@@ -369,7 +369,7 @@ def test_diff_says_that_all_differences_are_dtypes(say, tmp_path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
 
     all_of = f"all differences are dtypes: float32 in {a}, bfloat16 in {b} (5 tensors)"
-    fix = "To compare the values, too, run reshard diff A B --rtol 1e-3"
+    fix = "To compare the values, too, add --rtol 1e-3"
     assert say("diff", a, b).out.splitlines()[2:] == [
         f"note  {all_of}. {fix}",
         f"·  layers.*: 5 names, such as 'layers.0.w': is float32 in {a}, bfloat16 in {b}",
