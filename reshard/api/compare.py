@@ -30,7 +30,7 @@ from planners.geometry.box import Box, Shape
 from planners.geometry.layout import TensorLayout
 from planners.geometry.overlap import Sweep
 from planners.units import format_bytes, format_count
-from reshard.api.key_suggestions import without_prefix
+from reshard.api.key_suggestions import prefix_hint
 from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.api.transfer_memory import held_parts
@@ -194,7 +194,7 @@ def compare_sides(
     mine.sizes = {name: (math.prod(its.shape), its.dtype.itemsize) for name, its in sides}
     mine.compared = [key for key in left.objects if key in right.objects]
     mine.compared += [key for key in left.own if key in right.own and left.own[key].keys() & right.own[key].keys()]
-    mine.others = [*_object_findings(left, right), *_own_findings(left, right)]
+    mine.others = [*_object_findings(left, right, mine.damaged), *_own_findings(left, right, mine.damaged)]
     told = {0: mine} if group is None else dict(zip(group.ranks, group.exchange(mine)))
     found = _JointFindings.of(told)
     both = [name for name in left.names.nbytes if name in right.names.nbytes]
@@ -209,9 +209,11 @@ def compare_sides(
     return CompareReport(
         subject, tuple(findings), len(both), Coverage(total, found.read_bytes, found.read_bytes, unchecked=left_open),
         "; ".join(filter(None, (_NOTHING, left_open))) if is_empty else _in_words(found, total, left_open, within),
-        _prefix_hint(left, right) or _dtype_hint(findings, left, right, common if group is None else ()),
+        prefix_hint(*((side.label, side.names.nbytes) for side in (left, right)))
+        or _dtype_hint(findings, left, right, common if group is None else ()),
         found.measures() if is_measured else None,
-        (left.label, right.label), {name: one.error for name, one in found.totals.items() if one.is_damage},
+        (left.label, right.label),
+        {name: one.error for name, one in found.totals.items() if one.is_damage} | {**found.damaged},
         is_empty,
     )  # fmt: skip
 
@@ -251,7 +253,7 @@ class CompareReport(Report):
     """By how much each tensor differs, if you passed `measure`. Tensors whose shapes differ have no entry."""
     labels: tuple[str, str] = ("", "")
     damaged: Mapping[str, str] = field(default_factory=dict)
-    """key -> error of tensors that were not compared because one side is damaged. `findings` has them too."""
+    """key -> error of values that were not compared because one side is damaged. `findings` has them too."""
     is_empty: bool = False
     """True if neither side has a tensor or another value, so that there was nothing to compare."""
 
@@ -376,6 +378,8 @@ class _RankFindings(msgspec.Struct):
     """Keys of other values, and how these differ."""
     compared: list[str] = []
     """Keys of other values that this rank has on both sides."""
+    damaged: dict[str, str] = {}
+    """The errors of those that cannot be read on one of them."""
 
 
 @dataclass(frozen=True)
@@ -391,6 +395,8 @@ class _JointFindings:
     """On values that are no tensors."""
     compared: Collection[str]
     """Their keys."""
+    damaged: Mapping[str, str]
+    """Their errors, by key."""
 
     @classmethod
     def of(cls, found: Mapping[int, _RankFindings]) -> _JointFindings:
@@ -406,7 +412,8 @@ class _JointFindings:
                     at[box] = rank, difference
         totals = {name: reduce(add, [one for _, one in its.values()] or [_SAME]) for name, its in boxes.items()}
         compared = {key for one in found.values() for key in one.compared}
-        return cls(known, sizes, boxes, totals, [*others], compared)
+        damaged = {key: error for one in found.values() for key, error in one.damaged.items()}
+        return cls(known, sizes, boxes, totals, [*others], compared, damaged)
 
     def of_tensor(self, name: str, *, is_shared: bool) -> Finding | None:
         """How a tensor that both sides have differs; `is_shared`: the finding names the rank."""
@@ -667,9 +674,11 @@ class _Side:
 
 
 def _values(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return single values. Some formats keep a list of them as one object, others each under a key of its own."""
+    """Return single values, or the error of one that is damaged. Some formats keep a list of them as one object, others
+    each under a key of its own."""
     out: dict[str, Any] = {}
-    for key, value in objects.items():
+    for key in objects:
+        value = _readable(objects.__getitem__, key)
         try:
             flat = flatten({key: value})
             out.update((key_of(path), _as_bytes(leaf)) for path, leaf in flat.leaves.items())
@@ -677,6 +686,14 @@ def _values(objects: Mapping[str, Any]) -> dict[str, Any]:
         except KeyMismatchError:  # a dict with keys such as 1 and "1"
             out[key] = value
     return out
+
+
+def _readable(read: Callable[[Any], Any], what: Any) -> Any:
+    """What `read` returns, or its error if that is damaged."""
+    try:
+        return read(what)
+    except CorruptCheckpointError as error:
+        return error
 
 
 def _as_bytes(value: Any) -> Any:
@@ -694,34 +711,6 @@ def _dtype_hint(findings: Sequence[Finding], left: _Side, right: _Side, names: I
     sizes = " and ".join(format_bytes(sum(side.names.nbytes.values())) for side in (left, right))
     within = f"dtypes differ: {words}; the values take {sizes}"
     return f"all differences are dtypes: {words}. To compare the values, too, pass rtol=" if findings else within
-
-
-def _prefix_hint(left: _Side, right: _Side) -> str:
-    """Say that names differ only by a prefix, such as `model.`, if so."""
-    if left.names.nbytes.keys() & right.names.nbytes.keys():
-        return ""
-    for one, other, of in (left.names.nbytes, right.names.nbytes, ""), *_parts_of_more(left, right):
-        (x, of_left), (y, of_right) = without_prefix(one), without_prefix(other)
-        if not of_left or of_left != of_right:
-            continue
-        while x and y and x[-1] == y[-1]:
-            x, y = x[:-1], y[:-1]
-        here, there = (f"{'.'.join(parts)}." if parts else "" for parts in (x, y))
-        return (
-            f"the names of all tensors{of} are the same except for a prefix: {here!r} in {left.label}, {there!r} in "
-            f"{right.label}. `reshard diff --model` removes prefixes of frameworks, such as 'model.' and 'module.'"
-        )
-    return ""
-
-
-def _parts_of_more(left: _Side, right: _Side) -> Iterator[tuple[Collection[str], Collection[str], str]]:
-    """The names below each top-level key of one side, all names of the other side, and where both are, in words."""
-    for one, other in ((left, right), (right, left)):
-        whole = other.names.nbytes
-        for name, below in grouped((name.partition(".")[0], name) for name in one.names.nbytes).items():
-            if len(below) == len(whole):
-                pair = (below, whole) if one is left else (whole, below)
-                yield *pair, f" in {other.label} and of {name!r} in {one.label}"
 
 
 def _name_findings(left: _Side, right: _Side, compared: Collection[str], group: Group | None) -> Iterator[Finding]:
@@ -747,23 +736,35 @@ def _ranks_left_open(left: _Side, right: _Side, group: Group | None) -> list[str
     return [] if is_whole else [key for key in x if key in y and x[key] != y[key]]
 
 
-def _object_findings(left: _Side, right: _Side) -> Iterator[Finding]:
+def _object_findings(left: _Side, right: _Side, damaged: dict[str, str]) -> Iterator[Finding]:
+    """Compare plain values. Adds errors to `damaged`."""
     for key, value in left.objects.items():
         if key in right.objects and not are_equal(value, other := right.objects[key]):
             kinds = {unknown_class(value), unknown_class(other)}
-            if unread := UNSUPPORTED_TENSORS.get(kinds.pop() or "") if len(kinds) == 1 else None:
+            if error := _error_of(value, other):
+                damaged[key] = error
+                yield Finding(error, key)
+            elif unread := UNSUPPORTED_TENSORS.get(kinds.pop() or "") if len(kinds) == 1 else None:
                 yield Finding(f"was not compared: {unread}", key, kind="unchecked")
             else:
                 yield Finding(f"{value!r:.80} in {left.label}, {other!r:.80} in {right.label}", key)
 
 
-def _own_findings(left: _Side, right: _Side) -> Iterator[Finding]:
-    """Compare per-rank values. A state dict has those of one rank only."""
+def _own_findings(left: _Side, right: _Side, damaged: dict[str, str]) -> Iterator[Finding]:
+    """Compare per-rank values. A state dict has those of one rank only. Adds errors to `damaged`."""
     for key in [key for key in left.own if key in right.own]:
         x, y = left.own[key], right.own[key]
         for rank in x.keys() & y.keys():
-            if not are_equal(read_value(x[rank]), read_value(y[rank])):
+            one, other = _readable(read_value, x[rank]), _readable(read_value, y[rank])
+            if error := _error_of(one, other):
+                damaged[key] = error
+                yield Finding(error, key)
+            elif not are_equal(one, other):
                 yield Finding(f"differs between {left.label} and {right.label} on rank {rank}", key)
+
+
+def _error_of(*values: Any) -> str:
+    return next((str(value) for value in values if isinstance(value, CorruptCheckpointError)), "")
 
 
 def _difference(x: Any, y: Any, within: Box, how: _How) -> _Difference:

@@ -180,7 +180,7 @@ class ConvertJob:
 
     def digest(self, state: Checkpoint) -> str:
         """A digest that is equal for equal work on an unchanged source, so that interrupted work is found again."""
-        onto = self.onto.digest() if isinstance(self.onto, StateLayout) else self.onto
+        onto = self.onto.digest() if isinstance(self.onto, StateLayout) else str(self.onto)
         facts = [self.format, self.mapping, self.select, self.dtype, self.normalized, self.model_only, self.hints]
         facts += [self.max_shard_bytes, self.check, str(absolute(self.target)), onto]
         facts += [list(state.objects), files_of(state, absolute(state.url)), getattr(self.source, "derivation", "")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from reshard.state import NUMBERED
 
 __all__ = [
     "OF_NUMBERED", "PrefixDifference", "by_number", "differ_in_form", "has_no_state_yet", "is_of_optimizer",
-    "load_by_name", "named_from_numbers", "section", "shifted", "without_optimizers", "without_prefix",
+    "load_by_name", "named_from_numbers", "prefix_hint", "section", "shifted", "without_optimizers",
 ]  # fmt: skip
 
 
@@ -277,7 +277,37 @@ def _by_pattern(keys: Mapping[str, str]) -> list[str]:
     return [*rows[:_MOST_LINES], *more]
 
 
-def without_prefix(names: Collection[str]) -> tuple[list[str], set[str]]:
+def prefix_hint(left: tuple[str, Collection[str]], right: tuple[str, Collection[str]]) -> str:
+    """Say that the names of two sides, each with its label, differ only by a prefix such as `model.`, if so."""
+    (label, names), (other_label, others) = left, right
+    if not set(names).isdisjoint(others):
+        return ""
+    for one, other, of in (names, others, ""), *_parts_of_more(left, right):
+        (x, of_left), (y, of_right) = _without_prefix(one), _without_prefix(other)
+        if not of_left or of_left != of_right:
+            continue
+        while x and y and x[-1] == y[-1]:
+            x, y = x[:-1], y[:-1]
+        here, there = (f"{'.'.join(parts)}." if parts else "" for parts in (x, y))
+        return (
+            f"the names of all tensors{of} are the same except for a prefix: {here!r} in {label}, {there!r} in "
+            f"{other_label}. `reshard diff --model` removes prefixes of frameworks, such as 'model.' and 'module.'"
+        )
+    return ""
+
+
+def _parts_of_more(
+    left: tuple[str, Collection[str]], right: tuple[str, Collection[str]]
+) -> Iterator[tuple[Collection[str], Collection[str], str]]:
+    """The names below each top-level key of one side, all names of the other side, and where both are, in words."""
+    for (label, names), (whole_label, whole) in ((left, right), (right, left)):
+        for key, below in grouped((name.partition(".")[0], name) for name in names).items():
+            if len(below) == len(whole):
+                pair = (below, whole) if names is left[1] else (whole, below)
+                yield *pair, f" in {whole_label} and of {key!r} in {label}"
+
+
+def _without_prefix(names: Collection[str]) -> tuple[list[str], set[str]]:
     """Split all names into the parts of their common dotted prefix and the rest."""
     parts = [name.split(".") for name in names]
     one, other = min(parts, default=[]), max(parts, default=[])  # what these two share, all between them do

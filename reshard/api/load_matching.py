@@ -294,7 +294,7 @@ class KeyMatch:
 
     def _note(self, key: str, live: Any, value: Any) -> None:
         """Note what is gone, or of another class, at and below `key` when `value` takes the place
-        of `live`. Numbers count as one class, and None stands for any value."""
+        of `live`. Numbers count as one class, but not bools, and None stands for any value."""
         if isinstance(live, Mapping):
             for name, item in live.items():
                 below = f"{key}.{name}"
@@ -309,6 +309,7 @@ class KeyMatch:
             return
         kinds: Any = (type(live), type(value), Number, Mapping)
         same = any(isinstance(live, it) and isinstance(value, it) for it in kinds)
+        same = same and isinstance(live, bool) == isinstance(value, bool)
         if not (same or live is None or value is None):
             self.retyped[key] = class_name(value), class_name(live)
         elif isinstance(live, np.ndarray) and isinstance(value, np.ndarray) and live.dtype != value.dtype:

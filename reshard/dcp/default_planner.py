@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,7 @@ from reshard.errors import CorruptCheckpointError, KeyMismatchError, LayoutError
 from reshard.formats.dcp.writer import chunk_of, versioned
 from reshard.formats.torch_save.archive import TorchArchive
 from reshard.live.state import like_fresh
-from reshard.live.tensors import LiveTensor, identity_of, is_sharded, is_tensor
+from reshard.live.tensors import OVERWRITTEN_BY, LiveTensor, identity_of, is_sharded, is_tensor
 from reshard.live.tree import needs_class, restore_types, unresolved_class
 from reshard.stored.contents import unknown_class
 from reshard.stored.source import BytesSource
@@ -247,6 +247,9 @@ class DefaultSavePlanner(SavePlanner):
     once.
     """
 
+    ranks: Collection[int] = ()
+    """Those that save together. What one of them will overwrite on another is not that one's to save."""
+
     def __init__(
         self,
         flatten_state_dict: bool = True,
@@ -278,6 +281,8 @@ class DefaultSavePlanner(SavePlanner):
         items: list[TorchWriteItem] = []
         same: dict[Any, TensorWriteData] = {}  # one for all tensors with the same sharding: it is pickled once
         for fqn, value in self.state_dict.items():
+            if getattr(value, OVERWRITTEN_BY, None) in self.ranks:  # that rank has it
+                continue
             if is_checkpointable(value):
                 items += self._own_items(fqn, value)
                 continue

@@ -89,6 +89,8 @@ def _save(
     if used is None or type(used) is _torch_planner.DefaultSavePlanner:
         choices = ("flatten_state_dict", "dedup_save_to_lowest_rank")
         used = DefaultSavePlanner(**{name: getattr(planner, name) for name in choices if planner is not None})
+    if isinstance(used, DefaultSavePlanner):
+        used.ranks = group.ranks
     with phase("save", path=getattr(writer, "checkpoint_id", None)):
         metadata = run_save(state, writer, used, group, coordinator, write)
     if planner not in (None, used):

@@ -24,7 +24,7 @@ from reshard.live.copy_streams import Uploads
 from reshard.live.dtypes import dtype_name, overflowing
 from reshard.stored.checksums import BlockChecksums, most_to_check
 from reshard.stored.source import DecodedSource, FileSource, Source
-from reshard.stored.tensor import MAX_BUFFER_BYTES, Extent, StoredTensor, copy_place, empty
+from reshard.stored.tensor import MAX_BUFFER_BYTES, Extent, StoredTensor, check_cover, copy_place, empty
 
 __all__ = [
     "ByteCounts", "ComparePlan", "Copy", "Elsewhere", "Staged", "Wanted", "Workspace", "compare_plan",
@@ -152,17 +152,16 @@ def find_copies(
         stored: tensors by the names of items.
         target: the local tensor that an item goes into.
 
-    Raises CorruptCheckpointError, naming tensor and file, if the bytes of an item are not all there.
+    Raises CorruptCheckpointError, naming tensor and file, if the bytes of an item are not all there, or elements are
+    there twice.
     """
     copies: list[Copy] = []
     for item in items:
         whole, box, taken = target(item), item.box, 0
         used: list[Box] = []
         for chunk, common in stored[item.fqn].meeting(box):
-            if not item.chunk.contains(chunk.box):
-                continue
-            if used and any(common & other is not None for other in used):
-                continue  # stored twice; the first one will do
+            if not item.chunk.contains(chunk.box) or any(common & other is not None for other in used):
+                check_cover(stored[item.fqn], box)  # raises: two chunks hold these elements
             used.append(common)
             place = chunk.place
             if common.sizes != chunk.box.sizes:

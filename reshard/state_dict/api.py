@@ -322,7 +322,8 @@ def _optimizer_state(
     whole["state"].update(made)
     offered = {*made, *(live.by_name.keys() & whole["state"].keys() if forgets else ())}
     if submodules:
-        short = {name: short for short, name in _of_modules(live.live, submodules, live.by_name, options).items()}
+        found = _of_modules(live.live, submodules, live.by_name, options)
+        short = {live.by_name[name].name: short for short, name in found.items()}  # of a tied one, the first name
         cold = {short[name]: one for name, one in cold.items() if name in short}
         whole = {
             "state": {short[name]: value for name, value in whole["state"].items() if name in short},

@@ -153,6 +153,8 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
         except Exception as error:
             error.add_note(_written(begun))
             raise
+        if assign:
+            _keep_objects(region.slots)
         # an override may return nothing
         if found is not None:
             lacking = dict.fromkeys(region.canonical(key) for key in found[0])
@@ -541,8 +543,31 @@ def _materialized(value: torch.Tensor, slot: StateEntry, made: dict[Any, torch.T
             device = torch.device(model.device_mesh.device_type)
         new = like(value, model, device)
         new = wrapped_like(new if new.dtype == model.dtype else new.to(model.dtype), model)
-        made[slot.identity] = as_parameter(new, model)
+        made[slot.identity] = _exchanged(model, as_parameter(new, model))
     return made[slot.identity]
+
+
+def _keep_objects(slots: Sequence[StateEntry]) -> None:
+    """Give modules back the tensors that a load replaced, with what it put in their places."""
+    kept: dict[int, torch.Tensor] = {}
+    for slot in slots:
+        old, new = slot.value, getattr(slot.owner, slot.attr)
+        if old is not None and new is not old:
+            if id(old) not in kept:
+                kept[id(old)] = _exchanged(old, new)
+            assign_tensor(slot.owner, slot.attr, kept[id(old)])
+
+
+def _exchanged(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """`old` with what `new` holds, so that optimizers keep their parameter; `new` where something else refers to
+    either. Both keep the attributes of `old`."""
+    for name, value in vars(old).items():
+        vars(new).setdefault(name, value)
+    try:
+        torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        return new
+    return old
 
 
 def _write_plain(value: torch.Tensor, target: torch.Tensor) -> None:
@@ -649,27 +674,36 @@ def overwritten(targets: Sequence[Any], values: Sequence[Any]) -> list[int]:
     for cluster in overlapping(targets):
         if not all(type(targets[i]) in _PLAIN and type(values[i]) is torch.Tensor for i in cluster):
             continue
-        scratch = targets[cluster[0]].detach().untyped_storage().clone()
+        starts = [targets[i].data_ptr() for i in cluster]
+        first = min(starts) // _ALIGNED_BYTES * _ALIGNED_BYTES  # several storages may be of one memory
+        span = max(map(int.__add__, starts, (reach_bytes(targets[i]) for i in cluster))) - first
+        scratch = torch.empty(span, dtype=torch.uint8, device=targets[cluster[0]].device).untyped_storage()
         views = []
-        for i in cluster:
+        for i, start in zip(cluster, starts):
             target = targets[i].detach()
             view = torch.empty(0, dtype=target.dtype, device=target.device)
-            views.append(view.set_(scratch, target.storage_offset(), target.shape, target.stride()))
+            views.append(view.set_(scratch, (start - first) // target.itemsize, target.shape, target.stride()))
             views[-1].copy_(values[i].reshape(target.shape))
         after = [same_value(view, values[i].to(view).reshape(view.shape)) for i, view in zip(cluster, views)]
         found += [i for i, same in zip(cluster, after) if not same]
     return found
 
 
+_ALIGNED_BYTES = 16
+"""Of the largest element."""
+
+
 def _have_own_storages(tensors: Sequence[Any]) -> bool:
-    """Return True if these are plain tensors of which no two share a storage: the usual case."""
+    """Return True if these are plain tensors of which no two share memory of their storages: the usual case."""
     if not set(map(type, tensors)) <= _PLAIN:
         return False
     try:
-        storages = set(map(torch.UntypedStorage.data_ptr, map(torch.Tensor.untyped_storage, tensors)))
+        storages = list(map(torch.Tensor.untyped_storage, tensors))
+        starts = np.array([*map(torch.UntypedStorage.data_ptr, storages)], np.uint64)
     except (RuntimeError, NotImplementedError):
         return False  # some of them are sparse
-    return len(storages) == len(tensors)
+    ends = starts + np.array([*map(torch.UntypedStorage.nbytes, storages)], np.uint64)
+    return bool(np.all(np.sort(ends)[:-1] <= np.sort(starts)[1:]))
 
 
 def _spans_of_any(tensors: Sequence[Any]) -> Spans:

@@ -18,7 +18,7 @@ import torch
 from reshard.arguments import renamed
 from reshard.errors import NormalizationError
 from reshard.live.optimizer_state import is_flat, is_nested, settings_of
-from reshard.live.wrappers import CERTAIN_SEGMENTS, WrapperNames
+from reshard.live.wrappers import CERTAIN_SEGMENTS, EXTRA_STATE, WrapperNames
 from reshard.state_dict.saved_optimizer import extra_of
 
 __all__ = ["NormalizeReport", "Normalized", "normalize"]
@@ -102,8 +102,9 @@ class _Normalizing:
         if is_flat(raw):
             return self.flat_optimizer(raw, what)
         if any(isinstance(value, torch.Tensor) for value in raw.values()) and all(isinstance(key, str) for key in raw):
-            return self.renamed_keys(raw, what)
-        return {key: self.tree(v, f"{what}[{key!r}]") if isinstance(v, Mapping) else v for key, v in raw.items()}
+            raw = self.renamed_keys(raw, what)
+        below = [key for key in raw if isinstance(raw[key], Mapping) and not str(key).endswith(EXTRA_STATE)]
+        return {**raw, **{key: self.tree(raw[key], f"{what}[{key!r}]") for key in below}}
 
     def optimizer(self, raw: Mapping[str, Any], what: str) -> dict[str, Any]:
         groups = raw["param_groups"]

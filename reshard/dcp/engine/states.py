@@ -21,7 +21,7 @@ from reshard.api.options import Wording
 from reshard.errors import KeyMismatchError, LayoutError, also, option_error
 from reshard.live.copy_streams import has_copy_streams, to_host
 from reshard.live.optimizer_state import Saved, lost_state
-from reshard.live.tensors import LiveTensor, global_shape, is_sharded, is_tensor, this_rank
+from reshard.live.tensors import OVERWRITTEN_BY, LiveTensor, global_shape, is_sharded, is_tensor, this_rank
 from reshard.live.tree import leaves_of, map_leaves
 
 __all__ = [
@@ -72,9 +72,10 @@ def shape_of(value: Any) -> Shape:
 
 
 def copied_like(copied: torch.Tensor, value: Any) -> torch.Tensor:
-    """Return the copy with the placement attributes of `value`."""
-    for name in _PLACED if is_placed(value) else ():
-        setattr(copied, name, getattr(value, name))
+    """Return the copy with the placement attributes of `value`, and with the rank that overwrites it, if any."""
+    for name in (*_PLACED, OVERWRITTEN_BY):
+        if hasattr(value, name) and (name == OVERWRITTEN_BY or is_placed(value)):
+            setattr(copied, name, getattr(value, name))
     return copied
 
 

@@ -14,7 +14,9 @@ import pytest
 import torch
 
 import reshard
+from reshard import PerRank
 from reshard.errors import OptionError
+from tests.torch_releases import save_alone
 
 W = torch.ones(3)
 
@@ -257,3 +259,23 @@ def test_fingerprints_and_a_tolerance_are_refused_together(tolerance: str) -> No
     state = {"w": torch.ones(2)}
     with pytest.raises(OptionError, match="by_fingerprint compares bit by bit: pass it, or rtol and atol"):
         reshard.compare(state, state, by_fingerprint=True, **{tolerance: 1e-3})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_damaged_values_that_are_no_tensors_are_found_beside_the_rest(tmp_path: Path, turned: bool) -> None:
+    state = {"w": torch.arange(8.0), "own": PerRank(torch.arange(100000.0)), "cfg": {"name": "abcdefghijkl"}}
+    reshard.save(state, tmp_path / "a")
+    reshard.save(state | {"w": torch.zeros(8)}, tmp_path / "b")
+    save_alone({"w": state["w"], "cfg": state["cfg"]}, checkpoint_id=tmp_path / "c")
+    save_alone({"w": torch.zeros(8), "cfg": state["cfg"]}, checkpoint_id=tmp_path / "d")
+    for folder, at in (("b", -200_000), ("d", b"abcdefghijkl")):
+        (file,) = (path for path in (tmp_path / folder).rglob("*") if path.suffix in (".safetensors", ".distcp"))
+        data = bytearray(file.read_bytes())
+        data[at if isinstance(at, int) else data.index(at)] ^= 2
+        file.write_bytes(data)
+
+    for sides, key in ((("a", "b"), "own"), (("c", "d"), "cfg.name")):
+        report = reshard.compare(*(tmp_path / side for side in (sides[::-1] if turned else sides)))
+        assert {finding.fqn for finding in report.findings} == {"w", key}
+        assert report.damaged.keys() == {key}
+        assert "was changed since it was written" in report.damaged[key]

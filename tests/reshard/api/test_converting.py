@@ -638,6 +638,26 @@ def test_other_arguments_begin_anew(saved: Path, tmp_path: Path, monkeypatch: py
     assert [path.name for path in (tmp_path / "c").iterdir()] == ["model.safetensors"]
 
 
+def test_another_topology_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The short form of a topology names only its first rules, and counts its homes."""
+    reshard.save({f"layers.{i}.w": torch.arange(64.0).view(8, 8) + i for i in range(4)}, tmp_path / "source")
+
+    def stages(first: int) -> Topology:
+        homes = {f"layers.{i}.*": f"pp={int(i >= first)}" for i in range(4)}
+        return Topology.parse("pp=2,tp=2", {"*": "S(0)"}, homes)
+
+    def killed(*_: Any) -> None:
+        raise SystemExit
+
+    assert repr(stages(2)) == repr(stages(3))
+    with monkeypatch.context() as patch:
+        patch.setattr(FormatWriter, "compare_fingerprints", killed)
+        with pytest.raises(SystemExit):
+            reshard.convert(tmp_path / "source", tmp_path / "c", onto=stages(2))
+    assert not reshard.convert(tmp_path / "source", tmp_path / "c", onto=stages(3)).resumed
+    assert reshard.verify(tmp_path / "c").ok
+
+
 def test_another_mapping_of_an_open_checkpoint_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names, shapes, and dtypes are those of the first attempt, and values are not."""
     values = torch.arange(9.0).view(3, 3)

@@ -332,6 +332,13 @@ def test_what_a_replaced_container_held_alone_is_listed(
     assert len(caplog.messages) == bool(gone)
 
 
+def test_a_flag_is_not_a_number(tmp_path: Path) -> None:
+    reshard.save({"w": W, "a": 16777217, "b": True, "c": 2.5, "d": 1}, tmp_path / "c")
+    state = {"w": torch.zeros_like(W), "a": True, "b": 3, "c": 1, "d": None}
+    report = reshard.load(state, tmp_path / "c")
+    assert (report.ok, report.retyped) == (False, {"a": ("int", "bool"), "b": ("bool", "int")})
+
+
 def test_an_array_of_another_dtype_is_listed(tmp_path: Path) -> None:
     reshard.save({"w": W, "at": np.arange(6.0)}, tmp_path / "c")
 

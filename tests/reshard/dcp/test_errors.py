@@ -220,6 +220,14 @@ def test_classes_of_errors_are_public(saved):
         assert f"{kind.__module__}.{kind.__name__}" == "reshard.errors.KeyMismatchError"
 
 
+def test_a_folder_with_a_native_checkpoint_is_left_alone(tmp_path):
+    """With both, it would not open at all."""
+    reshard.save({"w": torch.ones(2)}, tmp_path)
+    with pytest.raises(StorageError, match="has a native checkpoint, and reshard does not open a folder with both"):
+        ours.save({"w": torch.zeros(2)}, checkpoint_id=tmp_path, no_dist=True)
+    assert reshard.open(tmp_path)["w"][...].tolist() == [1.0, 1.0]
+
+
 def test_a_checkpoint_of_megatron_is_not_mixed_with_what_is_saved(tmp_path):
     """It opened as Megatron's, with the old values of common.pt beside the new tensors."""
     folder = tmp_path / "iter_0000002"

@@ -167,6 +167,20 @@ def test_shards_of_dcp(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)["w"][...]
     shard(tmp_path, 1, [0, 0], A[:2, :3])
     assert "stored twice" in open_checkpoint(tmp_path).problems()[0]
+    target = {"w": torch.zeros_like(A)}
+    with pytest.raises(CorruptCheckpointError, match=r"Box\[0:2, 2:3\] are stored twice"):
+        reshard.load(target, tmp_path)
+    assert not target["w"].any()
+
+
+def test_a_load_does_not_mix_a_tensor_of_two_shapes(tmp_path: Path) -> None:
+    """A file of an older save beside those of a newer one: the shape is the larger one, and each has some of it."""
+    for i, rows in enumerate((2, 4), start=1):
+        save_file({"a": torch.full((rows, 3), float(i))}, tmp_path / f"model-0000{i}-of-00002.safetensors")
+    target = {"a": torch.zeros(4, 3)}
+    with pytest.raises(CorruptCheckpointError, match="stored twice"):
+        reshard.load(target, tmp_path)
+    assert not target["a"].any()
 
 
 @requires(hasattr(dcp, "HuggingFaceStorageWriter"), "writes no safetensors")

@@ -73,6 +73,47 @@ def test_one_name_of_a_tied_tensor_is_enough_and_tying_lasts() -> None:
             set_model_state_dict(target, {**state, "head.weight": other})
 
 
+class Tied(nn.Module):
+    """Two names of one parameter, which has an attribute; and on request, modules that load their own state."""
+
+    def __init__(self, by_itself: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.b.weight = self.a.weight
+        self.a.weight.mark = "kept"
+        if by_itself:
+            self.register_load_state_dict_pre_hook(lambda *_: None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+@pytest.mark.parametrize("by_itself", [False, True])
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_an_optimizer_keeps_parameters_that_were_on_the_meta_device(by_itself: bool, with_optimizer: bool) -> None:
+    model = Tied(by_itself)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    saved, saved_state = get_state_dict(model, optimizer)
+    with torch.device("meta"):
+        again = Tied(by_itself)
+    other = torch.optim.AdamW(again.parameters(), lr=1.0)
+    if with_optimizer:
+        set_state_dict(again, other, model_state_dict=saved, optim_state_dict=saved_state)
+    else:
+        set_model_state_dict(again, saved)
+
+    assert [id(p) for p in other.param_groups[0]["params"]] == [id(p) for p in again.parameters()]
+    assert again.a.weight is again.b.weight
+    assert again.a.weight.mark == "kept"
+    assert_same(dict(again.named_parameters()), dict(model.named_parameters()))
+    before = again.a.weight.detach().clone()
+    again(torch.ones(1, 2)).sum().backward()
+    other.step()
+    assert not torch.equal(again.a.weight, before)
+
+
 def test_tying_lasts_through_the_meta_device() -> None:
     state = get_model_state_dict(zoo.make(0, tied=True))
     with torch.device("meta"):
@@ -419,6 +460,18 @@ def test_submodules_and_the_form_by_module() -> None:
     target = zoo.make(1)
     set_model_state_dict(target, {target.layers[1].up: short}, options=LENIENT)
     assert torch.equal(target.layers[1].up.weight, part["layers.1.up.weight"])
+
+
+def test_a_submodule_with_a_tied_parameter_has_its_state() -> None:
+    model = zoo.make(0, tied=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    whole = get_optimizer_state_dict(model, optimizer)["state"]["embed.weight"]
+    part = get_optimizer_state_dict(model, optimizer, submodules={model.head})
+    (name,) = get_model_state_dict(model, submodules={model.head})
+    assert_same(part["state"], {name: whole})
+    assert part["param_groups"][0]["params"] == [name] == ["head.weight"]
 
 
 def test_submodules_that_have_a_name_in_common_are_refused_without_prefixes() -> None:

@@ -83,6 +83,17 @@ def test_a_training_script_s_own_dict_of_ids() -> None:
         normalize(raw, order=["a"])
 
 
+def test_a_tensor_beside_a_model_does_not_hide_it() -> None:
+    own = {"counts": {"module.a": torch.ones(1)}}
+    model = {"module.w": torch.ones(2), "module._extra_state": own}
+    optimizer = {"state": {"module.w": {}}, "param_groups": [{"lr": 0.1, "params": ["module.w"]}]}
+    made = normalize({"model": model, "optimizer": optimizer, "step": torch.tensor(3)})
+    assert list(made["model"]) == ["w", "_extra_state"]
+    assert made["model"]["_extra_state"] is own
+    assert made["optimizer"]["param_groups"][0]["params"] == ["w"]
+    assert made["step"] == 3
+
+
 def test_flat_optimizer_dict() -> None:
     raw = {"state.module.a.w.step": 1, "param_groups.module.a.w.lr": 0.1}
     assert normalize(raw) == {"state.a.w.step": 1, "param_groups.a.w.lr": 0.1}

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import reshard
+from reshard import dcp
 from reshard.errors import KeyMismatchError
 from tests import gloo
 from tests.same import same
@@ -183,3 +184,21 @@ def nest(value: Any, make: Any) -> Any:
 
 def test_fingerprints_and_transfers_take_the_buffers_of_the_first_rank(tmp_path: Path) -> None:
     gloo.run(transfers, 2, tmp_path / "x")
+
+
+def save_as_dcp(root: Path) -> None:
+    state = job(0)
+    train(state, 1)
+    with torch.no_grad():
+        for buffer in state["model"].module[1].buffers():
+            buffer.fill_(10 + dist.get_rank())
+    given = {"model": reshard.get_model_state_dict(state["model"])}
+    dcp.save(given, checkpoint_id=root / "now")
+    dcp.async_save(given, checkpoint_id=root / "later").result()
+    for folder in ("now", "later"):
+        found = reshard.open(root / folder)
+        assert {float(found[f"model.1.{name}"][...].flatten()[0]) for name in ("running_mean", "running_var")} == {10.0}
+
+
+def test_the_drop_in_api_takes_those_of_the_first_rank_too(tmp_path: Path) -> None:
+    gloo.run(save_as_dcp, 2, tmp_path)

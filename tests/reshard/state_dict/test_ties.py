@@ -152,6 +152,23 @@ def test_only_what_overlaps_is_found() -> None:
     assert overlapping([torch.eye(2).to_sparse()] * 2) == []
 
 
+@pytest.mark.parametrize("agree", [False, True])
+def test_several_storages_of_one_memory_overlap(agree: bool) -> None:
+    memory = np.zeros(8, np.float32)
+    module = nn.Module()
+    for name, part in (("whole", memory), ("tail", memory[4:]), ("again", memory)):
+        module.register_buffer(name, torch.from_numpy(part))
+    given = {"whole": torch.arange(8.0), "tail": torch.arange(4.0, 8.0), "again": torch.arange(8.0)}
+    if agree:
+        set_model_state_dict(module, given)
+        assert memory.tolist() == list(range(8))
+    else:
+        given["tail"] += 1
+        with pytest.raises(KeyMismatchError, match="shares memory with another entry that gets another value"):
+            set_model_state_dict(module, given)
+        assert not memory.any()
+
+
 @pytest.mark.not_simulated("it has no sparse tensors")
 def test_tensors_are_apart_only_if_none_of_them_overlap() -> None:
     flat, memory = torch.zeros(12), np.zeros(12)
