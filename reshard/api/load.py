@@ -92,7 +92,7 @@ def load(
         strict: True or "strict": missing and unexpected keys are errors. "subset": unexpected keys are allowed. False
             or "partial": both are allowed. {glob: mode} sets it by key: the first match counts, others are strict.
             Text for a tensor is always an error, and so is a tensor for a plain value, unless it is a 0-d number.
-        dtype_policy: "error": another dtype is an error, but a number may fill a 0-d tensor, or the reverse: see `cast`.
+        dtype_policy: "error": another dtype is an error, but numbers and 0-d tensors fit each other: see `cast`.
             "cast": converts elements, but not from float to integer: see `overflowed`. "saved": sets the saved dtype.
         mapping: {key in `state_dict`: key in the checkpoint} for keys that differ, or a `reshard.mapping.Mapping`.
         dry_run: only report what a load would do, including missing, unexpected, and mismatched keys.
