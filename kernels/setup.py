@@ -1,4 +1,4 @@
-"""The library is no module, but is built as one of the limited API: so one wheel serves every Python."""
+"""The library is not an extension module. It is built with the limited API, so that one wheel fits all Pythons."""
 
 from setuptools import Extension, setup
 

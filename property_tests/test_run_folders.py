@@ -111,7 +111,7 @@ class RunFolders(RuleBasedStateMachine):
         if old is not None and old.format == "safetensors":
             return  # both would be there
         if old is not None and old.format != "native":
-            with pytest.raises(StorageError, match="not from a checkpoint of this library"):
+            with pytest.raises(StorageError, match="not part of a native checkpoint"):
                 act()
         elif old is not None and not overwrite and (path / "manifest.json").exists():
             with pytest.raises(FormatError, match="already contains"):

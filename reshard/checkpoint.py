@@ -392,11 +392,10 @@ def log_unchecked(checkpoint: Checkpoint) -> None:
         _log.info("%s was read, %s", checkpoint.url, checkpoint.unchecked)
 
 
-def log_skipped(checkpoint: Checkpoint, told: Collection[str] = ()) -> None:
-    """Log the newer steps of the run that are not complete, except those that were `told` of."""
-    for step, text in checkpoint.contents.skipped.items():
-        if step not in told:
-            _log.warning("%s was opened: %s", checkpoint.url, text)
+def log_skipped(checkpoint: Checkpoint) -> None:
+    """Log the newer steps of the run that are not complete."""
+    for text in checkpoint.contents.skipped.values():
+        _log.warning("%s was opened: %s", checkpoint.url, text)
 
 
 def stored_layout(stored: StoredTensor) -> TensorLayout:

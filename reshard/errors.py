@@ -38,7 +38,7 @@ RESTORE = "restore it, or load another checkpoint"
 
 
 class CheckpointError(ReshardError):
-    """A checkpoint cannot be opened, read or written."""
+    """A checkpoint cannot be opened, read, or written."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Compiled inner loops for `reshard`, which does the same without them, more slowly. Not for other use.
+"""Compiled inner loops for `reshard`, which does the same without them, more slowly. Internal.
 
 One library serves every Python and every processor of an architecture: what a processor can do is asked at each call.
 The interpreter's lock is released during a call.

@@ -612,11 +612,15 @@ def _as_recorded(mesh: Mesh, saved: StateLayout) -> Topology:
                 before, after = ([its.mesh.names[axis] for axis in axes_of(its, dim)] for its in (layout.form, form))
                 is_known = any(isinstance(p, StridedShard) and p.dim == dim for p in layout.form.placements)
                 if before != after and not is_known and min(dict(mesh.axes).get(name, 1) for name in after) > 1:
-                    guessed[", then ".join(after)] = None
+                    guessed[_GUESSED.format(" and ".join(sorted(after)), ", then ".join(after))] = None
         at |= {name: Replicate() for name in mesh.names if name not in at}
         rules[fqn] = Rule(glob.escape(fqn), tuple(at.values()), tuple((name,) for name in at))
-    words = "a dim is sharded over {}, as in FSDP2: their order is not recorded, since one of them had a single rank"
-    return Topology(mesh, tuple(rules.values()), notes=tuple(map(words.format, guessed)))
+    return Topology(mesh, tuple(rules.values()), notes=tuple(guessed))
+
+
+_GUESSED = (
+    "the checkpoint does not record the order of {}, because one of them had a single rank: assuming {}, as in FSDP2"
+)
 
 
 def _pipeline(stage: Topology, stages: int, saved: StateLayout | None) -> Topology:

@@ -175,7 +175,7 @@ def estimate(plan: LoadPlan | SavePlan | TransferPlan, cluster: Cluster) -> Esti
     if isinstance(plan, SavePlan):
         written = plan.rank_bytes()
         return _estimate_storage(plan, cluster, (written > 0).astype(np.int64), written)
-    raise PlanError(f"cannot estimate a {type(plan).__name__}: give a load, save or transfer plan")
+    raise PlanError(f"cannot estimate a {type(plan).__name__}: expected a load, save, or transfer plan")
 
 
 def _estimate_storage(plan: LoadPlan | SavePlan, cluster: Cluster, requests: Ints, nbytes: Ints) -> Estimate:

@@ -26,7 +26,7 @@ _MAX_ROWS = 1_000
 _MAX_LEVELS = 64
 _MAP_COLUMNS = 256
 _MAP_ROWS = 200
-_WHOLE = "All files that its metadata names exist. Checksums were not compared: run reshard verify for that."
+_WHOLE = "All files listed in the metadata exist. Checksums were not verified: run reshard verify."
 
 
 class SavedFile(NamedTuple):

@@ -31,8 +31,8 @@ __all__ = ["to_html"]
 
 
 _READS = """<h2 id="traffic">Bytes read, by saver and reader</h2>
-<p>All ranks read from storage. If several ranks saved the same data, the read counts for the lowest of them. Where row
-and column have the same number, ranks read what they or ranks near them saved."""
+<p>All ranks read from storage. If several ranks saved the same data, the read is attributed to the lowest rank. On the
+diagonal, ranks or hosts read what they saved."""
 _SENDS = """<h2 id="traffic">Bytes sent, by sender and receiver</h2>
 <p>Copies within one rank are not counted."""
 _MAX_MATRIX = 64
@@ -131,7 +131,7 @@ def _held(sides: Sequence[tuple[str, StateLayout]]) -> Iterator[tuple[str, str]]
     """Yield what the tensors of one rank take, at most, on each side."""
     for caption, (_, layout) in zip((", before", ", after") if len(sides) == 2 else ("",), sides):
         held = layout.rank_bytes()
-        yield f"fullest rank holds{caption}", format_bytes(int(held.max(initial=0)))
+        yield f"largest shard per rank{caption}", format_bytes(int(held.max(initial=0)))
 
 
 def figures_of(figures: Iterable[tuple[str, str]]) -> str:
@@ -146,7 +146,7 @@ def figures_of(figures: Iterable[tuple[str, str]]) -> str:
 
 def _story(plan: LoadPlan | SavePlan | TransferPlan) -> _Story:
     if not isinstance(plan, Plan):
-        raise PlanError(f"cannot draw a {type(plan).__name__}: give a load, save or transfer plan")
+        raise PlanError(f"cannot draw a {type(plan).__name__}: expected a load, save, or transfer plan")
     loads = plan.rank_bytes()
     sides = [("target" if name == "wanted" else name, layout) for name, layout in plan.sides.items()]
     told = [(f"Bytes that each rank {plan.verb}", loads)]
@@ -169,9 +169,10 @@ def _story(plan: LoadPlan | SavePlan | TransferPlan) -> _Story:
 def _busiest(verb: str, loads: Ints) -> list[tuple[str, str]]:
     mean = float(loads.mean()) if len(loads) else 0.0
     even = f"{int(loads.max()) / mean:.2f} × mean" if mean else "idle"
+    done = {"reads": "read", "writes": "written", "receives": "received"}[verb]
     return [
-        (f"a rank {verb}, mean", format_bytes(mean)),
-        (f"busiest rank {verb}", f"{format_bytes(int(loads.max(initial=0)))} (rank {int(loads.argmax()):,}, {even})"),
+        (f"{done} per rank, mean", format_bytes(mean)),
+        (f"most {done} by a rank", f"{format_bytes(int(loads.max(initial=0)))} (rank {int(loads.argmax()):,}, {even})"),
     ]
 
 

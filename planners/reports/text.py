@@ -39,7 +39,7 @@ def format_plan(
     moved = f", {format_bytes(plan.bytes_moved)} cross" if isinstance(plan, TransferPlan) else ""
     lines = [repr(plan) + moved, *_load_lines(plan.rank_bytes(), plan.verb, limit, width)]
     left = (sys.maxsize if limit is None else limit) * items
-    meaning = f": a name, Box[first:end, ...] of {_SIDES[plan.kind]}"
+    meaning = f": NAME  box {_SIDES[plan.kind]}"
     for rank in range(plan.world_size):
         if left <= 0:
             break
@@ -93,9 +93,9 @@ def _schedule_lines(rounds: Schedule, limit: int | None) -> Iterator[str]:
 
 
 _SIDES = {
-    "load": "the local tensor <- Box of a chunk, and Box of the full tensor that the chunk is",
-    "save": "the full tensor <- Box of the local tensor",
-    "transfer": "the local tensor <- Box of the sender's local tensor",
+    "load": "in this rank's shard <- box in the chunk, which is CHUNK of the full tensor",
+    "save": "in the full tensor <- box in this rank's shard",
+    "transfer": "in this rank's shard <- box in the sender's shard",
 }
 
 
@@ -363,7 +363,7 @@ class PlanStats:
 def summarize(plan: LoadPlan | SavePlan | TransferPlan) -> PlanStats:
     """Count the bytes and items of all ranks. Raises PlanError for a value that is not a plan."""
     if not isinstance(plan, Plan):
-        raise PlanError(f"cannot summarize a {type(plan).__name__}: give a load, save or transfer plan")
+        raise PlanError(f"cannot summarize a {type(plan).__name__}: expected a load, save, or transfer plan")
     uncut = list(plan.sides.values())[-1].unsharded_axes()
     sizes, items = plan.rank_bytes(), plan.item_counts()
     return PlanStats(plan.kind, len(plan.names), plan.geometries(), plan.world_size, sizes, items, uncut)

@@ -32,7 +32,7 @@ from reshard.live.dtypes import full_name
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.plain_data import array_bytes
 from reshard.mapping import Mapping as StateMapping
-from reshard.native.commit import generations_in
+from reshard.native.commit import folder_of, generations_in
 from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.native.reader import detect
 from reshard.ranks.group import Group, either, pack_flags, unpack_flags
@@ -406,13 +406,14 @@ def _check_vacant(
     kept = [name for name in names if "/" not in name and name not in ours]
     foreign = next((name for name in kept if any(fnmatchcase(name, glob) for glob in job.writing.foreign)), None)
     if foreign is None and job.format != "native" and not job.writing.is_one_file:
-        foreign = next((f"data-{save_id}" for save_id in generations_in(storage)), None)
+        native = (f"files of a native checkpoint ({folder_of(save_id)})" for save_id in generations_in(storage))
+        foreign = next(native, None)
     if foreign is None and not job.writing.is_one_file:
         others = {name: size for name, size in names.items() if not name.startswith("convert-")}
         kind = kind_beside(storage, others, job.format, job.writing.marks)
         foreign = f"a checkpoint of the format {kind}" if kind else None
     if foreign is not None:
         raise FormatError(
-            f"{storage.url} contains {foreign}. No reader could distinguish it from the converted checkpoint. "
-            "Choose an empty folder: overwrite=True replaces only a checkpoint of the same format"
+            f"{storage.url} contains {foreign}, which would mix with the converted checkpoint. Choose an empty "
+            "folder: overwrite=True replaces only a checkpoint of the same format"
         )

@@ -90,10 +90,10 @@ def load(
         state_dict: what to fill: nested dicts and lists of tensors, sharded in any way, and plain values.
         path: a folder, file, URL, `Storage`, or `Checkpoint`; the same save for all ranks with parts of one tensor.
         strict: True or "strict": missing and unexpected keys are errors. "subset": unexpected keys are allowed. False
-            or "partial": both are allowed. Text for a tensor, or a tensor for a plain value, is always an error.
-            A dict {glob: mode} sets it by key: the first match counts, and other keys are strict.
-        dtype_policy: "error": another dtype is an error. "cast": elements are converted, but not from float to integer.
-            `overflowed` counts those that the target's dtype cannot hold. "saved": the target gets the saved dtype.
+            or "partial": both are allowed. {glob: mode} sets it by key: the first match counts, others are strict.
+            Text for a tensor is always an error, and so is a tensor for a plain value, unless it is a 0-d number.
+        dtype_policy: "error": another dtype is an error, but numbers and 0-d tensors fit each other: see `cast`.
+            "cast": converts elements, but not from float to integer: see `overflowed`. "saved": sets the saved dtype.
         mapping: {key in `state_dict`: key in the checkpoint} for keys that differ, or a `reshard.mapping.Mapping`.
         dry_run: only report what a load would do, including missing, unexpected, and mismatched keys.
         check: True or "before": compare with checksums before writing. "during": compare each block after writing it.

@@ -30,14 +30,14 @@ from reshard.errors import (
     format_names,
 )
 from reshard.formats.detect import LEDGER, RunStep, discarded_in, local_path, path_below, run_in, step_of, steps_at
-from reshard.native.commit import generations_in, is_alive, remove_dead, remove_empty, unpublish
+from reshard.native.commit import folder_of, generations_in, is_alive, remove_dead, remove_empty, unpublish
 from reshard.native.manifest import GENERATION, MANIFEST, is_generation, refuse_newer, without_claim
 from reshard.native.reader import NativeFacts, detect
 from reshard.storage import AnyPath, Storage, open_storage
 
 __all__ = [
-    "Keep", "Seen", "Step", "complete", "is_count", "latest_complete", "prune", "published", "remove_checkpoints",
-    "steps",
+    "Keep", "Seen", "Step", "complete", "is_count", "latest_complete", "leftovers", "prune", "published",
+    "remove_checkpoints", "steps",
 ]  # fmt: skip
 
 
@@ -200,10 +200,11 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
     manifest was lost. `prune` does not know the rules of a `CheckpointManager`, so a warning names
     the deleted steps of its run.
 
-    `prune` also deletes files that killed saves and conversions left. It deletes only files that saves
-    and conversions wrote. Other files stay, and so do their folders. Manifests are deleted first, so
-    an interrupted call leaves nothing that looks complete. The next call finishes its work. With an
-    `executor`, each checkpoint is deleted in a task.
+    `prune` also deletes files that killed saves and conversions left. The command `reshard prune`
+    lists those of saves. Only files that saves and conversions wrote are deleted. Other files stay,
+    and so do their folders. Manifests are deleted first, so an interrupted call leaves nothing that
+    looks complete. The next call finishes its work. With an `executor`, each checkpoint is deleted
+    in a task.
 
     Raises:
         OptionError: `keep_last` < 1, or `folder` is a checkpoint and not the folder of a run.
@@ -232,7 +233,8 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
     kept = sorted(found, key=lambda one: one.created_unix_s)[-keep_last:]
     gone, done = [one.path for one in found[:-keep_last] if one not in kept], "would delete"
     if not dry_run:
-        gone, done = remove_checkpoints(folder, gone, executor), "deleted"
+        saves = {one.path: one.save_id for one in found}
+        gone, done = remove_checkpoints(folder, gone, executor, saves), "deleted"
     if gone and open_storage(folder).names(LEDGER):
         _log.warning(
             "prune ignores the keep rules of this run's CheckpointManager: it %s %s",
@@ -240,6 +242,27 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
             ", ".join(path.rpartition("/")[2] for path in gone),
         )
     return gone
+
+
+def leftovers(folder: AnyPath) -> dict[str, int]:
+    """Paths directly below `folder` in which killed saves left files that `prune` would delete, and the size of these
+    files in bytes."""
+    found, names = {}, list[str]()
+    with suppress(StorageError):  # a file, which `prune` refuses
+        names = open_storage(folder).names()
+    for place in sorted(_places(names)):
+        path = path_below(folder, place)
+        with suppress(CheckpointError):  # as in `_remove_in`
+            inner = open_storage(path)
+            if dead := remove_dead(inner, dry_run=True):
+                found[path] = sum(sum(inner.list(f"{folder_of(save_id)}/").values()) for save_id in dead)
+    return found
+
+
+def _places(names: Iterable[str]) -> set[str]:
+    """The folders with files of saves, of these names in a run."""
+    parts = [name.split("/", 2) for name in names]
+    return {place for place, *inner in parts if len(inner) > 1 and is_generation(inner[0])}
 
 
 @dataclass(frozen=True)
@@ -264,10 +287,15 @@ def _remove_in(folder: str, place: str) -> None:
         remove_dead(open_storage(path_below(folder, place)))
 
 
-def remove_checkpoints(folder: AnyPath, paths: Iterable[str], executor: Executor | None = None) -> list[str]:
+def remove_checkpoints(
+    folder: AnyPath,
+    paths: Iterable[str],
+    executor: Executor | None = None,
+    saves: Mapping[str, str] | None = None,
+) -> list[str]:
     """Remove these of the checkpoints directly below `folder`, and what killed saves have left
     there, as `prune` does. Returns the paths of what was removed: what a save replaces just now
-    stays."""
+    stays, and so does what is no longer of the save that `saves` has for its path."""
     storage = open_storage(folder)
     names = storage.names()
     remove_dead_jobs(storage, names)
@@ -275,13 +303,13 @@ def remove_checkpoints(folder: AnyPath, paths: Iterable[str], executor: Executor
     for place in {place for place, *inner in parts if len(inner) > 1 and is_job(inner[0])}:
         below = open_storage(path_below(folder, place))
         remove_dead_jobs(below, below.names())
-    places = {place for place, *inner in parts if len(inner) > 1 and is_generation(inner[0])}
-    gone = []
+    places, gone = _places(names), []
     for path in paths:
         inner = open_storage(path)
         by_id = generations_in(inner)
-        if not any(is_alive(inner, save_id, names) for save_id, names in by_id.items()):
-            unpublish(inner, by_id)
+        if any(is_alive(inner, save_id, names) for save_id, names in by_id.items()):
+            continue
+        if unpublish(inner, by_id, (saves or {}).get(path)):
             gone.append(path)
     kept = tuple(sorted(name for name in storage.names() if name.rpartition("/")[2] == MANIFEST)[-1:])
     work = RemoveWork(absolute(folder), kept)  # of those that are gone now, and of killed saves
@@ -301,6 +329,7 @@ class _Published:
     created_unix_s: float = 0.0
     problem: str = ""
     """Why it cannot be opened."""
+    save_id: str = ""
 
 
 def complete(folder: AnyPath) -> list[_Published]:
@@ -377,4 +406,6 @@ def _opened(path: str, place: str, names: Collection[str]) -> _Published | None:
             return _Published(path, bool(place), step, problem=str(error))
         return None
     native = opened.contents.details(NativeFacts)
-    return None if native is None else _Published(path, bool(place), step, native.manifest.created_unix_s)
+    if native is None:
+        return None
+    return _Published(path, bool(place), step, native.manifest.created_unix_s, save_id=native.manifest.save_id)

@@ -97,9 +97,9 @@ On = Annotated[
 ]
 
 
-def newest(path: str, step: int | None = None, *, reports_damage: bool = False) -> str:
+def newest(path: str, step: int | None = None, *, reports_skipped: bool = False) -> str:
     """The checkpoint that a path means: in the folder of a run this step, complete or not, or the newest complete one,
-    which is printed on stderr, with the newer ones that it skips, except damaged ones if the command reports these."""
+    which is printed on stderr, with the newer ones that it skips unless the command reports these."""
     from reshard.formats.detect import step_path, steps_at
 
     if step is not None:
@@ -109,7 +109,8 @@ def newest(path: str, step: int | None = None, *, reports_damage: bool = False) 
     from reshard.checkpoint import log_skipped, open_among
 
     found = open_among(path, 0, 1)
-    log_skipped(found, found.contents.damaged_steps if reports_damage else ())
+    if not reports_skipped:
+        log_skipped(found)
     print_text(console(stderr=True), f"using {found.url}, the newest complete checkpoint of {path}")
     return found.url
 
@@ -212,8 +213,8 @@ def both_sides(
     sides = [_topology(text, rules, saved) if it is None else it for text, it in zip(texts, opened)]
     if not known:
         raise UsageError(
-            f"{source!r} and {onto!r} are both topologies, and a topology names no tensors: pass a checkpoint or a "
-            "layout file as one of the two"
+            f"{source!r} and {onto!r} are both topologies, and a topology does not list tensors: pass a checkpoint or "
+            "a layout file as one of the two"
         )
     topology = next((side for side in sides if not isinstance(side, StateLayout)), None)
     if topology is None and rules:

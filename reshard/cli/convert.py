@@ -217,7 +217,7 @@ def _print(report: ConvertReport, kept: list[str], is_model: bool, is_normalized
         ("tied, stored once", [f"{alias} = {kept}" for alias, kept in report.aliases.items()]),
         (f"omitted ({report.format} cannot store them)", [key for key in report.omitted if key not in report.unnamed]),
         (f"omitted ({'no canonical name' if is_normalized else 'cannot be read here'})", report.unnamed),
-        ("not in the model", beside),
+        ("omitted (not part of the model)", beside),
         ("not renamed by --names", kept),
         *(("note", [text]) for text in report.warnings),
     ):

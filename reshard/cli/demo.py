@@ -106,7 +106,7 @@ def _show_result(screen: Console, result: Result) -> None:
         losses = f"{result.loss_before:.4f} saved, {change.loss_loaded:.4f} loaded"
         rows = [
             ("same bits", f"{change.tensors_equal} of {change.tensors} tensors"),
-            ("needed", f"{size(max(change.bytes_needed))} per rank at most"),
+            ("needed per rank", f"at most {size(max(change.bytes_needed))}"),
             ("read", f"{change.read_per_needed:.2f} × the bytes needed, in {format_seconds(change.load_s)}"),
             ("loss", f"on the same batch: {losses}, {change.loss_after:.4f} after more training"),
         ]

@@ -48,7 +48,9 @@ def explain(
 
     if not layout.strip():
         if not legend or as_json:
-            raise UsageError("explain needs a LAYOUT, such as 'S(0),R on dp=4,tp=2'. The notation: --legend alone")
+            raise UsageError(
+                "explain needs a LAYOUT, such as 'S(0),R on dp=4,tp=2'. The notation: reshard explain --legend"
+            )
         print_legend(console(), [_ALL_SIGNS], legend)
         return
     layout = re.sub(r"(?<=[)R])\s+(?=[A-Za-z_][\w.\-]*=)", " on ", layout, count=1)
@@ -63,7 +65,9 @@ def explain(
         else:
             said = _placements(layout)
     except PlanError as error:
-        raise UsageError(str(error).removesuffix(" (tensor 'tensor')")) from None
+        words = str(error).removesuffix(" (tensor 'tensor')")
+        more = ". The notation: reshard explain --legend" * words.startswith("unknown placement")
+        raise UsageError(f"{words}{more}") from None
     if as_json:
         print_json(said.data)
         return

@@ -109,7 +109,7 @@ def inspect(
     if html is not None:
         html.write_text(checkpoint.to_html(histograms=histograms, steps=_costs(run)), encoding="utf-8")
     if not as_json and (drawn is None or steps):
-        _print_name(checkpoint, path, ", the newest complete checkpoint" * bool(steps))
+        _print_name(whole, path, ", the newest complete checkpoint" * bool(steps))
     problems = [as_given(it, path) for it in whole.problems()]
     if drawn is not None:
         _draw(checkpoint, drawn, legend)
@@ -293,7 +293,9 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, depth: int | None, legend:
     tied = {name: f"tied to {holder}" for name, holder in checkpoint.aliases.items()}
     for name, text in {**tied, **own}.items():
         leaves[_parts(path_of(name))] = PrintedLeaf(text)
-    print_tree(screen, leaves, depth, filter(None, (*checkpoint.warnings, checkpoint.unchecked)))
+    listed = checkpoint.contents.skipped.values()  # with the steps of the run
+    notes = [text for text in checkpoint.warnings if text not in listed]
+    print_tree(screen, leaves, depth, filter(None, (*notes, checkpoint.unchecked)))
     print_legend(screen, (form for _, form, _ in said.values()), legend)
 
 

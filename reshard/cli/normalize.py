@@ -52,7 +52,7 @@ def normalize(
         leaves[("optim", "param_groups", str(i))] = PrintedLeaf(
             f"{counted(len(group.get('params', ())), 'parameter')}, {short(shown, 90)}"
         )
-    lost = [f"not shown: {format_names(state.omitted)}, which belong to neither model nor optimizer"]
+    lost = [f"not shown (not part of the model or optimizer): {format_names(state.omitted)}"]
     print_tree(screen, leaves, depth, [*state.notes, *(lost if state.omitted else ())])
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from reshard.cli.arguments import AsJson, On, executor_on
-from reshard.cli.show import console, counted, print_json, print_text
+from reshard.cli.show import console, counted, print_json, print_text, size
 
 __all__ = ["prune"]
 
@@ -29,13 +29,19 @@ def prune(
     Ignores the rules of a CheckpointManager. So it also deletes steps that the manager would keep, such as the best.
     """
     import reshard
+    from reshard.api.retention import leftovers
 
     with executor_on(on) as executor:
+        left = leftovers(run)
         gone = reshard.prune(run, keep_last=keep_last, executor=executor, dry_run=dry_run)
+    left = {path: nbytes for path, nbytes in left.items() if path not in gone}
     if as_json:
-        print_json({"path": run, "dry_run": dry_run, "removed": gone})
+        files = [{"path": path, "nbytes": nbytes} for path, nbytes in left.items()]
+        print_json({"path": run, "dry_run": dry_run, "removed": gone, "leftovers": files})
         return
     done = "would delete" if dry_run else "deleted"
     for path in gone:
         print_text(console(), path, done)
+    for path, nbytes in left.items():
+        print_text(console(), f"{path}  (files of killed saves, {size(nbytes)})", done)
     print_text(console(), f"{done} {counted(len(gone), 'checkpoint')} of {run}", style="bold")

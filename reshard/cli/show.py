@@ -96,7 +96,7 @@ _SAID: list[tuple[str, Any]] = [
     (r"leave out onto\b", "leave out --onto"),
     (r"leave out step=\d+", "leave out --step"),
     (r"max_shard_bytes", "--max-shard"),
-    (r"pass rtol=", "run reshard diff A B --rtol 1e-3"),
+    (r"pass rtol=", "add --rtol 1e-3"),
     (r"ass step=(\d*)", lambda m: f"ass --step {m[1] or 'N'}"),
     (r"use the same names on both sides", "--normalized uses canonical names"),
     (r"leave these out", "--select '!GLOB' leaves names out"),
@@ -242,12 +242,12 @@ def report_as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def damaged(path: str, problem: str, as_json: bool) -> Exit:
+def damaged(path: str, problem: str, as_json: bool, head: str = "damaged") -> Exit:
     """Print what is wrong with a checkpoint that cannot be opened. The answer is no."""
     if as_json:
         print_json({"path": path, "ok": False, "problems": [problem]})
     else:
-        print_text(console(), as_given(problem, path), "damaged", "red")
+        print_text(console(), as_given(problem, path), head, "red")
     return Exit(1)
 
 

@@ -55,19 +55,22 @@ def verify(
     For damage, lists the files and tensors, and the bytes if they are known.
 
     In a run, a newer step with missing files counts as damage. A step that a killed save left incomplete is listed, but
-    does not count.
+    does not count. If no step is complete, exits with 1.
     """
     import reshard
-    from reshard.formats.detect import steps_at
+    from reshard.formats.detect import has_ended, path_below, steps_at
 
     engine = executor_on(on)
     against = against and newest(against)
     try:
-        chosen = newest(path, step, reports_damage=True)
+        chosen = newest(path, step, reports_skipped=True)
     except (CheckpointNotFoundError, CorruptCheckpointError) as error:
-        if step is None and steps_at(path):  # none of them is complete
+        if step is not None or not (steps := steps_at(path)):
+            raise
+        if any(has_ended(path_below(path, each.name)) for each in steps):
             raise damaged(path, str(error), as_json) from None
-        raise
+        reasons = str(error).partition("\n")[2]
+        raise damaged(path, f"no checkpoint of this run is complete:\n{reasons}", as_json, head="") from None
     with engine as executor:
         report = reshard.verify(  # of a run, it names newer steps that are not complete
             path if step is None else chosen,

@@ -41,7 +41,7 @@ from reshard.stored.source import Files
 
 __all__ = [
     "BECOMES_FOLDER", "FILE_SUFFIXES", "JOB_FOLDER", "LEDGER", "Look", "RunStep", "StepRecord", "StepRecords",
-    "discarded_in", "kind_beside", "look_at", "look_in", "open_contents", "path_below", "records_in",
+    "discarded_in", "has_ended", "kind_beside", "look_at", "look_in", "open_contents", "path_below", "records_in",
     "refuse_first_step", "refuse_run", "run_in", "step_of", "step_path", "steps_at",
 ]  # fmt: skip
 
@@ -289,7 +289,8 @@ def _open_step(
                 raise
             skipped[step.name] = error
             continue
-        lost = tuple(name for name, error in skipped.items() if _had_ended(path_below(path, name), error))
+        damaged = [name for name, error in skipped.items() if isinstance(error, CorruptCheckpointError)]
+        lost = tuple(name for name in damaged if has_ended(path_below(path, name)))
         why = {name: "damaged" if name in lost else "not complete" for name in skipped}
         newer = {name: f"{name} is newer but was skipped because it is {why[name]}: {skipped[name]}" for name in why}
         said = (*contents.warnings, *newer.values(), *run.not_opened(path))
@@ -305,10 +306,10 @@ def _open_step(
     raise kind("\n  ".join([f"no checkpoint of the run at {os.fspath(path)} can be opened:", *all_said, *fix]))
 
 
-def _had_ended(path: str, error: Exception) -> bool:
-    """Return True if an error is about a checkpoint whose save had ended, as far as its format shows that."""
+def has_ended(path: str) -> bool:
+    """Return True if the save of a checkpoint has ended, as far as its format shows that."""
     names = _find(path)[1]
-    return isinstance(error, CorruptCheckpointError) and bool(names.keys() & {*_MARKERS} or without_claim(names))
+    return bool(names.keys() & {*_MARKERS} or without_claim(names))
 
 
 def local_path(path: StoragePath) -> str | None:
@@ -411,7 +412,7 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
     if format.name == "torch_save" and not _owned_by(beside) and (nested := _nested(storage, names)):
         raise FormatError(
             f"{url} has a file of torch.save, {beside[0]}, and checkpoints seem to be in its subfolders "
-            f"{', '.join(nested)}: open one of these, or the file, by its path"
+            f"{format_some(nested)}: open one of these, or the file, by its path"
         )
     if format.name == "torch_save" and len(names) == 1 and not _file_of(url):
         from reshard.formats.pipeline_stages import is_later_stage
@@ -486,14 +487,18 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
         raise CheckpointNotFoundError(_CONVERTS.format(url))
     known = ", ".join(format.name for format in formats())
     nested = _nested(storage, names)
-    hint = f" Checkpoints seem to be in its subfolders {', '.join(nested)}: open one of these." if nested else ""
-    if nested and not any(step_of(folder.rpartition("/")[2]) for folder in nested):
-        hint += " Their names have no step number; reshard.latest_complete finds the newest native one."
+    if nested:
+        hint = "; reshard.latest_complete finds the newest native one"
+        if any(step_of(folder.rpartition("/")[2]) for folder in nested):
+            hint = ""
+        raise FormatError(
+            f"{url} is not a checkpoint in a known format. Checkpoints seem to be in its subfolders "
+            f"{format_some(nested)}: open one of these{'. Their names have no step number' * bool(hint)}{hint}"
+        )
     some = format_some(sorted(names))
     raise FormatError(
-        f"{url} is not a checkpoint in a known format.{hint}{'' if url.endswith(some) else f' It contains {some}.'} "
-        f"Known formats are {known}. "
-        "Files must keep the names that the framework gave them"
+        f"{url} is not a checkpoint in a known format.{'' if url.endswith(some) else f' It contains {some}.'} "
+        f"Known formats are {known}. Files must keep the names that the framework gave them"
     )
 
 
@@ -519,9 +524,9 @@ def kind_beside(storage: Storage, names: Mapping[str, int], own: str, marks: Col
 
 
 def _nested(storage: Storage, names: Mapping[str, int]) -> list[str]:
-    """Return at most five subfolders with files of a checkpoint, for the message."""
+    """Return the subfolders with files of a checkpoint."""
     folders = sorted({name.rpartition("/")[0] for name in names if "/" in name and _is_mark(name.rpartition("/")[2])})
-    return [folder for folder in folders if not is_generation(folder)][:5]
+    return [folder for folder in folders if not is_generation(folder)]
 
 
 # The folder of a run: checkpoints side by side, called by their steps, as trainers leave them.

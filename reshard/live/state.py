@@ -213,10 +213,11 @@ class PerRank:
             return saved.get(rank, self.value)
         if self.on_change == "drop":
             return self.value
-        of = f" of {saved_world_size}" if saved_world_size > len(saved) else ""
+        some = f"{len(saved)} of " if saved_world_size > len(saved) else ""
+        saving = format_count(max(len(saved), saved_world_size), "rank")
         raise KeyMismatchError(
-            f"{key!r} was saved per rank by {len(saved)}{of} ranks, but {world_size} ranks load, of which this is "
-            f"rank {rank}: choose with PerRank(value, on_change='keep' or 'drop' or a function)"
+            f"{key!r} was saved per rank by {some}{saving}, but this is rank {rank} of {world_size} that load: choose "
+            "with PerRank(value, on_change='keep' or 'drop' or a function)"
         )
 
 

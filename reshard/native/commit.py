@@ -303,9 +303,10 @@ def refuse_foreign(storage: Storage) -> Mapping[str, int]:
     foreign += [".metadata"] if has_dcp(names) else []
     foreign += [name for name in names if name.endswith(".safetensors") and "/" not in name and not ours]
     if foreign:
+        what = "a DCP checkpoint (.metadata)" if foreign[0] == ".metadata" else foreign[0]
         raise StorageError(
-            f"{storage.url} contains {foreign[0]}, which is not from a checkpoint of this library. Nothing was "
-            "saved: choose another folder"
+            f"{storage.url} contains {what}, which is not part of a native checkpoint. Nothing was saved: choose "
+            "another folder"
         )
     return names
 
@@ -358,32 +359,49 @@ def replaced_by_save(storage: Storage, names: Collection[str], overwrite: bool) 
     return found
 
 
-def unpublish(storage: Storage, save_ids: Collection[str]) -> None:
-    """Let no generation count, so that a removal that is interrupted is not taken for a lost manifest."""
+def unpublish(storage: Storage, save_ids: Collection[str], only: str | None = None) -> bool:
+    """Let no generation count, so that a removal that is interrupted is not taken for a lost manifest.
+
+    Returns False if a save other than `only` counts by now: then it stays.
+    """
+    if not _may_retract(storage, only):
+        return False
     for save_id in save_ids:
         with suppress(CheckpointNotFoundError):  # another process has removed it
             storage.publish(f"{folder_of(save_id)}/{CLAIM}", b"{}")  # of no process
+    if not _may_retract(storage, only):  # one that began and ended since `save_ids` were listed
+        return False
     storage.delete(HF_INDEX)
     storage.retract(MANIFEST)  # which makes both durable
+    return True
 
 
-def remove_dead(storage: Storage) -> list[str]:
+def _may_retract(storage: Storage, only: str | None) -> bool:
+    try:
+        return only is None or published(storage) in (None, only)
+    except CheckpointError:
+        return False
+
+
+def remove_dead(storage: Storage, *, dry_run: bool = False) -> list[str]:
     """Remove generations that neither count nor are being written, but for data whose manifest was lost. Returns their
-    save ids.
+    save ids. With `dry_run`, only returns them.
 
     A save publishes its manifest before it releases its claim. So where a claim is gone, the manifest that is read
     *after* seeing that names this generation, or one that came later.
     """
     by_id = generations_in(storage)
-    remove_empty(storage)
-    removed, running = [], False
+    if not dry_run:
+        remove_empty(storage)
+    removed, running = [], dry_run
     for save_id, names in by_id.items():
         if is_alive(storage, save_id, names):
             running = True
         elif (counts := published(storage)) != save_id and (counts in by_id or not without_claim(names)):
-            remove(storage, save_id, names)
+            if not dry_run:
+                remove(storage, save_id, names)
             removed.append(save_id)
-    if removed and published(storage) is None:
+    if removed and not dry_run and published(storage) is None:
         _remove_index_of(storage, {folder_of(save_id) for save_id in removed})
     if not running:  # of several saves it is not known whose an unfinished manifest is: the last to end cleans up
         for published_name in (MANIFEST, HF_INDEX):

@@ -426,12 +426,12 @@ def _unless_absent(error: OSError) -> None:
 
 _FIXES = {
     errno.EACCES: "permission denied: check the owner and mode of the folder",
-    errno.EPERM: "the file system does not permit it",
+    errno.EPERM: "the file system denied permission",
     errno.EROFS: "the file system is mounted read-only",
     errno.ENOSPC: "no space left on the device: free some space, or use another folder",
     errno.EDQUOT: "disk quota exceeded: free some space, or use another folder",
     errno.EFBIG: "the file exceeds the maximum size of this file system or process",
-    errno.ENOTDIR: "a part of the path is a file, or a link to nothing",
+    errno.ENOTDIR: "a part of the path is a file, or a dangling symbolic link",
     errno.EISDIR: "a folder is at that path: choose another path",
     errno.EEXIST: "it already exists and is not overwritten: delete it first",
     errno.ENAMETOOLONG: "the name is too long for this file system",
@@ -448,7 +448,7 @@ def _explained(error: OSError, verb: str, name: str, url: str) -> ReshardError:
         return not_found(name, url)
     why = _FIXES.get(error.errno or 0, error.strerror or str(error))
     if verb == "create" and error.errno in _NOT_WRITABLE:
-        explained = StorageError(f"cannot write to {url}: {why}. Fix that, or use another folder")
+        explained = StorageError(f"cannot write to {url}: {why}. Fix this, or use another folder")
     elif verb == "read" and os.path.isfile(url):
         explained = StorageError(f"{url} is a file: pass a folder")
     else:

@@ -41,7 +41,7 @@ FREE_CHECK_BYTES = 16 << 20
 
 EVERY_BLOCK = ""
 _LAST_FILE = "whether files with higher numbers are missing"
-CRC_OF_RECORDS = "unchecked: whether all files are from one save and hold equal copies"
+CRC_OF_RECORDS = "unchecked: whether all files are from the same save, and whether replicas are equal"
 NO_CHECKSUMS = "unchecked: the format has no checksums"
 """What the checksums of a format leave open, for reports. A CRC-32 stands beside each record of a zip archive, and says
 nothing of the file."""

@@ -30,7 +30,7 @@ def test_a_folder_that_cannot_be_written_to() -> None:
     with pytest.raises(StorageError) as caught:
         reshard.save({"w": torch.ones(2)}, "/proc/step-1")
     assert str(caught.value).startswith("cannot write to /proc/step-1: ")
-    assert str(caught.value).endswith(". Fix that, or use another folder")
+    assert str(caught.value).endswith(". Fix this, or use another folder")
     assert ".tmp" not in str(caught.value)
 
 

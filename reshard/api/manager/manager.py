@@ -513,11 +513,13 @@ class CheckpointManager:
         if wanted is None and not steps and not foreign:
             return None
         what = f"step {wanted} in {self.root} cannot" if wanted is not None else f"no step in {self.root} can"
-        whole = [str(one) for one, problem in steps.items() if not problem]
-        why = "; ".join(passed) or f"complete steps there: {', '.join(whole) or 'none'}"
+        if not passed:
+            whole = [str(one) for one, problem in steps.items() if not problem]
+            known = ", ".join(whole) or "none"
+            raise CheckpointNotFoundError(f"{self.root} has no step {wanted}: its complete steps are {known}")
         fix = "" if steps else ". To continue from it, choose another root, and reshard.load it in the first job"
         kind = CorruptCheckpointError if chosen else CheckpointNotFoundError
-        raise kind(f"{what} be restored: {why}{fix * bool(foreign)}")
+        raise kind(f"{what} be restored: {'; '.join(passed)}{fix * bool(foreign)}")
 
     def _load(
         self, one: int | None, wanted: int | None, state: Any, options: dict[str, Any], passed: tuple[str, ...]

@@ -557,7 +557,7 @@ def check_opcodes(data: bytes | memoryview, start: int, where: str) -> int:
         match = RUN.match(data, at) if at < end else None  # it matches the empty text, too
         at = end if match is None else match.end()
         if at >= end:
-            raise CorruptCheckpointError(f"{where}: the pickle is truncated: it has no end within {end - start} bytes")
+            raise CorruptCheckpointError(f"{where}: the pickle is truncated after {end - start} bytes")
         op = data[at]
         if op == b"."[0]:
             return at + 1

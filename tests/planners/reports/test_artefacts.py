@@ -141,8 +141,8 @@ def test_a_page_says_from_where_to_where_in_what_memory_and_time():
     text = to_html(LOAD, source="a<b", target="fsdp=3", cluster=cluster)
 
     assert "from <b>a&lt;b</b> to <b>fsdp=3</b>" in text
-    assert "<dt>fullest rank holds, before</dt><dd>192 B" in text  # two of 8 x 12 float32 in four parts
-    assert "<dt>fullest rank holds, after</dt><dd>288 B" in text  # three of the eight rows
+    assert "<dt>largest shard per rank, before</dt><dd>192 B" in text  # two of 8 x 12 float32 in four parts
+    assert "<dt>largest shard per rank, after</dt><dd>288 B" in text  # three of the eight rows
     assert "<dd>4.5 s<small>64 B/s read by a host of 1 rank</small>" in text
     assert "estimated time" not in to_html(LOAD)
 
@@ -274,13 +274,11 @@ def test_boxes_of_items_are_said_to_be_those_of_local_tensors():
     boxes = {0: [Box((0, 0), (2, 3))], 1: [Box((2, 0), (1, 3)), Box((3, 0), (3, 3))]}
     wanted = StateLayout({"w": TensorLayout.from_boxes(TensorSpec("w", (6, 3), "float32"), boxes)})
     text = format_plan(plan_reads(alike((6, 3), ("w",))("R", "x=1"), wanted))
-    assert "read items of rank 0: a name, Box[first:end, ...] of the local tensor <- Box of a chunk" in text
+    assert "read items of rank 0: NAME  box in this rank's shard <- box in the chunk, which is CHUNK" in text
     assert "\n  read items of rank 1\n" in text, "once is enough"
     assert "w Box[0:1, 0:3] <- Box[2:3, 0:3] of chunk Box[0:6, 0:3] of rank 0, 12 B" in text
     assert "w (local tensor 1) Box[0:3, 0:3] <- Box[3:6, 0:3] of chunk" in text
-    assert "items of rank 0: a name, Box[first:end, ...] of the full tensor <- Box of the local tensor" in format_plan(
-        SAVE
-    )
+    assert "items of rank 0: NAME  box in the full tensor <- box in this rank's shard" in format_plan(SAVE)
 
 
 def test_the_story_of_one_tensor_on_one_rank():

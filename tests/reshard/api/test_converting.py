@@ -744,7 +744,7 @@ def test_what_is_written_opens_or_is_refused_whatever_kind_of_checkpoint_is_ther
     for there, format in [(there, format) for there in kinds for format in kinds if there != format]:
         target, wanted = tmp_path / f"{there}-{format}", ["model.*"]
         reshard.convert(tmp_path / "other", target, format=there)
-        with pytest.raises(FormatError, match=r"No reader could distinguish it.*Choose an empty folder"):
+        with pytest.raises(FormatError, match=r"would mix with the converted checkpoint.*Choose an empty folder"):
             reshard.convert(saved, target, format=format, select=wanted, overwrite=True)
         assert list(reshard.open(target)) == ["other"]
 

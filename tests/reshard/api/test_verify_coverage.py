@@ -29,8 +29,8 @@ NBYTES = sum(t.nbytes for t in STATE.values() if isinstance(t, torch.Tensor))
 UNCHECKED = ("safetensors", "zstd", "legacy")
 LEAVES_OPEN = {
     "safetensors": "unchecked: the format has no checksums",
-    "dcp": "unchecked: whether all files are from one save and hold equal copies",
-    "zstd": "unchecked: whether all files are from one save and hold equal copies",
+    "dcp": "unchecked: whether all files are from the same save, and whether replicas are equal",
+    "zstd": "unchecked: whether all files are from the same save, and whether replicas are equal",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,11 @@ def test_a_folder_of_checkpoints_names_them(tmp_path: Path) -> None:
     reshard.save({"w": torch.ones(2)}, tmp_path / "third")  # whose data folder is none
     with pytest.raises(FormatError, match=r"Checkpoints seem to be in its subfolders first, second, third: open one"):
         open_checkpoint(tmp_path)
+    for number in range(5):
+        reshard.save({"w": torch.ones(2)}, tmp_path / f"x{number}")
+    with pytest.raises(FormatError, match=r"subfolders first, second, third, x0, x1 and 3 more: open one") as of:
+        open_checkpoint(tmp_path)
+    assert not re.search("contains|Known formats", str(of.value))
 
 
 def test_only_folders_that_open_are_named(tmp_path: Path) -> None:

@@ -97,7 +97,11 @@ def test_version(say) -> None:
         (["plan", "fsdp6", "tp=2"], 2, "'fsdp6' is neither a path nor a topology: did you mean 'fsdp=6'?"),
         (["plan", ".", "8"], 2, "'8' is neither a path nor a topology. Write a topology like 'fsdp=3', "),
         (["plan", "8x4", "."], 2, "'8x4' is neither a path nor a topology."),
-        (["explain"], 2, "explain needs a LAYOUT, such as 'S(0),R on dp=4,tp=2'. The notation: --legend"),
+        (
+            ["explain"],
+            2,
+            "explain needs a LAYOUT, such as 'S(0),R on dp=4,tp=2'. The notation: reshard explain --legend",
+        ),
         (["explain", "--legend", "--json"], 2, "explain needs a LAYOUT, such as"),
         (
             ["plan", ".", "dp=2", "--rule", "x=S(0)"],

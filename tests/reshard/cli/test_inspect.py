@@ -58,7 +58,7 @@ def test_what_nothing_was_compared_with_is_told(say, checkpoint, tmp_path) -> No
     """`"ok": true` alone said more than was checked."""
     assert say("convert", checkpoint, tmp_path / "dcp", "-f", "dcp").code == 0
     said, told = say("inspect", tmp_path / "dcp"), json.loads(say("inspect", tmp_path / "dcp", "--json").out)
-    assert "unchecked: whether all files are from one save and hold equal copies" in told["unchecked"]
+    assert "unchecked: whether all files are from the same save, and whether replicas are equal" in told["unchecked"]
     assert f"note  {told['unchecked']}" in said.out
 
 
@@ -424,6 +424,8 @@ def test_a_run_is_listed(tmp_path: Path, say) -> None:
     assert shown.code == 0
     assert "a run with 2 checkpoints" in shown.out
     assert f"{first.path}, the newest complete checkpoint\nformat native, 1 tensor" in shown.out
+    assert shown.out.count("is an empty folder") == 1
+    assert f"{first.path}, the newest complete" in say("inspect", tmp_path, "--select", "*").out
     assert [row["step"] for row in told["steps"]] == [10, 20]
     assert (told["path"], told["newest"]["path"]) == (str(tmp_path), first.path)
     assert (told["ok"], told["covers"]) == (True, first.path)
@@ -596,6 +598,7 @@ def test_meshes_that_are_too_large_are_not_drawn(say) -> None:
         (["mine=2,tp=2"], "Or give placements on this mesh, such as 'S(0),R on mine=2,tp=2'"),
         (["S(0)", "--shape", "4"], "--shape needs a mesh: write 'S(0)' with one, such as 'S(0),R on dp=4,tp=2'"),
         (["Partial(sum)"], "unknown placement 'Partial(sum)': write S(dim)"),
+        (["foo"], "or R. The notation: reshard explain --legend"),
         (["dp,tp: S(0)"], "has 1 placement for the 2 axes before the colon"),
         ([" "], "explain needs a LAYOUT, such as 'S(0),R on dp=4,tp=2'"),
         (["S(0) on dp=2,tp=2"], "needs one placement for each axis, 2 in all, but got 1"),

@@ -45,8 +45,32 @@ def test_it_lists_what_it_removes(say, run) -> None:
     ]
     assert _left(run) == ["step-2", "step-3"]
     told = json.loads(say("prune", run, "--keep-last", 1, "--on", "processes:2", "--json").out)
-    assert told == {"path": str(run), "dry_run": False, "removed": [f"{run}/step-2"]}
+    assert told == {"path": str(run), "dry_run": False, "removed": [f"{run}/step-2"], "leftovers": []}
     assert say("prune", run, "--keep-last", 1).out == f"deleted 0 checkpoints of {run}\n"
+
+
+def test_it_lists_what_killed_saves_left(say, run) -> None:
+    for step, size in (("step-0", 1 << 10), ("step-3", 2 << 20), ("step-4", 3 << 20)):
+        left = run / step / "data-0192f3c1a8aa-5d2e00112233"
+        left.mkdir(parents=True)
+        (left / "claim.json").write_text("{}")
+        (left / "00000.safetensors").write_bytes(bytes(size - 2))
+    before = _left(run)
+    files = [{"path": f"{run}/step-3", "nbytes": 2 << 20}, {"path": f"{run}/step-4", "nbytes": 3 << 20}]
+    for words, done in ((["--dry-run"], "would delete"), ([], "deleted")):
+        if words:
+            found = json.loads(say("prune", run, "--keep-last", 3, *words, "--json").out)
+            assert (found["removed"], found["leftovers"]) == ([f"{run}/step-0"], files)
+            assert reshard.prune(run, keep_last=3, dry_run=True) == [f"{run}/step-0"]
+        assert _left(run) == before
+        assert say("prune", run, "--keep-last", 3, *words).out.splitlines() == [
+            f"{done}  {run}/step-0",
+            f"{done}  {run}/step-3  (files of killed saves, 2.0 MiB)",
+            f"{done}  {run}/step-4  (files of killed saves, 3.0 MiB)",
+            f"{done} 1 checkpoint of {run}",
+        ]
+    assert _left(run) == ["step-1", "step-2", "step-3"]
+    assert json.loads(say("prune", run, "--keep-last", 3, "--json").out)["leftovers"] == []
 
 
 def test_it_says_that_it_ignores_what_a_manager_keeps(say, run, caplog) -> None:

@@ -254,7 +254,7 @@ def test_a_newer_step_that_had_been_complete_is_damage(say, tmp_path, kind, patt
             report.raise_if_failed()
 
 
-def test_a_killed_save_is_no_damage(say, tmp_path) -> None:
+def test_a_killed_save_is_no_damage(say, tmp_path, caplog) -> None:
     for step in (1, 2):
         reshard.save({"a": torch.ones(3)}, tmp_path / "run" / f"step-{step}")
     _without(tmp_path / "run", "manifest.json")
@@ -262,6 +262,16 @@ def test_a_killed_save_is_no_damage(say, tmp_path) -> None:
     said = say("verify", tmp_path / "run")
     assert said.code == 0
     assert "step-2 is newer but was skipped because it is not complete: " in said.out
+    assert "step-2" not in caplog.text, "once is enough"
+
+    _without(tmp_path / "run", "data-*/*.safetensors")
+    shutil.rmtree(tmp_path / "run" / "step-1")
+    for words in ([], ["--json"]):
+        said = say("verify", tmp_path / "run", *words)
+        assert said.code == 1
+        assert "damaged" not in said.out
+        assert "no checkpoint of this run is complete" in said.out
+    assert json.loads(said.out)["ok"] is False
 
 
 def test_tensors_and_other_problems_are_counted_apart(say, tmp_path) -> None:
@@ -359,7 +369,7 @@ def test_diff_says_that_all_differences_are_dtypes(say, tmp_path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
 
     all_of = f"all differences are dtypes: float32 in {a}, bfloat16 in {b} (5 tensors)"
-    fix = "To compare the values, too, run reshard diff A B --rtol 1e-3"
+    fix = "To compare the values, too, add --rtol 1e-3"
     assert say("diff", a, b).out.splitlines()[2:] == [
         f"note  {all_of}. {fix}",
         f"·  layers.*: 5 names, such as 'layers.0.w': is float32 in {a}, bfloat16 in {b}",
