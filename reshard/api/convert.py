@@ -405,6 +405,8 @@ def _check_vacant(
     ours += (found,) if found is not None else ()
     kept = [name for name in names if "/" not in name and name not in ours]
     foreign = next((name for name in kept if any(fnmatchcase(name, glob) for glob in job.writing.foreign)), None)
+    if foreign is None:
+        foreign = writer.ambiguous(storage, names)
     if foreign is None and job.format != "native" and not job.writing.is_one_file:
         foreign = next((f"data-{save_id}" for save_id in generations_in(storage)), None)
     if foreign is None and not job.writing.is_one_file:
@@ -414,5 +416,5 @@ def _check_vacant(
     if foreign is not None:
         raise FormatError(
             f"{storage.url} contains {foreign}. No reader could distinguish it from the converted checkpoint. "
-            "Choose an empty folder: overwrite=True replaces only a checkpoint of the same format"
+            "Choose an empty folder: overwrite=True replaces only the files of a checkpoint of the same format"
         )
