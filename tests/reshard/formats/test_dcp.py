@@ -313,7 +313,7 @@ def test_without_collectives_nothing_says_how_many_ranks_saved(tmp_path: Path) -
     check_all(open_checkpoint(folder), dict.fromkeys(("w0", "w1", "w2"), W))
     assert "whether files with higher numbers are missing" in str(open_checkpoint(folder).unchecked)
     (folder / "__4000000000.metadata").write_bytes((folder / "__0.metadata").read_bytes())
-    with pytest.raises(CorruptCheckpointError, match="3999999997 of 4000000001 .* the first is __3.metadata"):
+    with pytest.raises(CorruptCheckpointError, match=r"3999999997 of 4000000001 .* the first is __3\.metadata"):
         open_checkpoint(folder)
 
 
