@@ -97,13 +97,19 @@ class TorchArchive:
         if at < 0 or at + _END.size > tail:
             raise self._damaged("it has no end; the file was truncated, or is not a zip archive")
         _, _, _, _, count, size, offset, _ = _END.unpack_from(data, at)
-        locator = at - _LOCATOR64.size
+        locator, end = at - _LOCATOR64.size, self.length - tail + at
         if locator >= 0 and data[locator : locator + 4] == b"PK\x06\x07":
             _, _, end64, _ = _LOCATOR64.unpack_from(data, locator)
             fields = _END64.unpack(self._bytes(end64, _END64.size))
             if fields[0] != b"PK\x06\x06":
                 raise self._damaged("its zip64 end is malformed")
             count, size, offset = fields[7:10]
+            end -= _LOCATOR64.size + _END64.size
+        if offset + size != end:  # counted from its start, the end of one archive behind another may fit the first
+            raise self._damaged(
+                f"its directory ends at byte {offset + size} instead of {end}: bytes are missing, or there are several "
+                "archives in a row"
+            )
         return count, size, offset
 
     def locate(self, name: str) -> tuple[int, int]:
@@ -227,9 +233,10 @@ def locate_item(source: Source, start: int, length: int, head: bytes) -> tuple[E
             raise FormatError(f"{archive.label}: expected one plain tensor, found {_describe(ref)}")
         return archive.place(ref), ref.dtype
     pickle_at, pickled, crc, data_at = found
-    if isinstance(source, FileSource):  # compared at once, since it is read already
-        add_record(source, start + pickle_at, len(pickled), lambda: crc)
-        source.compare_data(start + pickle_at, memoryview(pickled))
+    if isinstance(source, FileSource) and crc and source.checking.enabled:  # at once, since it is read already
+        source.checking.add(compared=len(pickled))
+        if crc32(pickled) != crc:
+            source.refuse_changed([(start + pickle_at, start + pickle_at + len(pickled))])
     ref = _parse_cached(pickled)
     if not isinstance(ref, TensorRef):
         raise FormatError(f"{source.label}, item at byte {start}: expected one plain tensor, found {_describe(ref)}")
