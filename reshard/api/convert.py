@@ -405,6 +405,8 @@ def _check_vacant(
     ours += (found,) if found is not None else ()
     kept = [name for name in names if "/" not in name and name not in ours]
     foreign = next((name for name in kept if any(fnmatchcase(name, glob) for glob in job.writing.foreign)), None)
+    if foreign is None:
+        foreign = writer.ambiguous(storage, names)
     if foreign is None and job.format != "native" and not job.writing.is_one_file:
         native = (f"files of a native checkpoint ({folder_of(save_id)})" for save_id in generations_in(storage))
         foreign = next(native, None)
@@ -415,5 +417,5 @@ def _check_vacant(
     if foreign is not None:
         raise FormatError(
             f"{storage.url} contains {foreign}, which would mix with the converted checkpoint. Choose an empty "
-            "folder: overwrite=True replaces only a checkpoint of the same format"
+            "folder: overwrite=True replaces only the files of a checkpoint of the same format"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from reshard.formats.format import Format, Writing, at_top, check_index, not_ope
 from reshard.native.manifest import HF_INDEX, is_generation
 from reshard.state import empty_sequences
 from reshard.storage.base import Storage
-from reshard.stored.checksums import NO_CHECKSUMS
+from reshard.stored.checksums import NO_CHECKSUMS, Checking
 from reshard.stored.contents import Contents, Facts
 from reshard.stored.safetensors_header import SAFETENSORS_CODES, Header, encode_header, read_header
 from reshard.stored.source import Files
@@ -300,7 +301,8 @@ def _heads_with_bias(known: set[str]) -> dict[str, str]:
 
 _INDEX_NAME = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_SUFFIXES = (".safetensors", ".safetensors.index.json")
+_SUFFIXES = (".safetensors", _INDEX)
+_OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
 class SafetensorsWriter(FormatWriter):
@@ -345,8 +347,9 @@ class SafetensorsWriter(FormatWriter):
 
     def finish(self, out: Publication) -> None:
         """Give the files their names, and publish the index last."""
-        old = at_top(out.storage.list(), _SUFFIXES)
-        for name in old:  # one file takes the place of one; several, of which some are old, would be taken for whole
+        for name in _replaced(
+            out.storage, out.storage.list()
+        ):  # one file takes the place of one; several, of which some are old, would be taken for whole
             if name not in out.done or (len(out.done) > 1 and out.done[name].name != name):
                 out.retract(name)
         out.name_files()
@@ -360,6 +363,27 @@ class SafetensorsWriter(FormatWriter):
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """An index or a file of tensors."""
         return next(iter(at_top(names, _SUFFIXES)), None)
+
+    def ambiguous(self, storage: Storage, names: Mapping[str, int]) -> str | None:
+        """Another index; or another file of tensors, if there will be no index that does not name it."""
+        old = _replaced(storage, names)
+        others = at_top(names, _SUFFIXES if len(self.files) == 1 else _INDEX)
+        return next((name for name in others if name not in old), None)
+
+
+def _replaced(storage: Storage, names: Mapping[str, int]) -> list[str]:
+    """The files of the checkpoint at the top, its index last: those with names of ours, those that the only index
+    names, and without an index all, if they open together. Others are not of the checkpoint, and stay."""
+    tensors, indexes = at_top(names, ".safetensors"), at_top(names, _INDEX)
+    named = {*indexes} if len(indexes) == 1 else set[str]()
+    files = Files(storage, names, Checking(lost=[]))
+    with suppress(FormatError, CorruptCheckpointError):
+        if indexed := read_index(files, _INDEX):
+            named.update(indexed[2].values())
+        elif tensors:
+            _check_numbers(storage.url, tensors, files.checking.refuse)
+            named.update(tensors)
+    return [name for name in (*tensors, *indexes) if name in named or _OURS.fullmatch(name)]
 
 
 def _writing() -> Writing:

@@ -6,7 +6,7 @@ import io
 import tarfile
 from typing import TYPE_CHECKING, NoReturn
 
-from reshard.errors import CorruptCheckpointError, FormatError, StorageError
+from reshard.errors import RESTORE, CorruptCheckpointError, FormatError, StorageError
 from reshard.storage.base import Storage, Writer, check_range, not_found
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ __all__ = ["TarStorage"]
 
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"\x28\xb5": "zstd"}
 _MAX_HEADER_BYTES = 1 << 20
+_END_BYTES = 2 * tarfile.BLOCKSIZE
 
 
 class TarStorage(Storage):
@@ -30,7 +31,7 @@ class TarStorage(Storage):
 
         Raises:
             FormatError: the archive is compressed, so that nothing in it can be found without reading all of it.
-            CorruptCheckpointError: it is no tar archive, or is truncated.
+            CorruptCheckpointError: it is no tar archive, or is damaged or truncated.
         """
         self.url = f"{storage.url.rstrip('/')}/{name}"
         self.max_gap_bytes = storage.max_gap_bytes
@@ -57,8 +58,11 @@ class TarStorage(Storage):
                         raise FormatError(f"{self.url}: {name!r} in it is a sparse file, which is not supported")
                     if member.isreg():
                         places[name] = member.offset_data, member.size
+                at = archive.offset  # tarfile stops at whatever is no header: a damaged one, or the end of the file
+                if size - at < _END_BYTES or any(self._storage.read(self._name, at, _END_BYTES)):
+                    raise tarfile.ReadError(f"at byte {at} there is neither a member nor the archive's end of zeros")
         except (tarfile.TarError, ValueError, EOFError, RecursionError) as error:
-            raise CorruptCheckpointError(f"{self.url}: not a complete tar archive: {error}") from None
+            raise CorruptCheckpointError(f"{self.url}: not a complete tar archive: {error}: {RESTORE}") from None
         return places
 
     def list(self, prefix: str = "") -> dict[str, int]:

@@ -358,9 +358,9 @@ def _described(value: Any) -> Any:
 # their reader.
 
 
-RANK_METADATA = re.compile(r"__\d+\.metadata")
+RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
-"""Of a rank, whose number is the group."""
+"""Each of a rank, whose number is the group."""
 
 
 def has_dcp(names: Iterable[str]) -> bool:

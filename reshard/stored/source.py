@@ -241,7 +241,7 @@ class FileSource(Source):
         bad = self.checksums.compare(view, rows)
         self.checking.add(compared=int((rows[:, 1] - rows[:, 0]).sum()))
         if bad:
-            self._refuse(bad)
+            self.refuse_changed(bad)
 
     def _judge(self, blocks: Iterable[tuple[Range, Iterable[bytes | memoryview]]]) -> None:
         """Raises CorruptCheckpointError unless each block, whose bytes are given in pieces, is
@@ -254,9 +254,9 @@ class FileSource(Source):
                 bad.append(block)
         self.checking.add(compared=compared)
         if bad:
-            self._refuse(bad)
+            self.refuse_changed(bad)
 
-    def _refuse(self, bad: Sequence[Range]) -> NoReturn:
+    def refuse_changed(self, bad: Sequence[Range]) -> NoReturn:
         """Raises CorruptCheckpointError for blocks that have other checksums than were saved."""
         more = f", and {len(bad) - 1} more blocks" if len(bad) > 1 else ""
         first, last = bad[0]
@@ -326,7 +326,7 @@ class FileSource(Source):
             if wanted:
                 self._owe(sums, [(start, stop)], wanted)
                 if (wrong := sums.note(start, data)) is not None:
-                    self._refuse([wrong])
+                    self.refuse_changed([wrong])
                 self._settle(sums)
             return
         rows = []

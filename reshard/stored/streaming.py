@@ -386,6 +386,10 @@ class FormatWriter(ABC):
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """The file that shows that there is a checkpoint already, or None."""
 
+    def ambiguous(self, storage: Storage, names: Mapping[str, int]) -> str | None:
+        """A file of `names` that would stay, and beside which what is written would not open; or None."""
+        return None
+
     def whole(self, name: str) -> FilePart:
         """All of a tensor as a part of a file."""
         spec = self.stored(name).spec

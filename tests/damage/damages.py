@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import re
 import struct
+import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import xxhash
@@ -213,6 +214,8 @@ def _sites(name: str, data: bytes) -> Iterator[Site]:
         stop = 8 + struct.unpack("<Q", data[:8])[0]
         yield Site(name, "header", 0, stop)
         yield Site(name, "data", stop, len(data))
+    elif name.endswith(".nemo"):
+        yield from _tar(name, data)
     elif b"PK\x05\x06" in data:
         yield from _archives(name, data)
     elif data[:4] == b"GGUF":
@@ -225,6 +228,20 @@ def _sites(name: str, data: bytes) -> Iterator[Site]:
         yield Site(name, "data", stop, len(data))
     else:
         yield Site(name, "data", 0, len(data))
+
+
+def _tar(name: str, data: bytes) -> Iterator[Site]:
+    """Of a tar archive: headers, its end with them, and what is in the zip archives that are members."""
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        for member in archive:
+            yield Site(name, "tar headers", member.offset, member.offset_data)
+            if member.name.endswith(".ckpt"):
+                inner = _archives(name, data[member.offset_data : member.offset_data + member.size])
+                yield from (
+                    replace(site, start=site.start + member.offset_data, stop=site.stop + member.offset_data)
+                    for site in inner
+                )
+        yield Site(name, "tar headers", archive.offset, archive.offset + 1024)
 
 
 def _archives(name: str, data: bytes) -> Iterator[Site]:

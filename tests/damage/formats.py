@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tarfile
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -118,6 +119,16 @@ def _legacy(folder: Path, generation: int) -> Path:
     return _torch_save(folder, generation, _use_new_zipfile_serialization=False)
 
 
+def _nemo(folder: Path, generation: int) -> Path:
+    _torch_save(folder, generation).rename(folder / "model_weights.ckpt")
+    (folder / "model_config.yaml").write_text(f"generation: {generation}\n")
+    with tarfile.open(folder / "saved.nemo", "w:") as archive:
+        for name in ("model_config.yaml", "model_weights.ckpt"):
+            archive.add(folder / name, f"./{name}")
+            (folder / name).unlink()
+    return folder / "saved.nemo"
+
+
 def _bin_files(folder: Path, generation: int) -> Path:
     """Several of torch.save, with the index of Hugging Face."""
     (folder / "bin").mkdir()
@@ -212,6 +223,7 @@ FORMATS: Mapping[str, Format] = {
         Format("hugging face", _hugging_face),
         Format("hugging face of ranks", _sample("hf_dcp_writer_2x2/ckpt/sharded_1file"), generations=False),
         Format("gguf", _gguf),
+        Format("nemo", _nemo, ARCHIVES),
         Format("bin files", _bin_files, ARCHIVES),
         Format("adapter", _adapter),
         Format("files of ranks", _sample("pt_dtensor_2x2/ckpt"), ARCHIVES, generations=False),

@@ -482,7 +482,7 @@ _KEPT = "kept"  # no checkpoint, but what a job recovers from
 _UNKNOWN_CLASSES = ("deepspeed", "deepspeed stage 1", "deepspeed pipeline", "deepspeed tensor parallel")
 # raw, they have objects of their own classes: these cannot be written, loaded or compared
 _UNWRITABLE = (*_UNKNOWN_CLASSES, "megatron")  # whose random states are tensors within objects
-_SINGLE_FILES = ("torch_save", "torch_save legacy", "safetensors", "gguf", "lightning")
+_SINGLE_FILES = ("torch_save", "torch_save legacy", "nemo", "safetensors", "gguf", "lightning")
 _BY_NUMBER = (
     "torchsnapshot",
     "torchsnapshot batched",
@@ -498,7 +498,7 @@ _NOT_FOR_DEEPSPEED = (*_BY_NUMBER, *_NO_SETTINGS, *_MODELS)
 _NATIVE = ("native", "native chain", "native many files", "native v1", "native v2", "native on a base")
 _NOT_FOR_MEGATRON = (
     *_BY_NUMBER, *_NO_SETTINGS, "native", "native chain", "native many files", "native on a base", "dcp", "torch_save",
-    "torch_save legacy",
+    "torch_save legacy", "nemo",
 )  # fmt: skip
 # the latter have optimizer states of two parameters, and Megatron one tensor of all layers
 
@@ -536,7 +536,7 @@ READERS: Mapping[str, Reader] = {
         Reader("convert to torch_save", _converted("out.pt", format="torch_save"), but=_UNWRITABLE),
         Reader("convert to safetensors", _converted(format="safetensors")),
         Reader("convert, by tasks", _by_tasks(_converted()), but=_UNWRITABLE),
-        Reader("convert to torch_checkpointing", _converted(format="torch_checkpointing"), but=_UNWRITABLE),
+        Reader("convert to torch_checkpointing", _converted(format="torch_checkpointing"), but=(*_UNWRITABLE, "nemo")),
         Reader("convert to deepspeed", _converted(format="deepspeed"), but=_NOT_FOR_DEEPSPEED),
         Reader("convert to megatron", _converted(format="megatron"), but=_NOT_FOR_MEGATRON),
         Reader("convert onto others", _onto, but=_UNWRITABLE),

@@ -86,6 +86,8 @@ def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents
             f"{storage.url}/{folder}: there are .distcp files, but no .metadata, which is written last: the save did "
             "not finish, or the file was not copied"
         )
+    if not found:
+        _check_ranks(files, folder)
     index = DcpIndex()
     for file in found or by_rank:
         source = files[file]
@@ -164,6 +166,19 @@ def _add(index: DcpIndex, fields: Mapping[str, Any], where: str) -> None:
         index.save_id = meta.fields["save_id"]
     if isinstance(version := fields.get("version"), str):
         index.version = version
+
+
+def _check_ranks(files: Files, folder: str) -> None:
+    """Refuse what lacks a rank's metadata: by the numbers of the other ranks', and by data that none describes. A rank
+    that is lost with all of its files shows only if it is not the last."""
+    files.checking.leave_number_open()
+    inner = [name[len(folder) :] for name in files.listed if name.startswith(folder)]
+    have = {int(match[1]) for match in map(RANK_METADATA.fullmatch, inner) if match}
+    count = max(have | {int(match[1]) for match in map(DATA_FILE.fullmatch, inner) if match}) + 1
+    if lost := count - len(have):
+        first = next(rank for rank in range(count) if rank not in have)
+        what = f"{lost} of {count} files __<rank>.metadata are missing, the first is __{first}.metadata"
+        files.checking.refuse(CorruptCheckpointError(f"{files.storage.url}/{folder}: {what}: {RESTORE}"))
 
 
 def _said(record: Record) -> Mapping[str, Any]:

@@ -23,7 +23,7 @@ from reshard.storage.base import Storage
 from reshard.stored.contents import Contents, Facts
 from reshard.stored.source import Files
 
-__all__ = ["DeepSpeedFacts", "beside", "detect", "open"]
+__all__ = ["DeepSpeedFacts", "beside", "detect", "is_state", "open"]
 
 
 _STATES = re.compile(
@@ -63,12 +63,13 @@ class DeepSpeedFacts(Facts):
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     """Return whether there are files of DeepSpeed's names, here or in the folder that `latest` names."""
-    return any(_is_state(name, "") for name in names) or (
-        any(latest in names for latest in _LATEST) and any(_is_state(n.partition("/")[2], "") for n in names)
+    return any(is_state(name, "") for name in names) or (
+        any(latest in names for latest in _LATEST) and any(is_state(n.partition("/")[2], "") for n in names)
     )
 
 
-def _is_state(file: str, folder: str) -> bool:
+def is_state(file: str, folder: str) -> bool:
+    """Return whether a file has a name of DeepSpeed's in `folder`, "" or ending in "/"."""
     inner = file.removeprefix(folder)
     return file.startswith(folder) and bool(_STATES.fullmatch(inner) or _UNIVERSAL.fullmatch(inner))
 
@@ -180,13 +181,13 @@ def _lost_states(there: Collection[str], files: Iterable[TorchFile]) -> Iterator
 
 def _folder(storage: Storage, names: Mapping[str, int]) -> str:
     """ "" or the folder that `latest` names, with a slash."""
-    if any(_is_state(file, "") for file in names):
+    if any(is_state(file, "") for file in names):
         return ""
     for latest in _LATEST:
         if latest not in names:
             continue
         tag = bytes(storage.read(latest)).decode("utf-8", "replace").strip().strip("/")
-        if not any(_is_state(file, tag + "/") for file in names):
+        if not any(is_state(file, tag + "/") for file in names):
             raise CorruptCheckpointError(
                 f"{storage.url}/{latest} names {tag!r}, but there is no checkpoint in a folder of this name"
             )

@@ -12,7 +12,7 @@ import torch
 from reshard.errors import FormatError
 from reshard.formats.canonical import Canonical, Hints, listed_in, settings_of, ties
 from reshard.formats.dcp.writer import object_to_bytes
-from reshard.formats.deepspeed.files import OWN
+from reshard.formats.deepspeed.files import OWN, is_state
 from reshard.formats.format import Widen, Writing, at_top
 from reshard.formats.megatron.names import tp_dim
 from reshard.formats.torch_save.writer import ArchivesWriter, TensorStub
@@ -128,7 +128,7 @@ class DeepSpeedWriter(ArchivesWriter):
             out.publish(name, object_to_bytes(value))
         out.publish(_LATEST, self.tag.encode())
         for name in out.storage.list(f"{self.tag}/"):  # of what was there before
-            if name not in out.done and name not in small:
+            if is_state(name, f"{self.tag}/") and name not in out.done and name not in small:
                 out.storage.delete(name)
 
     def occupied(self, names: Mapping[str, int]) -> str | None:

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 from planners.units import format_count
-from reshard.errors import RESTORE, CorruptCheckpointError
+from reshard.errors import RESTORE, CorruptCheckpointError, ReshardError
 from reshard.formats.rank_files import Section, open_sections, sections_of, with_others
 from reshard.formats.torch_save.pickles import load_pickle
 from reshard.state import key_of
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents
-from reshard.stored.source import Files
+from reshard.stored.source import Files, Source
 
-__all__ = ["ITEM", "METADATA", "detect", "open"]
+__all__ = ["ITEM", "METADATA", "detect", "files_of_items", "open"]
 
 
 METADATA = "metadata.pkl"
-ITEM = re.compile(r"(?P<section>.+)_(?P<rank>\d+)\.pt")
+ITEM = re.compile(r"(?P<section>[^/]+)_(?P<rank>\d+)\.pt")
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
@@ -40,11 +41,7 @@ def open(files: Files) -> Contents:
         FormatError: DTensors that cannot be understood.
     """
     source = files[METADATA]
-    found = load_pickle(source.read(0, source.nbytes), where=source.label)
-    items = found.get("metadata") if isinstance(found, dict) else None
-    world = found.get("world_size") if isinstance(found, dict) else None
-    if not isinstance(items, dict) or type(world) is not int:
-        raise CorruptCheckpointError(f"{source.label}: it says neither what was saved nor by how many ranks")
+    items, world = _list_of_items(source)
     sections = _sections(files, items, world)
     contents = open_sections("torch_checkpointing", files, sections)
     held = {*contents.tensors, *contents.objects}
@@ -55,6 +52,31 @@ def open(files: Files) -> Contents:
         what = f"it names {count}, such as {lost[0]!r}, that no file of a rank has"
         files.checking.refuse(CorruptCheckpointError(f"{source.label}: {what}: {RESTORE}"))
     return with_others(contents, files, sections, [METADATA])
+
+
+def _list_of_items(source: Source) -> tuple[dict[Any, Any], int]:
+    """The list's entry of each item, and how many ranks saved. Raises CorruptCheckpointError."""
+    found = load_pickle(source.read(0, source.nbytes), where=source.label)
+    items = found.get("metadata") if isinstance(found, dict) else None
+    world = found.get("world_size") if isinstance(found, dict) else None
+    if not isinstance(items, dict) or type(world) is not int:
+        raise CorruptCheckpointError(f"{source.label}: it says neither what was saved nor by how many ranks")
+    return items, world
+
+
+def files_of_items(files: Files, more: Collection[str]) -> list[str]:
+    """The files of the items that the list names and of `more`, and those that open without being named: the list has
+    no item without tensors. Without a readable list that is what one rank would open."""
+    items, world = dict[Any, Any](), 1
+    with suppress(ReshardError):
+        items, world = _list_of_items(files[METADATA])
+    known = {*map(str, items), *more}
+    return [
+        file
+        for file in files.listed
+        if (match := ITEM.fullmatch(file))
+        and (match["section"] in known or (int(match["rank"]) < world and f"{match['section']}_0.pt" in files.listed))
+    ]
 
 
 def _listed(items: Mapping[Any, Any], where: str) -> list[str]:

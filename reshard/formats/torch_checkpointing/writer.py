@@ -15,10 +15,11 @@ from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import TensorSpec
 from reshard.errors import FormatError
 from reshard.formats.format import Writing
-from reshard.formats.torch_checkpointing.reader import ITEM, METADATA
+from reshard.formats.torch_checkpointing.reader import ITEM, METADATA, files_of_items
 from reshard.formats.torch_save.writer import NestsWriter, nest_of, paths_in_order
 from reshard.state import KeyPath, plain_key
 from reshard.stored.contents import Contents
+from reshard.stored.source import Files
 from reshard.stored.streaming import FilePlan, Publication, Target
 
 __all__ = ["WRITING"]
@@ -57,9 +58,10 @@ class TorchCheckpointingWriter(NestsWriter):
 
     def finish(self, out: Publication) -> None:
         """Give the files their names, remove those of what was there before, and publish the list of items."""
+        old = files_of_items(Files(out.storage, out.storage.list()), self.items)
         out.retract(METADATA)
         out.name_files()
-        for name in filter(ITEM.fullmatch, out.storage.list()):
+        for name in old:
             if name not in out.done:
                 out.check()
                 out.storage.delete(name)

@@ -97,13 +97,19 @@ class TorchArchive:
         if at < 0 or at + _END.size > tail:
             raise self._damaged("it has no end; the file was truncated, or is not a zip archive")
         _, _, _, _, count, size, offset, _ = _END.unpack_from(data, at)
-        locator = at - _LOCATOR64.size
+        locator, end = at - _LOCATOR64.size, self.length - tail + at
         if locator >= 0 and data[locator : locator + 4] == b"PK\x06\x07":
             _, _, end64, _ = _LOCATOR64.unpack_from(data, locator)
             fields = _END64.unpack(self._bytes(end64, _END64.size))
             if fields[0] != b"PK\x06\x06":
                 raise self._damaged("its zip64 end is malformed")
             count, size, offset = fields[7:10]
+            end -= _LOCATOR64.size + _END64.size
+        if offset + size != end:  # counted from its start, the end of one archive behind another may fit the first
+            raise self._damaged(
+                f"its directory ends at byte {offset + size} instead of {end}: bytes are missing, or there are several "
+                "archives in a row"
+            )
         return count, size, offset
 
     def locate(self, name: str) -> tuple[int, int]:
@@ -226,9 +232,15 @@ def locate_item(source: Source, start: int, length: int, head: bytes) -> tuple[E
         if not isinstance(ref, TensorRef):
             raise FormatError(f"{archive.label}: expected one plain tensor, found {_describe(ref)}")
         return archive.place(ref), ref.dtype
-    pickled, data_at, key = found
-    ref = _parse(pickled, f"{source.label}, item at byte {start}")
-    if ref.storage.key != key:
+    pickle_at, pickled, crc, data_at = found
+    if isinstance(source, FileSource) and crc and source.checking.enabled:  # at once, since it is read already
+        source.checking.add(compared=len(pickled))
+        if crc32(pickled) != crc:
+            source.refuse_changed([(start + pickle_at, start + pickle_at + len(pickled))])
+    ref = _parse_cached(pickled)
+    if not isinstance(ref, TensorRef):
+        raise FormatError(f"{source.label}, item at byte {start}: expected one plain tensor, found {_describe(ref)}")
+    if ref.storage.key != "0":
         raise CorruptCheckpointError(f"{source.label}, item at byte {start}: no storage {ref.storage.key!r}")
     # behind the storage come its descriptor, more records and the directory, so at least 100 bytes
     if data_at + ref.storage.nbytes + 100 > length:
@@ -240,8 +252,9 @@ def locate_item(source: Source, start: int, length: int, head: bytes) -> tuple[E
     return make_place(source, ref, start + data_at, is_record=True), ref.dtype
 
 
-def _scan_head(head: bytes) -> tuple[bytes, int, str] | None:
-    """The pickle, where the data of the first storage begins and its key; None if the head does not show all that."""
+def _scan_head(head: bytes) -> tuple[int, bytes, int, int] | None:
+    """Where the pickle begins, the pickle and its CRC-32, and where the data of storage "0" begins; None if the head
+    does not show all that."""
     if len(head) < _LOCAL.size or head[:4] != ZIP_MAGIC:
         return None
     fields = _LOCAL.unpack_from(head)
@@ -262,20 +275,14 @@ def _scan_head(head: bytes) -> tuple[bytes, int, str] | None:
     header = _LOCAL.unpack_from(head, at - _LOCAL.size)
     if header[0] != ZIP_MAGIC or header[9] != len(wanted) or header[3] != 0:
         return None
-    return head[pickle_at : at - _LOCAL.size], at + header[9] + header[10], "0"
+    stop = head.find(b"." + _DESCRIPTOR, pickle_at, at - _LOCAL.size) + 1
+    if not stop:
+        return None
+    return pickle_at, head[pickle_at:stop], int.from_bytes(head[stop + 4 : stop + 8], "little"), at + sum(header[9:11])
 
 
 _parse_cached = lru_cache(maxsize=4096)(partial(load_pickle, where="the item"))
 """Shards of one shape have the same pickle, byte by byte."""
-
-
-def _parse(pickled: bytes, where: str) -> TensorRef:
-    # ends with the pickle, so that what follows it does not make equal pickles differ
-    stop = pickled.find(b".PK\x07\x08")
-    ref = _parse_cached(pickled[: stop + 1]) if stop >= 0 else load_pickle(pickled, where=where)
-    if not isinstance(ref, TensorRef):
-        raise FormatError(f"{where}: expected one plain tensor, found {_describe(ref)}")
-    return ref
 
 
 def _describe(value: Any) -> str:

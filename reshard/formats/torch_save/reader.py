@@ -114,15 +114,19 @@ def _read_torch_file(source: Source) -> TorchFile:
         return _read_stream(source)
     if looks_like_torch_file(head):
         value, end = _pickles(source, 1)
-        if end != source.nbytes:
-            raise CorruptCheckpointError(
-                f"{source.label}: more bytes follow its pickle, which ends at byte {end}: it is damaged, or holds "
-                "several pickles"
-            )
+        _check_end(source, "its pickle", end)
         return TorchFile(source, value[0], partial(_nowhere, source))
     if not head:
         raise CorruptCheckpointError(f"{source.label} is empty: restore it, or load another checkpoint")
     raise FormatError(f"{source.label}: not a file of torch.save, because it begins with {head[:8]!r}")
+
+
+def _check_end(source: Source, what: str, end: int) -> None:
+    if end != source.nbytes:
+        raise CorruptCheckpointError(
+            f"{source.label}: more bytes follow {what}, which ends at byte {end}: it is damaged, or was saved into "
+            "several times"
+        )
 
 
 def _nowhere(source: Source, ref: TensorRef) -> Extent:
@@ -170,6 +174,7 @@ def _read_stream(source: Source) -> TorchFile:
         starts[key] = at + 8
         at += 8 + storage.nbytes
         source.check(starts[key], at)
+    _check_end(source, "what was saved", at)
     return TorchFile(source, value, partial(_place_in_stream, source, starts))
 
 

@@ -265,7 +265,7 @@ def test_metadata_of_ranks_beside_that_of_another_save_is_told(tmp_path: Path) -
 
 
 def test_metadata_of_every_rank_is_put_together(tmp_path: Path) -> None:
-    """Without collectives each rank lists its own chunks; replicas are one chunk, missing ranks leave holes."""
+    """Without collectives each rank lists its own chunks; replicas are one chunk."""
     whole = written(tmp_path)
     for rank in range(2):
         part = written(tmp_path)
@@ -276,8 +276,45 @@ def test_metadata_of_every_rank_is_put_together(tmp_path: Path) -> None:
 
     check_all(open_checkpoint(tmp_path), {"w": W, "s": torch.tensor(3.5)})
 
-    (tmp_path / "__1.metadata").unlink()
-    assert "no file of the checkpoint has" in damage(tmp_path)
+
+def of_each_rank(folder: Path) -> Path:
+    """What three ranks leave that save a tensor each without collectives."""
+    for rank in range(3):
+        writer = DcpWriter({f"w{rank}": grid(W, 3, 2)}, files=1)
+        writer.data = {f"__{rank}_0.distcp": writer.data.pop("__0_0.distcp")}
+        for info in writer.metadata.storage_data.values():
+            info.relative_path = f"__{rank}_0.distcp"
+        writer.write(folder)
+        (folder / ".metadata").rename(folder / f"__{rank}.metadata")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("gone", "missing"),
+    [
+        (["__1.metadata"], "1 of 3 files __<rank>.metadata are missing, the first is __1.metadata"),
+        (["__1.metadata", "__1_0.distcp"], "1 of 3 files __<rank>.metadata are missing, the first is __1.metadata"),
+        (["__2.metadata"], "1 of 3 files __<rank>.metadata are missing, the first is __2.metadata"),
+        (["__0.metadata", "__2.metadata"], "2 of 3 files __<rank>.metadata are missing, the first is __0.metadata"),
+    ],
+)
+def test_a_missing_metadata_file_of_a_rank_is_named(gone: list[str], missing: str, tmp_path: Path) -> None:
+    """By the numbers of the others, and by data files that none describes."""
+    of_each_rank(tmp_path)
+    for name in gone:
+        (tmp_path / name).unlink()
+    with pytest.raises(CorruptCheckpointError, match=missing):
+        open_checkpoint(tmp_path)
+    assert missing in str(verify(tmp_path))
+
+
+def test_without_collectives_nothing_says_how_many_ranks_saved(tmp_path: Path) -> None:
+    folder = of_each_rank(tmp_path)
+    check_all(open_checkpoint(folder), dict.fromkeys(("w0", "w1", "w2"), W))
+    assert "whether files with higher numbers are missing" in str(open_checkpoint(folder).unchecked)
+    (folder / "__4000000000.metadata").write_bytes((folder / "__0.metadata").read_bytes())
+    with pytest.raises(CorruptCheckpointError, match=r"3999999997 of 4000000001 .* the first is __3\.metadata"):
+        open_checkpoint(folder)
 
 
 class Evil:

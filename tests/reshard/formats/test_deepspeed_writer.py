@@ -74,6 +74,22 @@ def test_a_program_of_torch_s_own(dtype: torch.dtype, tmp_path: Path) -> None:
     assert not (folder / "zero" / "mlp.weight" / "old.pt").exists()
 
 
+def test_what_deepspeed_does_not_write_stays_in_the_folder_of_a_tag(tmp_path: Path) -> None:
+    """Only files with names of DeepSpeed's are replaced."""
+    reshard.save(trained(torch.float32), tmp_path / "saved")
+    reshard.convert(tmp_path / "saved", tmp_path / "theirs", format="deepspeed")
+    folder = tmp_path / "theirs" / "global_step7_universal"
+    old = folder / "mp_rank_01_model_states.pt"
+    kept = [folder / "notes.txt", folder / "eval" / "r.json", folder / "zero" / "scores.pt"]
+    (folder / "eval").mkdir()
+    for file in (*kept, old):
+        file.write_bytes(b"mine")
+    reshard.convert(tmp_path / "saved", tmp_path / "theirs", format="deepspeed", overwrite=True)
+
+    assert [file.exists() for file in (*kept, old)] == [True] * 3 + [False]
+    assert_same(values(tmp_path / "theirs")["mlp.weight"], values(tmp_path / "saved")["mlp.weight"])
+
+
 def no_optimizer(made: dict[str, Any]) -> None:
     del made["optim"]
 

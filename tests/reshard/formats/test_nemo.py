@@ -107,6 +107,50 @@ def test_an_archive_is_a_folder_that_cannot_be_written_to(tmp_path: Path) -> Non
         inside.read("model_config.yaml", 0, 1000)
 
 
+def headers(data: bytes) -> list[int]:
+    """Where the headers of the members are, and behind them where the end is."""
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        return [*(member.offset for member in archive), archive.offset]
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("damage", ["flipped", "zeroed", "cut"])
+def test_members_that_a_damaged_header_hides_are_missed(damage: str, at: int, tmp_path: Path) -> None:
+    """tarfile takes a damaged header behind the first member, and the end of the file, for the end of the archive."""
+    path = plain(tmp_path / "m.nemo")
+    data = bytearray(path.read_bytes())
+    where = headers(data)[at]
+    if damage == "flipped":
+        data[where + 3] ^= 1
+    elif damage == "zeroed" and at < 3:
+        data[where : where + 512] = bytes(512)
+    else:
+        del data[where + 512 * (at == 3) :]
+    path.write_bytes(data)
+    with pytest.raises(
+        CorruptCheckpointError, match=rf"m\.nemo: not a complete tar archive: at byte {where} there is neither .* end"
+    ):
+        open_checkpoint(path)
+
+
+@pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("end", [b"", bytes(1024), bytes(100_000), b"more"])
+def test_archives_of_other_writers_end_as_they_like(format: int, end: bytes, tmp_path: Path) -> None:
+    """With two blocks of zeros, with more of them, or with what other tools pass over behind these."""
+    path = tmp_path / "m.nemo"
+    with tarfile.open(path, "w:", format=format) as out:
+        info = tarfile.TarInfo(f"./{'long' * 20}/{'name' * 20}")
+        info.type = tarfile.DIRTYPE
+        out.addfile(info)
+        info = tarfile.TarInfo("./model_weights.ckpt")
+        info.size = len(data := archive(STATE))
+        out.addfile(info, io.BytesIO(data))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: headers(whole)[-1] + 1024] + end)
+
+    check_all(open_checkpoint(path), STATE)
+
+
 def test_fuzzed_archives_give_clear_errors_only(tmp_path: Path) -> None:
     path = plain(tmp_path / "m.nemo")
     original = path.read_bytes()

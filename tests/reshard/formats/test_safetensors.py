@@ -348,3 +348,53 @@ def test_tied_names_that_the_files_tell(tmp_path: Path) -> None:
     ours = open_checkpoint(tmp_path / "ours")
     assert dict(ours.aliases) == dict(theirs.aliases)
     assert all(torch.equal(ours[name][...], module["embed"].weight) for name in ("embed.weight", "head.weight"))
+
+
+def beside_ours(folder: Path, *names: str) -> Path:
+    """Two files of ours with an index in `folder` / "hf", and beside them files of these names."""
+    reshard.save({"a": A, "b": B}, folder / "saved")
+    reshard.convert(folder / "saved", folder / "hf", format="safetensors", max_shard_bytes=50)
+    for name in names:
+        save_file({"lora": A}, folder / "hf" / name)
+    return folder / "hf"
+
+
+def test_files_that_the_index_does_not_name_stay_when_a_checkpoint_is_replaced(tmp_path: Path) -> None:
+    """Opening had said that they were not opened; they are deleted by nobody but their owner."""
+    folder = beside_ours(tmp_path, "my_lora.safetensors", "model-00001-of-00005.safetensors")
+    reshard.convert(tmp_path / "saved", folder, format="safetensors", max_shard_bytes=50, overwrite=True)
+
+    shards = [f"model-{n:05d}-of-00002.safetensors" for n in (1, 2)]
+    assert sorted(file.name for file in folder.glob("*.safetensors")) == [*shards, "my_lora.safetensors"]
+    opened = open_checkpoint(folder)
+    assert opened.warnings == ("my_lora.safetensors was not opened: to open it, pass its path",)
+    check_all(opened, {"a": A, "b": B})
+
+
+@pytest.mark.parametrize("name", ["my_lora.safetensors", "vae.safetensors.index.json"])
+def test_a_file_beside_which_nothing_would_open_is_named_before_anything_is_written(name: str, tmp_path: Path) -> None:
+    folder = beside_ours(tmp_path, name)
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with pytest.raises(FormatError, match=rf"hf contains {name}\. No reader could distinguish it"):
+        reshard.convert(tmp_path / "saved", folder, format="safetensors", overwrite=True)
+
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_files_of_any_name_that_were_the_checkpoint_are_replaced(damaged: bool, tmp_path: Path) -> None:
+    """Those that an index names, or the only one without an index. Of a damaged index nothing else is known."""
+    folder = beside_ours(tmp_path)
+    for file in folder.iterdir():
+        file.unlink()
+    save_file({"old": A}, folder / "unet.safetensors")
+    reshard.convert(tmp_path / "saved", folder, format="safetensors", overwrite=True)
+    assert [file.name for file in folder.iterdir()] == ["model.safetensors"]
+    index = folder / "unet.safetensors.index.json"
+    index.write_text("{" if damaged else json.dumps({"weight_map": {"old": "unet.safetensors"}}))
+    if not damaged:
+        save_file({"old": A}, folder / "unet.safetensors")
+    reshard.convert(tmp_path / "saved", folder, format="safetensors", overwrite=True)
+
+    assert [file.name for file in folder.iterdir()] == ["model.safetensors"]
+    check_all(open_checkpoint(folder), {"a": A, "b": B})

@@ -132,6 +132,31 @@ def test_what_was_there_is_replaced_when_asked(tmp_path: Path) -> None:
         reshard.convert(tmp_path / "saved", folder, format=FORMAT)
 
 
+def test_files_of_no_item_stay_when_a_checkpoint_is_replaced(tmp_path: Path) -> None:
+    """Only files of the old checkpoint are deleted, not all whose names look alike."""
+    state = {"model": {"w": torch.ones(2)}}
+    folder = written({**state, "old": {"v": torch.ones(3)}}, tmp_path)
+    (folder / "eval").mkdir()
+    kept = {"best_3.pt", "eval/batch_12.pt", "eval/model_0.pt"}
+    for name in (*kept, "old_1.pt"):
+        torch.save({"mine": torch.ones(1)}, folder / name)
+    reshard.save(state, tmp_path / "saved")
+    reshard.convert(tmp_path / "saved", folder, format=FORMAT, overwrite=True)
+
+    there = {str(file.relative_to(folder)) for file in folder.rglob("*.p*")}
+    assert there == {*kept, "metadata.pkl", "model_0.pt"}
+    assert_same(values(folder), {"model.w": torch.ones(2), "objects": {}})
+
+
+def test_files_of_no_item_stay_where_the_old_list_is_damaged(tmp_path: Path) -> None:
+    folder = written({"model": {"w": torch.ones(2)}}, tmp_path)
+    torch.save({"mine": torch.ones(1)}, folder / "best_3.pt")
+    (folder / "metadata.pkl").write_bytes(b"damaged")
+    reshard.convert(tmp_path / "saved", folder, format=FORMAT, overwrite=True)
+
+    assert sorted(file.name for file in folder.iterdir()) == ["best_3.pt", "metadata.pkl", "model_0.pt"]
+
+
 @pytest.mark.parametrize(
     ("state", "told"),
     [

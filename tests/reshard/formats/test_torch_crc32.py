@@ -28,6 +28,7 @@ from reshard.stored.record_checksums import RecordChecksums, combined, crc32
 from reshard.stored.source import BytesSource
 from reshard.stored.streaming import Region
 from reshard.stored.tensor import StoredChunk, StoredTensor
+from tests.torch_releases import save_alone
 
 TENSOR = torch.arange(48, dtype=torch.float32).reshape(6, 8)
 CRC = zlib.crc32(TENSOR.numpy().tobytes())
@@ -190,6 +191,41 @@ def test_what_changed_in_the_source_is_still_seen_in_what_was_made_of_it(tmp_pat
     assert opened.contents.checking.enabled
     with zipfile.ZipFile(tmp_path / "one.pt") as archive:
         assert archive.testzip() == "archive/data/0"
+
+
+@pytest.mark.parametrize("writer", ["torch", "ours", "without sums"])
+def test_a_pickle_of_an_item_that_changed_is_not_believed(writer: str, tmp_path: Path) -> None:
+    """Its strides, swapped, give the transposed tensor: of the same shape, and all its elements have their CRC-32."""
+    square = torch.arange(16.0).reshape(4, 4)
+    if writer == "ours":
+        reshard.save({"w": square}, tmp_path / "saved")
+        reshard.convert(tmp_path / "saved", tmp_path / "c", format="dcp")
+    else:
+        torch.serialization.set_crc32_options(writer == "torch")
+        try:
+            save_alone({"w": square}, checkpoint_id=tmp_path / "c")
+        finally:
+            torch.serialization.set_crc32_options(True)
+    (file,) = (tmp_path / "c").glob("*.distcp")
+    data, strides = file.read_bytes(), b"K\x04K\x01\x86"
+    assert data.count(strides) == 1
+    assert reshard.open(tmp_path / "c")["w"][...].equal(square)
+    file.write_bytes(data.replace(strides, b"K\x01K\x04\x86"))
+
+    assert reshard.open(tmp_path / "c", check=False)["w"][...].equal(square.T)
+    if writer == "without sums":
+        assert reshard.open(tmp_path / "c")["w"][...].equal(square.T)
+        return
+    changed = rf"'w', .* the block of bytes \[64, {64 + 154}\) was changed since it was written"
+    target = {"w": torch.zeros(4, 4)}
+    for read in (
+        lambda: reshard.load(target, tmp_path / "c"),
+        lambda: reshard.open(tmp_path / "c")["w"][:2],
+        lambda: reshard.convert(tmp_path / "c", tmp_path / "out"),
+    ):
+        with pytest.raises(CorruptCheckpointError, match=changed):
+            read()
+    assert not target["w"].any()
 
 
 def test_a_descriptor_that_says_other_sizes_is_none(tmp_path: Path) -> None:

@@ -226,6 +226,29 @@ def test_what_follows_a_pickle_is_not_passed_over(tmp_path: Path) -> None:
             open_checkpoint(tmp_path / name)
 
 
+def test_what_follows_the_storages_of_a_stream_is_not_passed_over(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    end = (tmp_path / "a.pt").stat().st_size
+    with (tmp_path / "a.pt").open("ab") as file:
+        torch.save({"v": torch.ones(2)}, file, _use_new_zipfile_serialization=False)
+
+    with pytest.raises(CorruptCheckpointError, match=rf"a\.pt: more bytes follow what was saved, .* at byte {end}"):
+        open_checkpoint(tmp_path / "a.pt")
+
+
+def test_one_of_several_archives_in_a_file_is_not_taken_for_the_file(tmp_path: Path) -> None:
+    """Offsets count from the start of each archive, so that the end of the last fits the first one, too."""
+    for number in range(2):
+        torch.save({"w": torch.full((8,), number)}, tmp_path / f"{number}.pt")
+    both = (tmp_path / "0.pt").read_bytes() + (tmp_path / "1.pt").read_bytes()
+    (tmp_path / "both.pt").write_bytes(both)
+
+    with pytest.raises(
+        CorruptCheckpointError, match=r"both\.pt: the zip archive is damaged: its directory ends at byte"
+    ):
+        open_checkpoint(tmp_path / "both.pt")
+
+
 def test_modules_are_refused(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(2, 2), tmp_path / "x.pt")
     with pytest.raises(FormatError, match=r"pickled object of torch.nn.modules.linear.Linear.*save its state_dict\(\)"):
