@@ -25,7 +25,15 @@ from reshard.state_dict.live_model import LiveModel, where
 from reshard.state_dict.model import Spans, all_apart, apart, like, listed, overlapping, spans_of, write_all
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter, filled_names, joined_pieces
 from reshard.state_dict.options import OptimizerReport, StateDictOptions
-from reshard.state_dict.saved_optimizer import GroupWrite, Misfit, SavedOptimizer, StateKind, plan_groups, read_saved
+from reshard.state_dict.saved_optimizer import (
+    GroupWrite,
+    Misfit,
+    SavedOptimizer,
+    StateKind,
+    plan_groups,
+    read_saved,
+    with_state_of_others,
+)
 
 __all__ = ["apply_optimizers", "check_groups", "initial_state", "plan_optimizers", "read_optimizers"]
 
@@ -143,7 +151,7 @@ def plan_optimizers(
     state that is incomplete or of a wrong shape; NormalizationError for groups that contradict each
     other or, if strict, are those of an optimizer of another kind.
     """
-    saved = read_saved(given, live)
+    saved = with_state_of_others(read_saved(given, live), given, live)
     match = _OptimizerMatch(live, saved)
     places = Places() if outlines else places_of(live, match.state)
     # what has places has their shapes
