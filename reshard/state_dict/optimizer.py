@@ -18,7 +18,7 @@ from reshard.live.fsdp1 import split_state
 from reshard.live.optimizer_state import LazyOptimizerState, is_nested, listed_in, settings_of
 from reshard.live.state import same_value
 from reshard.live.tensors import dtype_of, global_shape, identity_of, inner_names, is_dtensor, is_sharded, tensor_class
-from reshard.live.tree import copy_containers, leaves_of
+from reshard.live.tree import copy_containers, leaves_of, map_leaves
 from reshard.live.wrappers import has_torchs_setstate
 from reshard.state_dict import saved_optimizer
 from reshard.state_dict.live_model import LiveModel, where
@@ -32,6 +32,7 @@ from reshard.state_dict.saved_optimizer import (
     StateKind,
     plan_groups,
     read_saved,
+    tensors_that_part,
     with_state_of_others,
 )
 
@@ -43,8 +44,17 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
     [names]}]}`, the groups of all optimizers one after another. Parameters without state are in a
     group and not in `state`.
 
-    The containers are new, the tensors are the live ones.
+    The containers are new, the tensors are the live ones; but of one in several fields of groups, such as the rate that
+    torch gives all of them, only the first is: a load may bring a value for each.
     """
+    met: set[int] = set()
+
+    def once(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or id(leaf) not in met:
+            met.add(id(leaf))
+            return leaf
+        return leaf.detach().clone()
+
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
     for k, optimizer in enumerate(live.optimizers):
@@ -76,7 +86,7 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
                         state[name] = copy_containers(values)
         extra = {saved_optimizer.EXTRA: beside} if (beside := saved_optimizer.extra_of(saved)) else {}
         for group in saved["param_groups"]:
-            fields = {field: copy_containers(value) for field, value in settings_of({**group, **extra}).items()}
+            fields = map_leaves(once, settings_of({**group, **extra}))
             groups.append({**fields, "params": _listed(group["params"], plain, named)})
     return {"state": state, "param_groups": groups}
 
@@ -444,6 +454,7 @@ def apply_optimizers(
     copies.finish(live.live, model_state or {})
     for k, key, values in others:
         (given[k] if special[k] else live.optimizers[k].state)[key] = values
+    parting = tensors_that_part(live, groups)
     for k, optimizer in enumerate(live.optimizers):
         if special[k]:
             optimizer.load_state_dict(_own_dict(live, k, given[k], groups[k]))
@@ -452,8 +463,9 @@ def apply_optimizers(
             for field, value in fields.items():
                 if field == saved_optimizer.EXTRA:  # nothing of this optimizer reads it
                     continue
-                if isinstance(group.get(field), torch.Tensor) and isinstance(value, torch.Tensor):
-                    group[field].copy_(value)
+                known = group.get(field)
+                if isinstance(known, torch.Tensor) and isinstance(value, torch.Tensor) and id(known) not in parting:
+                    known.copy_(value)
                 else:
                     group[field] = value
         # where optimizer classes bring old state to their present form, as on every load; torch's own have nothing to

@@ -27,7 +27,8 @@ from reshard.state_dict.options import StateDictOptions
 
 __all__ = [
     "EXTRA", "GroupWrite", "Misfit", "SavedOptimizer", "StateKind", "elsewhere_of",
-    "extra_of", "is_zero_redundancy", "plan_groups", "read_saved", "saved_by", "with_state_of_others",
+    "extra_of", "is_zero_redundancy", "plan_groups", "read_saved", "saved_by", "tensors_that_part",
+    "with_state_of_others",
 ]  # fmt: skip
 
 
@@ -367,6 +368,20 @@ def _group_write(k: int, g: int, group: Mapping[str, Any], given: Mapping[str, A
             ) from error
     kept = tuple(field for field in own if field not in given)
     return GroupWrite(k, g, fields, kept, tuple(field for field in given if field not in group and field != EXTRA))
+
+
+def tensors_that_part(live: LiveOptimizers, groups: Sequence[Sequence[Mapping[str, Any]]]) -> set[int]:
+    """Tensors that several fields of groups are now, such as the rate that torch gives all of them, and that are to
+    have different values, by id."""
+    values: dict[int, Any] = {}
+    found = set()
+    for optimizer, own in zip(live.optimizers, groups):
+        for group, fields in zip(optimizer.param_groups, own):
+            for field, known in group.items():
+                value = fields.get(field, known)
+                if isinstance(known, torch.Tensor) and not same_value(values.setdefault(id(known), value), value):
+                    found.add(id(known))
+    return found
 
 
 def _common(members: Sequence[OptimizedParameter], saved: SavedOptimizer) -> Mapping[str, Any] | None:

@@ -408,3 +408,50 @@ def test_state_with_two_entries_of_one_flat_name_is_refused_in_that_form(state: 
     assert reshard.get_optimizer_state_dict(model, optimizer)["state"]["weight"] == state
     with pytest.raises(NormalizationError, match="two entries of the optimizer state of 'weight' have the same name"):
         reshard.get_optimizer_state_dict(model, optimizer, options=FLAT)
+
+
+def with_rates(several: bool, *rates: float) -> tuple[nn.Module, Any]:
+    """With one tensor as the rate of all groups, until the groups are given rates of their own."""
+    model, one = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)), torch.tensor(0.5)
+    parts = [{"params": [*part.parameters()]} for part in model]
+    held = [torch.optim.AdamW(of, lr=one, foreach=False) for of in ([[part] for part in parts] if several else [parts])]
+    for group, rate in zip(groups_of(held), rates):
+        group["lr"] = torch.tensor(rate)
+    model(torch.ones(1, 3)).sum().backward()
+    for optimizer in held:
+        optimizer.step()
+    return model, held if several else held[0]
+
+
+def groups_of(optimizers: Any) -> list[dict[str, Any]]:
+    held = optimizers if isinstance(optimizers, list) else [optimizers]
+    return [group for optimizer in held for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize(
+    ("way", "several"),
+    [*((way, False) for way in WAYS), *((way, True) for way in (through_memory, through_files, flat_through_files))],
+)
+def test_groups_that_share_one_tensor_as_their_rate_get_each_its_own(
+    way: Callable[..., None], several: bool, tmp_path: Path
+) -> None:
+    source, target = with_rates(several, 0.25, 0.125), with_rates(several)
+    way(source, target, tmp_path / "x")
+    assert [float(group["lr"]) for group in groups_of(target[1])] == [0.25, 0.125]
+    assert [float(group["lr"]) for group in groups_of(source[1])] == [0.25, 0.125]
+
+
+def test_a_shared_rate_stays_with_a_group_of_which_none_was_saved() -> None:
+    source, target = with_rates(False, 0.25, 0.125), with_rates(False)
+    state = reshard.get_optimizer_state_dict(*source)
+    del state["param_groups"][1]["lr"]
+    reshard.set_optimizer_state_dict(*target, state)
+    assert [float(group["lr"]) for group in groups_of(target[1])] == [0.25, 0.5]
+
+
+def test_groups_that_share_one_tensor_as_their_rate_keep_it_where_all_have_one() -> None:
+    source, target = with_rates(False, 0.25, 0.25), with_rates(False)
+    first, second = groups_of(target[1])
+    reshard.set_optimizer_state_dict(*target, reshard.get_optimizer_state_dict(*source))
+    assert first["lr"] is second["lr"]
+    assert float(first["lr"]) == 0.25
