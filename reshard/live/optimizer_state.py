@@ -27,9 +27,13 @@ from reshard.live.tree import flatten, leaves_of, map_leaves, unflatten
 from reshard.state import KeyPath, key_of
 
 __all__ = [
-    "LazyOptimizerState", "PartialState", "Saved", "fill", "flatten_optimizer", "is_flat", "is_flat_key",
+    "SCALARS", "LazyOptimizerState", "PartialState", "Saved", "fill", "flatten_optimizer", "is_flat", "is_flat_key",
     "is_nested", "listed_in", "lost_state", "materialize", "settings_of", "split_flat_key",
 ]  # fmt: skip
+
+
+SCALARS = frozenset(["step", "eta", "mu", "mu_product"])
+"""State that torch's optimizers keep in tensors without dims, which are never DTensors."""
 
 
 class PartialState(dict[Any, Any]):
@@ -319,7 +323,9 @@ class _StateMemory:
             is_none = is_tensor(there) and row.read is not None and row.read() is None
             return row.value if there is None or is_none else there
         dtype, first = dtype_from_name(row.dtype), row.first or row.key
-        like = parameter if row.shape == global_shape(parameter) or _is_on_mesh(row, parameter) else None
+        is_scalar = not row.shape and str(row.path[-1]).rpartition(".")[2] in SCALARS
+        is_like = row.shape == global_shape(parameter) and not is_scalar
+        like = parameter if is_like or _is_on_mesh(row, parameter) else None
         for known in (self._live.get(first), self._made.get(first)):
             if _fits(known, row.shape, dtype) and _lies_like(known, like):
                 return self._made.setdefault(first, known)

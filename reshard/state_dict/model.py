@@ -505,13 +505,14 @@ def like(value: torch.Tensor, model: torch.Tensor, device: torch.device | None =
     """A new tensor with the elements and dtype of `value`, sharded as `model` is where the shapes
     are equal.
 
-    Plain 0-d tensors stay on their device; others go to `device`, by default that of `model`. A
+    0-d tensors are not sharded and stay on their device, unless `model` is 0-d; others go to `device`,
+    by default that of `model`. A
     tensor of another shape than a sharded `model` becomes a replicated one on its mesh, so that
     arithmetic between the two works.
     """
     value, model = settled(value), settled(model)
     device = model.device if device is None else device
-    if is_dtensor(model) and value.dim():
+    if is_dtensor(model) and (value.dim() or not model.dim()):
         if (
             is_dtensor(value)
             and value.device_mesh == model.device_mesh

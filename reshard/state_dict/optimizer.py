@@ -15,7 +15,7 @@ from planners.geometry.arrays import grouped
 from reshard.errors import KeyMismatchError, NormalizationError, format_names
 from reshard.live.deepspeed import HOW_TO_SAVE
 from reshard.live.fsdp1 import split_state
-from reshard.live.optimizer_state import LazyOptimizerState, is_nested, listed_in, settings_of
+from reshard.live.optimizer_state import SCALARS, LazyOptimizerState, is_nested, listed_in, settings_of
 from reshard.live.state import same_value
 from reshard.live.tensors import dtype_of, global_shape, identity_of, inner_names, is_dtensor, is_sharded, tensor_class
 from reshard.live.tree import copy_containers, leaves_of, map_leaves
@@ -588,7 +588,7 @@ class _Copies:
                 self._found.append((one, holder, key))
                 return old
             lies = (parameter.device_mesh, parameter.placements) if is_dtensor(parameter) else parameter.device
-            same = (self.ties.same(value), key == "step", on_device, parameter.dim() > 0, lies)
+            same = (self.ties.same(value), key in SCALARS, on_device, parameter.dim() > 0, lies)
             if same not in self._made:
                 tied = self.ties.model_tensor(value)
                 is_plain = self.is_placed and not is_dtensor(value) and global_shape(value) != one.shape
@@ -611,7 +611,7 @@ class _Copies:
 def _made_anew(value: torch.Tensor, parameter: torch.Tensor, key: Any, on_device: bool) -> torch.Tensor:
     if on_device:
         return value.detach().to(parameter.device, torch.float32, copy=True)
-    if not global_shape(value) and (key == "step" or parameter.dim() > 0):
+    if not global_shape(value) and (key in SCALARS or parameter.dim() > 0):
         return value.detach().clone()
     return like(value, parameter)
 

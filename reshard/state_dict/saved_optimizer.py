@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from reshard.errors import NormalizationError
 from reshard.live.fsdp1 import FlatPiece, fill_absent
-from reshard.live.optimizer_state import PartialState, is_nested, listed_in, settings_of, split_flat_key
+from reshard.live.optimizer_state import SCALARS, PartialState, is_nested, listed_in, settings_of, split_flat_key
 from reshard.live.state import same_value
 from reshard.live.tensors import tensor_class
 from reshard.live.tree import leaves_of
@@ -484,9 +484,6 @@ _SCHEMAS = {
 }
 
 
-_SCALARS = frozenset(["step", "eta", "mu", "mu_product"])
-
-
 class Misfit(NamedTuple):
     """What is wrong with the keys of one parameter's saved state."""
 
@@ -563,7 +560,7 @@ class StateKind:
 
         def value(key: str) -> Any:
             begin = float(begins.get(key, 0.0))
-            return torch.full((), begin, device=device) if key in _SCALARS else torch.full_like(parameter, begin)
+            return torch.full((), begin, device=device) if key in SCALARS else torch.full_like(parameter, begin)
 
         return {key: 0 if (self._base, key) == ("SparseAdam", "step") else value(key) for key in keys}
 
