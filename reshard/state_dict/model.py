@@ -45,7 +45,7 @@ from reshard.state_dict.live_model import LiveModel, SelfLoadingModule, StateEnt
 from reshard.state_dict.options import Cast, SetReport, StateDictOptions
 
 __all__ = [
-    "Spans", "all_apart", "apart", "apply_model", "like", "listed", "overlapping", "part_of",
+    "Spans", "all_apart", "apart", "apply_model", "is_expanded", "like", "listed", "overlapping", "part_of",
     "plan_model", "read_model", "spans_of", "write_all",
 ]  # fmt: skip
 
@@ -342,7 +342,7 @@ class _ModelMatch:
         assert target is not None
         fault = problem(value, shape, target.dtype, target.is_meta or self.outlines)
         if fault is None and not self.outlines:
-            fault = _EXPANDED if _is_expanded(holder(target)) else _other_class(value, target)
+            fault = _EXPANDED if is_expanded(target) else _other_class(value, target)
         if fault is not None:
             self.faults.append(f"{name}: {fault}")
             return
@@ -430,17 +430,19 @@ def _is_plain_pair(slot: StateEntry, value: Any) -> bool:
         and value.dtype is target.dtype
         and value.layout is target.layout
         and value.is_same_size(target)
-        and not (target.is_meta or value.is_meta or target.is_conj() or target.is_neg() or _is_expanded(target))
+        and not (target.is_meta or value.is_meta or target.is_conj() or target.is_neg() or is_expanded(target))
     )
 
 
 _EXPANDED = "has several elements at one memory address in the model, as after expand(): replace it by its .clone()"
 
 
-def _is_expanded(target: torch.Tensor) -> bool:
-    if target.layout is not torch.strided or 0 not in target.stride():
+def is_expanded(target: torch.Tensor) -> bool:
+    """Return whether several elements here share a memory address: nothing can be copied there."""
+    local = target if type(target) in _PLAIN else holder(target)
+    if local.layout is not torch.strided or 0 not in local.stride():
         return False
-    return any(size > 1 and not stride for size, stride in zip(target.shape, target.stride(), strict=True))
+    return any(size > 1 and not stride for size, stride in zip(local.shape, local.stride(), strict=True))
 
 
 def part_of(name: str, parameters: Collection[str]) -> str:

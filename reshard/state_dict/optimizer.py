@@ -22,19 +22,20 @@ from reshard.live.tree import copy_containers, leaves_of, map_leaves
 from reshard.live.wrappers import has_torchs_setstate
 from reshard.state_dict import saved_optimizer
 from reshard.state_dict.live_model import LiveModel, where
-from reshard.state_dict.model import Spans, all_apart, apart, like, listed, overlapping, spans_of, write_all
+from reshard.state_dict.model import (
+    Spans,
+    all_apart,
+    apart,
+    is_expanded,
+    like,
+    listed,
+    overlapping,
+    spans_of,
+    write_all,
+)
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter, filled_names, joined_pieces
 from reshard.state_dict.options import OptimizerReport, StateDictOptions
-from reshard.state_dict.saved_optimizer import (
-    GroupWrite,
-    Misfit,
-    SavedOptimizer,
-    StateKind,
-    plan_groups,
-    read_saved,
-    tensors_that_part,
-    with_state_of_others,
-)
+from reshard.state_dict.saved_optimizer import GroupWrite, Misfit, SavedOptimizer, StateKind, plan_groups, read_saved
 
 __all__ = ["apply_optimizers", "check_groups", "initial_state", "plan_optimizers", "read_optimizers"]
 
@@ -161,7 +162,7 @@ def plan_optimizers(
     state that is incomplete or of a wrong shape; NormalizationError for groups that contradict each
     other or, if strict, are those of an optimizer of another kind.
     """
-    saved = with_state_of_others(read_saved(given, live), given, live)
+    saved = saved_optimizer.with_state_of_others(read_saved(given, live), given, live)
     match = _OptimizerMatch(live, saved)
     places = Places() if outlines else places_of(live, match.state)
     # what has places has their shapes
@@ -454,7 +455,7 @@ def apply_optimizers(
     copies.finish(live.live, model_state or {})
     for k, key, values in others:
         (given[k] if special[k] else live.optimizers[k].state)[key] = values
-    parting = tensors_that_part(live, groups)
+    parting = saved_optimizer.tensors_that_part(live, groups)
     for k, optimizer in enumerate(live.optimizers):
         if special[k]:
             optimizer.load_state_dict(_own_dict(live, k, given[k], groups[k]))
@@ -581,6 +582,7 @@ class _Copies:
                 and old.dtype == value.dtype
                 and old.shape == value.shape
                 and tensor_class(old) == tensor_class(value)
+                and not is_expanded(old)
                 and (not on_device or old.device == parameter.device)
             ):
                 self.targets.append(old)
@@ -688,12 +690,13 @@ def places_of(live: LiveOptimizers, state: Sequence[tuple[OptimizedParameter, St
 
 def _alike(targets: Sequence[Any], values: Sequence[Any]) -> bool:
     """Return True if all are plain tensors, and each value has the dtype and the shape of its
-    target."""
+    target, to which it can be copied."""
     return (
         all_plain(targets)
         and all_plain(values)
         and list(map(_DTYPE, targets)) == list(map(_DTYPE, values))
         and all(map(torch.Tensor.is_same_size, targets, values))
+        and not any(map(is_expanded, targets))
     )
 
 

@@ -455,3 +455,21 @@ def test_groups_that_share_one_tensor_as_their_rate_keep_it_where_all_have_one()
     reshard.set_optimizer_state_dict(*target, reshard.get_optimizer_state_dict(*source))
     assert first["lr"] is second["lr"]
     assert float(first["lr"]) == 0.25
+
+
+@pytest.mark.parametrize("expanded", [(0,), (1,), (0, 1)])
+def test_state_whose_elements_share_memory_is_replaced_by_what_was_saved(expanded: tuple[int, ...]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(3, 3, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    parameters = [*model.parameters()]
+    for number, parameter in enumerate(parameters):
+        rows = torch.zeros(1, len(parameter)).expand(parameter.shape)
+        optimizer.state[parameter]["momentum_buffer"] = rows if number in expanded else rows.clone()
+    state = copy.deepcopy(reshard.get_optimizer_state_dict(model, optimizer))
+    for number, parameter in enumerate(parameters):
+        state["state"][f"{number}.weight"]["momentum_buffer"] = torch.arange(parameter.numel() * 1.0).view_as(parameter)
+    reshard.set_optimizer_state_dict(model, optimizer, state)
+    for number, parameter in enumerate(parameters):
+        found = optimizer.state[parameter]["momentum_buffer"]
+        assert torch.equal(found, state["state"][f"{number}.weight"]["momentum_buffer"])
+        found.add_(1)
