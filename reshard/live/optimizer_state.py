@@ -546,7 +546,9 @@ def split_flat_key(key: str, known: Container[str] = ()) -> FlatKey:
 def flatten_optimizer(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The flat form of a nested one. Every parameter carries the fields of its group, so that dicts
     of pipeline stages have no key in common. Empty groups leave no trace, and keys of nested state
-    become text."""
+    become text.
+
+    Raises NormalizationError for state whose name has a dot, or that of another."""
     flat: dict[str, Any] = {}
     for name, values in state_dict["state"].items():
         if not isinstance(values, dict):  # of the optimizer as a whole
@@ -559,6 +561,12 @@ def flatten_optimizer(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             raise NormalizationError(
                 f"two entries of the optimizer state of {name!r} have the same name in the flat form. Pass no "
                 f"flatten_optimizer_state_dict, or rename one: {', '.join(map(repr, inner))}"
+            )
+        dotted = [key for at in inner for key in (at if nested else (at,)) if "." in str(key)]
+        if dotted:
+            raise NormalizationError(
+                f"the optimizer state {dotted[0]!r} of {name!r} has a dot in its name, which means nested state in the "
+                "flat form. Pass no flatten_optimizer_state_dict, or rename it"
             )
         flat.update(own)
     for group in state_dict["param_groups"]:

@@ -236,7 +236,9 @@ class _FlatReader:
             goal[name] = dict(zip(tails, own))
             return len(tails)
         known, before, fields = self._latest
-        if known is not tails or not (all(map(is_, before, own)) or all(map(_is_alike, before, own))):
+        # the tails may be more by now, as keys are read one by one
+        is_same = known is tails and len(before) == len(own)
+        if not is_same or not (all(map(is_, before, own)) or all(map(_is_alike, before, own))):
             fields = dict(zip(tails, own))
             self._latest = tails, own, fields
         goal[name] = fields

@@ -473,3 +473,35 @@ def test_state_whose_elements_share_memory_is_replaced_by_what_was_saved(expande
         found = optimizer.state[parameter]["momentum_buffer"]
         assert torch.equal(found, state["state"][f"{number}.weight"]["momentum_buffer"])
         found.add_(1)
+
+
+@pytest.mark.parametrize("state", [{"ema.fast": torch.ones(3)}, {"ema": {"of.row": torch.ones(3)}}])
+def test_state_with_a_dot_in_its_name_is_refused_in_the_flat_form(state: dict[str, Any]) -> None:
+    """It would come back as nested state."""
+    model, optimizer = job(of_torch, 0, 0)
+    for parameter in model.parameters():
+        optimizer.state[parameter] = copy.deepcopy(state)
+    with pytest.raises(NormalizationError, match=r"the optimizer state '[a-z]+\.[a-z]+' of '.*' has a dot in its name"):
+        reshard.get_optimizer_state_dict(model, optimizer, options=FLAT)
+
+
+def test_a_flat_dict_may_have_its_keys_in_any_order() -> None:
+    def made(decay: float, *groups: slice) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        held = list(model.parameters())
+        return model, torch.optim.SGD([{"params": held[of]} for of in groups], lr=0.1, weight_decay=decay)
+
+    flat = reshard.get_optimizer_state_dict(*made(0.5, slice(None)), options=FLAT)
+
+    def keys(name: str, *, decay: bool) -> list[str]:
+        own = [key for key in flat if key.startswith(f"param_groups.{name}.")]
+        return [key for key in own if key.endswith("decay") == decay]
+
+    order = [*keys("0.weight", decay=False), *keys("0.bias", decay=False), *keys("0.weight", decay=True)]
+    order += [*keys("1.weight", decay=False), *keys("1.weight", decay=True)]
+    order += [*keys("1.bias", decay=False), *keys("1.bias", decay=True), *keys("0.bias", decay=True)]
+    assert {*order} == {*flat}
+    target = made(0.0, slice(2), slice(2, 4))
+    report = reshard.set_optimizer_state_dict(*target, {key: flat[key] for key in order})
+    assert [group["weight_decay"] for group in target[1].param_groups] == [0.5, 0.5]
+    assert not report.kept_fields
