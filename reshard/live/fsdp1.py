@@ -83,6 +83,12 @@ class FlatPiece:
         low, high = self.range_of(dist.get_rank(self.group))
         return low < high
 
+    @property
+    def lacks_ranks(self) -> bool:
+        """Whether the optimizer of some rank keeps no state of it, as the rank holds none of its elements."""
+        ranks = range(dist.get_world_size(self.group))
+        return self.parameter is not self.flat and any(low == high for low, high in map(self.range_of, ranks))
+
     def range_of(self, position: int) -> Range:
         """The range of the parameter's flattening that the group's member at `position` holds."""
         if not self.sharded:

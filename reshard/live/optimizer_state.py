@@ -27,17 +27,45 @@ from reshard.live.tree import flatten, leaves_of, map_leaves, unflatten
 from reshard.state import KeyPath, key_of
 
 __all__ = [
-    "LazyOptimizerState", "Saved", "fill", "flatten_optimizer", "is_flat", "is_flat_key",
+    "SCALARS", "LazyOptimizerState", "PartialState", "Saved", "fill", "flatten_optimizer", "is_flat", "is_flat_key",
     "is_nested", "listed_in", "lost_state", "materialize", "settings_of", "split_flat_key",
 ]  # fmt: skip
 
 
-class LazyOptimizerState(dict[Any, Any]):
+SCALARS = frozenset(["step", "eta", "mu", "mu_product"])
+"""State that torch's optimizers keep in tensors without dims, which are never DTensors."""
+
+
+class PartialState(dict[Any, Any]):
+    """The state of an optimizer by parameter, or a whole optimizer state dict of the flat form, some of which only
+    other ranks have.
+
+    A dict like any other; pickles of it are plain ordered dicts, which torch.load trusts.
+
+    Attributes:
+        elsewhere: parameter -> its `FlatPiece`, if some ranks hold no element of it and so no state; or the one rank
+            that has its state. On all ranks of its process group, a `FlatPiece` is under the same names.
+    """
+
+    def __init__(self, state: Mapping[Any, Any], elsewhere: Mapping[str, Any]) -> None:
+        super().__init__(state)
+        self.elsewhere = elsewhere
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (list(self.items()),)
+
+    def __copy__(self) -> dict[Any, Any]:
+        return PartialState(self, self.elsewhere) if self.elsewhere else dict(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
+        return copy.copy(PartialState(copy.deepcopy(dict(self), memo), self.elsewhere))
+
+
+class LazyOptimizerState(PartialState):
     """The state of an optimizer by parameter, still empty; or a whole optimizer state dict of the
     flat form.
 
-    A dict like any other; copies of it are plain dicts, and so are pickles, ordered ones, which
-    torch.load trusts.
+    A dict like any other; copies of it wait for nothing.
 
     Attributes:
         parameters: name -> the parameter, or something on the meta device of its shape.
@@ -56,20 +84,18 @@ class LazyOptimizerState(dict[Any, Any]):
         *,
         has_own: bool = False,
     ) -> None:
-        super().__init__(state)
+        super().__init__(state, {})
         self.parameters = parameters
         self.offered = offered
         self.has_own = has_own
         self.is_complete = False
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return OrderedDict, (list(self.items()),)
-
-    def __copy__(self) -> dict[Any, Any]:
-        return dict(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
-        return copy.deepcopy(dict(self), memo)
+    def receive(self, filled: Mapping[Any, Any]) -> None:
+        """Hold these places. Nothing is offered, and no other rank alone has state."""
+        self.offered = frozenset()
+        self.elsewhere = {name: at for name, at in self.elsewhere.items() if not isinstance(at, int)}
+        self.clear()
+        self.update(filled)
 
     def is_of_others(self, path: KeyPath) -> bool:
         """Whether a path is a field, in the flat form, of a parameter that another rank has."""
@@ -203,9 +229,7 @@ def fill(
     owners = {_owner(path[:1], one.parameters) for path in (*kept, *leaves, *kinds) if not is_field(path)}
     if leaves and owners - {None} and is_flat(filled) and says_none:  # files of DCP have no empty dict to say it
         filled |= {f"state.{name}": {} for name in one.parameters if name not in owners}
-    one.offered = frozenset()
-    one.clear()
-    one.update(filled)
+    one.receive(filled)
 
 
 def _held(one: LazyOptimizerState, leaves: Iterable[KeyPath]) -> set[KeyPath]:
@@ -299,7 +323,9 @@ class _StateMemory:
             is_none = is_tensor(there) and row.read is not None and row.read() is None
             return row.value if there is None or is_none else there
         dtype, first = dtype_from_name(row.dtype), row.first or row.key
-        like = parameter if row.shape == global_shape(parameter) or _is_on_mesh(row, parameter) else None
+        is_scalar = not row.shape and str(row.path[-1]).rpartition(".")[2] in SCALARS
+        is_like = row.shape == global_shape(parameter) and not is_scalar
+        like = parameter if is_like or _is_on_mesh(row, parameter) else None
         for known in (self._live.get(first), self._made.get(first)):
             if _fits(known, row.shape, dtype) and _lies_like(known, like):
                 return self._made.setdefault(first, known)
@@ -520,7 +546,9 @@ def split_flat_key(key: str, known: Container[str] = ()) -> FlatKey:
 def flatten_optimizer(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The flat form of a nested one. Every parameter carries the fields of its group, so that dicts
     of pipeline stages have no key in common. Empty groups leave no trace, and keys of nested state
-    become text."""
+    become text.
+
+    Raises NormalizationError for state whose name has a dot, or that of another."""
     flat: dict[str, Any] = {}
     for name, values in state_dict["state"].items():
         if not isinstance(values, dict):  # of the optimizer as a whole
@@ -533,6 +561,12 @@ def flatten_optimizer(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             raise NormalizationError(
                 f"two entries of the optimizer state of {name!r} have the same name in the flat form. Pass no "
                 f"flatten_optimizer_state_dict, or rename one: {', '.join(map(repr, inner))}"
+            )
+        dotted = [key for at in inner for key in (at if nested else (at,)) if "." in str(key)]
+        if dotted:
+            raise NormalizationError(
+                f"the optimizer state {dotted[0]!r} of {name!r} has a dot in its name, which means nested state in the "
+                "flat form. Pass no flatten_optimizer_state_dict, or rename it"
             )
         flat.update(own)
     for group in state_dict["param_groups"]:

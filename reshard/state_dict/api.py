@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from reshard.arguments import renamed
 from reshard.errors import NormalizationError
 from reshard.live.garbage_collection import gc_paused
-from reshard.live.optimizer_state import LazyOptimizerState, flatten_optimizer, listed_in
+from reshard.live.optimizer_state import LazyOptimizerState, PartialState, flatten_optimizer, listed_in
 from reshard.live.tensors import is_sharded, this_rank, world_size
 from reshard.state_dict.broadcast import receive_model, receive_optimizer, setting
 from reshard.state_dict.collect import collect_model, collect_optimizer
@@ -23,7 +23,7 @@ from reshard.state_dict.model import apply_model, part_of, plan_model, read_mode
 from reshard.state_dict.optimizer import apply_optimizers, check_groups, initial_state, plan_optimizers, read_optimizers
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter
 from reshard.state_dict.options import OptimizerReport, SetReport, StateDictOptions, as_options
-from reshard.state_dict.saved_optimizer import StateKind, read_saved
+from reshard.state_dict.saved_optimizer import StateKind, elsewhere_of, read_saved
 
 __all__ = [
     "get_model_state_dict", "get_optimizer_state_dict", "get_state_dict", "set_model_state_dict",
@@ -321,10 +321,12 @@ def _optimizer_state(
     made = initial_state(live) if options.in_chunks and not submodules else {}
     whole["state"].update(made)
     offered = {*made, *(live.by_name.keys() & whole["state"].keys() if forgets else ())}
+    elsewhere = {} if options.full_state_dict else elsewhere_of(live, whole["state"], options)
     if submodules:
         found = _of_modules(live.live, submodules, live.by_name, options)
         short = {live.by_name[name].name: short for short, name in found.items()}  # of a tied one, the first name
         cold = {short[name]: one for name, one in cold.items() if name in short}
+        elsewhere = {short[name]: at for name, at in elsewhere.items() if name in short}
         whole = {
             "state": {short[name]: value for name, value in whole["state"].items() if name in short},
             "param_groups": [
@@ -335,7 +337,7 @@ def _optimizer_state(
     whole = collect_optimizer(whole, live, options)
     if not whole:
         return {}
-    out = flatten_optimizer(whole) if options.flatten_optimizer_state_dict else whole
+    out = _in_form(whole, elsewhere, options)
     if not cold:
         return out
     with_state = whole["state"].keys() - offered
@@ -348,6 +350,13 @@ def _optimizer_state(
         out.update({f"state.{name}": {} for name, one in cold.items() if name in lacking and keeps[one.optimizer]})
     cold = {n: one for n, one in cold.items() if one.name in (named if live.loads_itself[one.optimizer] else listed)}
     return _awaiting(out, cold, offered, options, live.may_have_own) if cold and not submodules else out
+
+
+def _in_form(whole: dict[str, Any], elsewhere: Mapping[str, Any], options: StateDictOptions) -> dict[str, Any]:
+    if options.flatten_optimizer_state_dict:
+        flat = flatten_optimizer(whole)
+        return PartialState(flat, elsewhere) if elsewhere else flat
+    return {**whole, "state": PartialState(whole["state"], elsewhere)} if elsewhere else whole
 
 
 def _without_state(whole: dict[str, Any], live: LiveOptimizers) -> dict[str, OptimizedParameter]:
@@ -380,8 +389,16 @@ def _awaiting(
         else:
             parameters[one.name] = one.parameter.detach() if one.piece is None else one.piece.value()
     if options.flatten_optimizer_state_dict:
-        return LazyOptimizerState(state, parameters, offered, has_own=has_own)
-    return {**state, "state": LazyOptimizerState(state["state"], parameters, offered, has_own=has_own)}
+        return _waiting(state, parameters, offered, has_own)
+    return {**state, "state": _waiting(state["state"], parameters, offered, has_own)}
+
+
+def _waiting(
+    state: Mapping[str, Any], parameters: Mapping[str, Any], offered: Container[str], has_own: bool
+) -> LazyOptimizerState:
+    made = LazyOptimizerState(state, parameters, offered, has_own=has_own)
+    made.elsewhere = getattr(state, "elsewhere", {})
+    return made
 
 
 def _of_modules(

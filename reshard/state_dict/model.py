@@ -45,7 +45,7 @@ from reshard.state_dict.live_model import LiveModel, SelfLoadingModule, StateEnt
 from reshard.state_dict.options import Cast, SetReport, StateDictOptions
 
 __all__ = [
-    "Spans", "all_apart", "apart", "apply_model", "like", "listed", "overlapping", "part_of",
+    "Spans", "all_apart", "apart", "apply_model", "is_expanded", "like", "listed", "overlapping", "part_of",
     "plan_model", "read_model", "spans_of", "write_all",
 ]  # fmt: skip
 
@@ -344,7 +344,7 @@ class _ModelMatch:
         assert target is not None
         fault = problem(value, shape, target.dtype, target.is_meta or self.outlines)
         if fault is None and not self.outlines:
-            fault = _EXPANDED if _is_expanded(holder(target)) else _other_class(value, target)
+            fault = _EXPANDED if is_expanded(target) else _other_class(value, target)
         if fault is not None:
             self.faults.append(f"{name}: {fault}")
             return
@@ -432,17 +432,19 @@ def _is_plain_pair(slot: StateEntry, value: Any) -> bool:
         and value.dtype is target.dtype
         and value.layout is target.layout
         and value.is_same_size(target)
-        and not (target.is_meta or value.is_meta or target.is_conj() or target.is_neg() or _is_expanded(target))
+        and not (target.is_meta or value.is_meta or target.is_conj() or target.is_neg() or is_expanded(target))
     )
 
 
 _EXPANDED = "has several elements at one memory address in the model, as after expand(): replace it by its .clone()"
 
 
-def _is_expanded(target: torch.Tensor) -> bool:
-    if target.layout is not torch.strided or 0 not in target.stride():
+def is_expanded(target: torch.Tensor) -> bool:
+    """Return whether several elements here share a memory address: nothing can be copied there."""
+    local = target if type(target) in _PLAIN else holder(target)
+    if local.layout is not torch.strided or 0 not in local.stride():
         return False
-    return any(size > 1 and not stride for size, stride in zip(target.shape, target.stride(), strict=True))
+    return any(size > 1 and not stride for size, stride in zip(local.shape, local.stride(), strict=True))
 
 
 def part_of(name: str, parameters: Collection[str]) -> str:
@@ -507,13 +509,14 @@ def like(value: torch.Tensor, model: torch.Tensor, device: torch.device | None =
     """A new tensor with the elements and dtype of `value`, sharded as `model` is where the shapes
     are equal.
 
-    Plain 0-d tensors stay on their device; others go to `device`, by default that of `model`. A
+    0-d tensors are not sharded and stay on their device, unless `model` is 0-d; others go to `device`,
+    by default that of `model`. A
     tensor of another shape than a sharded `model` becomes a replicated one on its mesh, so that
     arithmetic between the two works.
     """
     value, model = settled(value), settled(model)
     device = model.device if device is None else device
-    if is_dtensor(model) and value.dim():
+    if is_dtensor(model) and (value.dim() or not model.dim()):
         if (
             is_dtensor(value)
             and value.device_mesh == model.device_mesh

@@ -15,14 +15,24 @@ from planners.geometry.arrays import grouped
 from reshard.errors import KeyMismatchError, NormalizationError, format_names
 from reshard.live.deepspeed import HOW_TO_SAVE
 from reshard.live.fsdp1 import split_state
-from reshard.live.optimizer_state import LazyOptimizerState, is_nested, listed_in, settings_of
+from reshard.live.optimizer_state import SCALARS, LazyOptimizerState, is_nested, listed_in, settings_of
 from reshard.live.state import same_value
 from reshard.live.tensors import dtype_of, global_shape, identity_of, inner_names, is_dtensor, is_sharded, tensor_class
-from reshard.live.tree import copy_containers, leaves_of
+from reshard.live.tree import copy_containers, leaves_of, map_leaves
 from reshard.live.wrappers import has_torchs_setstate
 from reshard.state_dict import saved_optimizer
 from reshard.state_dict.live_model import LiveModel, where
-from reshard.state_dict.model import Spans, all_apart, apart, like, listed, overlapping, spans_of, write_all
+from reshard.state_dict.model import (
+    Spans,
+    all_apart,
+    apart,
+    is_expanded,
+    like,
+    listed,
+    overlapping,
+    spans_of,
+    write_all,
+)
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter, filled_names, joined_pieces
 from reshard.state_dict.options import OptimizerReport, StateDictOptions
 from reshard.state_dict.saved_optimizer import GroupWrite, Misfit, SavedOptimizer, StateKind, plan_groups, read_saved
@@ -35,8 +45,17 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
     [names]}]}`, the groups of all optimizers one after another. Parameters without state are in a
     group and not in `state`.
 
-    The containers are new, the tensors are the live ones.
+    The containers are new, the tensors are the live ones; but of one in several fields of groups, such as the rate that
+    torch gives all of them, only the first is: a load may bring a value for each.
     """
+    met: set[int] = set()
+
+    def once(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or id(leaf) not in met:
+            met.add(id(leaf))
+            return leaf
+        return leaf.detach().clone()
+
     state: dict[Any, Any] = {}
     groups: list[dict[str, Any]] = []
     for k, optimizer in enumerate(live.optimizers):
@@ -68,7 +87,7 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
                         state[name] = copy_containers(values)
         extra = {saved_optimizer.EXTRA: beside} if (beside := saved_optimizer.extra_of(saved)) else {}
         for group in saved["param_groups"]:
-            fields = {field: copy_containers(value) for field, value in settings_of({**group, **extra}).items()}
+            fields = map_leaves(once, settings_of({**group, **extra}))
             groups.append({**fields, "params": _listed(group["params"], plain, named)})
     return {"state": state, "param_groups": groups}
 
@@ -143,7 +162,7 @@ def plan_optimizers(
     state that is incomplete or of a wrong shape; NormalizationError for groups that contradict each
     other or, if strict, are those of an optimizer of another kind.
     """
-    saved = read_saved(given, live)
+    saved = saved_optimizer.with_state_of_others(read_saved(given, live), given, live)
     match = _OptimizerMatch(live, saved)
     places = Places() if outlines else places_of(live, match.state)
     # what has places has their shapes
@@ -436,6 +455,7 @@ def apply_optimizers(
     copies.finish(live.live, model_state or {})
     for k, key, values in others:
         (given[k] if special[k] else live.optimizers[k].state)[key] = values
+    parting = saved_optimizer.tensors_that_part(live, groups)
     for k, optimizer in enumerate(live.optimizers):
         if special[k]:
             optimizer.load_state_dict(_own_dict(live, k, given[k], groups[k]))
@@ -444,8 +464,9 @@ def apply_optimizers(
             for field, value in fields.items():
                 if field == saved_optimizer.EXTRA:  # nothing of this optimizer reads it
                     continue
-                if isinstance(group.get(field), torch.Tensor) and isinstance(value, torch.Tensor):
-                    group[field].copy_(value)
+                known = group.get(field)
+                if isinstance(known, torch.Tensor) and isinstance(value, torch.Tensor) and id(known) not in parting:
+                    known.copy_(value)
                 else:
                     group[field] = value
         # where optimizer classes bring old state to their present form, as on every load; torch's own have nothing to
@@ -561,6 +582,7 @@ class _Copies:
                 and old.dtype == value.dtype
                 and old.shape == value.shape
                 and tensor_class(old) == tensor_class(value)
+                and not is_expanded(old)
                 and (not on_device or old.device == parameter.device)
             ):
                 self.targets.append(old)
@@ -568,7 +590,7 @@ class _Copies:
                 self._found.append((one, holder, key))
                 return old
             lies = (parameter.device_mesh, parameter.placements) if is_dtensor(parameter) else parameter.device
-            same = (self.ties.same(value), key == "step", on_device, parameter.dim() > 0, lies)
+            same = (self.ties.same(value), key in SCALARS, on_device, parameter.dim() > 0, lies)
             if same not in self._made:
                 tied = self.ties.model_tensor(value)
                 is_plain = self.is_placed and not is_dtensor(value) and global_shape(value) != one.shape
@@ -591,7 +613,7 @@ class _Copies:
 def _made_anew(value: torch.Tensor, parameter: torch.Tensor, key: Any, on_device: bool) -> torch.Tensor:
     if on_device:
         return value.detach().to(parameter.device, torch.float32, copy=True)
-    if not global_shape(value) and (key == "step" or parameter.dim() > 0):
+    if not global_shape(value) and (key in SCALARS or parameter.dim() > 0):
         return value.detach().clone()
     return like(value, parameter)
 
@@ -668,12 +690,13 @@ def places_of(live: LiveOptimizers, state: Sequence[tuple[OptimizedParameter, St
 
 def _alike(targets: Sequence[Any], values: Sequence[Any]) -> bool:
     """Return True if all are plain tensors, and each value has the dtype and the shape of its
-    target."""
+    target, to which it can be copied."""
     return (
         all_plain(targets)
         and all_plain(values)
         and list(map(_DTYPE, targets)) == list(map(_DTYPE, values))
         and all(map(torch.Tensor.is_same_size, targets, values))
+        and not any(map(is_expanded, targets))
     )
 
 

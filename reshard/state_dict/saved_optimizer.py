@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
 from typing import Any, NamedTuple
@@ -15,17 +15,20 @@ import torch
 from torch.optim import Optimizer
 
 from reshard.errors import NormalizationError
-from reshard.live.optimizer_state import is_nested, listed_in, settings_of, split_flat_key
+from reshard.live.fsdp1 import FlatPiece, fill_absent
+from reshard.live.optimizer_state import SCALARS, PartialState, is_nested, listed_in, settings_of, split_flat_key
 from reshard.live.state import same_value
 from reshard.live.tensors import tensor_class
 from reshard.live.tree import leaves_of
 from reshard.live.wrappers import loads_itself
 from reshard.state_dict.live_model import where
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter
+from reshard.state_dict.options import StateDictOptions
 
 __all__ = [
-    "EXTRA", "GroupWrite", "Misfit", "SavedOptimizer", "StateKind", "extra_of",
-    "is_zero_redundancy", "plan_groups", "read_saved", "saved_by",
+    "EXTRA", "GroupWrite", "Misfit", "SavedOptimizer", "StateKind", "elsewhere_of",
+    "extra_of", "is_zero_redundancy", "plan_groups", "read_saved", "saved_by", "tensors_that_part",
+    "with_state_of_others",
 ]  # fmt: skip
 
 
@@ -58,6 +61,18 @@ def saved_by(optimizer: Optimizer) -> dict[str, Any]:
     inner: Any = optimizer
     local = {ids[p]: values for p, values in inner.optim.state.items()}
     return {**Optimizer.state_dict(optimizer), "state": local}
+
+
+def elsewhere_of(live: LiveOptimizers, state: Container[str], options: StateDictOptions) -> dict[str, Any]:
+    """What `PartialState` needs to know of the state that this rank has."""
+    pieces = {} if options.in_chunks else live.pieces
+    found: dict[str, Any] = {name: piece for name, piece in pieces.items() if piece.lacks_ranks}
+    for optimizer, own in zip(live.optimizers, live.parameters):
+        if is_zero_redundancy(optimizer):
+            zero: Any = optimizer
+            ranks = {one.name: zero._param_to_rank[one.parameter] for one in own if one.name not in state}
+            found |= {name: rank for name, rank in ranks.items() if rank != zero.rank}
+    return found
 
 
 @dataclass(frozen=True)
@@ -115,6 +130,32 @@ def read_saved(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer
         names.get(key, key): values for key, values in state.items() if isinstance(values, torch.Tensor) or values
     }
     return SavedOptimizer(held, fields, empty)
+
+
+def with_state_of_others(saved: SavedOptimizer, given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer:
+    """`saved`, which was read from `given`, with an empty part of the state of each parameter that only other ranks
+    hold elements of. Collective over all ranks, unless the live parameters are sharded in the same way.
+
+    Raises NormalizationError where another rank has all of a parameter's state.
+    """
+    held = given if isinstance(given, PartialState) else given.get("state")
+    pieces: dict[str, FlatPiece] = {}
+    for name, at in held.elsewhere.items() if isinstance(held, PartialState) else ():
+        one = live.by_name.get(name)
+        if isinstance(at, FlatPiece):
+            mine = None if one is None else one.piece
+            if mine is None or mine.parameter is mine.flat or mine.cut() != at.cut():
+                pieces[name] = at
+            continue
+        zero: Any = None if one is None else live.optimizers[one.optimizer]
+        alike = one is not None and is_zero_redundancy(zero) and zero._param_to_rank[one.parameter] == at
+        if not alike and name not in saved.state:
+            raise NormalizationError(
+                f"only rank {at} has the state of {name!r}, of which a ZeroRedundancyOptimizer gave each rank some"
+                f"{where()}; the optimizer to be set needs it on other ranks too. Pass full_state_dict=True to "
+                "get_optimizer_state_dict, or save the state and load it"
+            )
+    return replace(saved, state=fill_absent(saved.state, pieces)) if pieces else saved
 
 
 def _names_of_ids(groups: Sequence[Mapping[str, Any]], live: LiveOptimizers) -> dict[Any, str]:
@@ -195,7 +236,9 @@ class _FlatReader:
             goal[name] = dict(zip(tails, own))
             return len(tails)
         known, before, fields = self._latest
-        if known is not tails or not (all(map(is_, before, own)) or all(map(_is_alike, before, own))):
+        # the tails may be more by now, as keys are read one by one
+        is_same = known is tails and len(before) == len(own)
+        if not is_same or not (all(map(is_, before, own)) or all(map(_is_alike, before, own))):
             fields = dict(zip(tails, own))
             self._latest = tails, own, fields
         goal[name] = fields
@@ -329,6 +372,20 @@ def _group_write(k: int, g: int, group: Mapping[str, Any], given: Mapping[str, A
     return GroupWrite(k, g, fields, kept, tuple(field for field in given if field not in group and field != EXTRA))
 
 
+def tensors_that_part(live: LiveOptimizers, groups: Sequence[Sequence[Mapping[str, Any]]]) -> set[int]:
+    """Tensors that several fields of groups are now, such as the rate that torch gives all of them, and that are to
+    have different values, by id."""
+    values: dict[int, Any] = {}
+    found = set()
+    for optimizer, own in zip(live.optimizers, groups):
+        for group, fields in zip(optimizer.param_groups, own):
+            for field, known in group.items():
+                value = fields.get(field, known)
+                if isinstance(known, torch.Tensor) and not same_value(values.setdefault(id(known), value), value):
+                    found.add(id(known))
+    return found
+
+
 def _common(members: Sequence[OptimizedParameter], saved: SavedOptimizer) -> Mapping[str, Any] | None:
     """The fields that all parameters of a group were saved with; None where none was saved."""
     first: tuple[str, Mapping[str, Any]] | None = None
@@ -429,9 +486,6 @@ _SCHEMAS = {
 }
 
 
-_SCALARS = frozenset(["step", "eta", "mu", "mu_product"])
-
-
 class Misfit(NamedTuple):
     """What is wrong with the keys of one parameter's saved state."""
 
@@ -508,7 +562,7 @@ class StateKind:
 
         def value(key: str) -> Any:
             begin = float(begins.get(key, 0.0))
-            return torch.full((), begin, device=device) if key in _SCALARS else torch.full_like(parameter, begin)
+            return torch.full((), begin, device=device) if key in SCALARS else torch.full_like(parameter, begin)
 
         return {key: 0 if (self._base, key) == ("SparseAdam", "step") else value(key) for key in keys}
 

@@ -20,7 +20,8 @@ import torch.distributed.checkpoint.state_dict as theirs
 from torch import nn
 from torch.distributed._state_dict_utils import _gather_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 import reshard
@@ -285,3 +286,49 @@ def plain(seed: int) -> nn.Module:
 
 def test_the_next_forward_pass_has_the_values_that_were_set(tmp_path: Any) -> None:
     gloo.run(forward_after_a_set, 2, str(tmp_path))
+
+
+class Units(nn.Module):
+    """Of two ranks, some hold nothing of the first and the last parameter; of four, of any."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.a, self.b, self.c = (nn.Linear(2, n, bias=False) for n in (4, 8, 4))
+        self.d = nn.Linear(16, 1, bias=False)  # lies in one chunk, of one rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.d(torch.cat([self.a(x), self.b(x), self.c(x)], 1)).square().sum()
+
+
+def laid_out(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model: nn.Module = Units(len(kind))
+    if kind == "fsdp2":
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    elif kind != "plain":
+        policy = ModuleWrapPolicy({nn.Linear}) if kind == "each" else None
+        options: dict[str, Any] = {"use_orig_params": kind != "flat", "device_id": torch.device("cpu")}
+        model = FullyShardedDataParallel(model, auto_wrap_policy=policy, **options)
+    return model, torch.optim.Adam(model.parameters(), lr=0.1, foreach=False)
+
+
+def into_other_layouts(sources: list[str]) -> None:
+    whole = reshard.StateDictOptions(full_state_dict=True)
+    for source in sources:
+        model, optimizer = laid_out(source)
+        model(torch.arange(4.0).view(2, 2)).backward()
+        optimizer.step()
+        wanted = reshard.get_optimizer_state_dict(model, optimizer, options=whole)
+        for flat, target in itertools.product((False, True), ("plain", "fsdp2", "one unit", "each", "flat")):
+            options = reshard.StateDictOptions(flatten_optimizer_state_dict=flat)
+            given = reshard.get_optimizer_state_dict(model, optimizer, options=options)
+            other, its = laid_out(target)
+            report = reshard.set_optimizer_state_dict(other, its, copy.copy(given) if flat else given)
+            assert not report.missing, (source, target, report)
+            same(wanted, reshard.get_optimizer_state_dict(other, its, options=whole), f"{source}, {flat}, {target}")
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(("world", "sources"), [(2, ["one unit", "each", "flat"]), (4, ["one unit"])])
+def test_state_of_which_a_rank_has_no_element_is_set_in_any_other_layout(world: int, sources: list[str]) -> None:
+    gloo.run(into_other_layouts, world, sources)

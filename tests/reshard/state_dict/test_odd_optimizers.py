@@ -408,3 +408,100 @@ def test_state_with_two_entries_of_one_flat_name_is_refused_in_that_form(state: 
     assert reshard.get_optimizer_state_dict(model, optimizer)["state"]["weight"] == state
     with pytest.raises(NormalizationError, match="two entries of the optimizer state of 'weight' have the same name"):
         reshard.get_optimizer_state_dict(model, optimizer, options=FLAT)
+
+
+def with_rates(several: bool, *rates: float) -> tuple[nn.Module, Any]:
+    """With one tensor as the rate of all groups, until the groups are given rates of their own."""
+    model, one = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3)), torch.tensor(0.5)
+    parts = [{"params": [*part.parameters()]} for part in model]
+    held = [torch.optim.AdamW(of, lr=one, foreach=False) for of in ([[part] for part in parts] if several else [parts])]
+    for group, rate in zip(groups_of(held), rates):
+        group["lr"] = torch.tensor(rate)
+    model(torch.ones(1, 3)).sum().backward()
+    for optimizer in held:
+        optimizer.step()
+    return model, held if several else held[0]
+
+
+def groups_of(optimizers: Any) -> list[dict[str, Any]]:
+    held = optimizers if isinstance(optimizers, list) else [optimizers]
+    return [group for optimizer in held for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize(
+    ("way", "several"),
+    [*((way, False) for way in WAYS), *((way, True) for way in (through_memory, through_files, flat_through_files))],
+)
+def test_groups_that_share_one_tensor_as_their_rate_get_each_its_own(
+    way: Callable[..., None], several: bool, tmp_path: Path
+) -> None:
+    source, target = with_rates(several, 0.25, 0.125), with_rates(several)
+    way(source, target, tmp_path / "x")
+    assert [float(group["lr"]) for group in groups_of(target[1])] == [0.25, 0.125]
+    assert [float(group["lr"]) for group in groups_of(source[1])] == [0.25, 0.125]
+
+
+def test_a_shared_rate_stays_with_a_group_of_which_none_was_saved() -> None:
+    source, target = with_rates(False, 0.25, 0.125), with_rates(False)
+    state = reshard.get_optimizer_state_dict(*source)
+    del state["param_groups"][1]["lr"]
+    reshard.set_optimizer_state_dict(*target, state)
+    assert [float(group["lr"]) for group in groups_of(target[1])] == [0.25, 0.5]
+
+
+def test_groups_that_share_one_tensor_as_their_rate_keep_it_where_all_have_one() -> None:
+    source, target = with_rates(False, 0.25, 0.25), with_rates(False)
+    first, second = groups_of(target[1])
+    reshard.set_optimizer_state_dict(*target, reshard.get_optimizer_state_dict(*source))
+    assert first["lr"] is second["lr"]
+    assert float(first["lr"]) == 0.25
+
+
+@pytest.mark.parametrize("expanded", [(0,), (1,), (0, 1)])
+def test_state_whose_elements_share_memory_is_replaced_by_what_was_saved(expanded: tuple[int, ...]) -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(3, 3, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    parameters = [*model.parameters()]
+    for number, parameter in enumerate(parameters):
+        rows = torch.zeros(1, len(parameter)).expand(parameter.shape)
+        optimizer.state[parameter]["momentum_buffer"] = rows if number in expanded else rows.clone()
+    state = copy.deepcopy(reshard.get_optimizer_state_dict(model, optimizer))
+    for number, parameter in enumerate(parameters):
+        state["state"][f"{number}.weight"]["momentum_buffer"] = torch.arange(parameter.numel() * 1.0).view_as(parameter)
+    reshard.set_optimizer_state_dict(model, optimizer, state)
+    for number, parameter in enumerate(parameters):
+        found = optimizer.state[parameter]["momentum_buffer"]
+        assert torch.equal(found, state["state"][f"{number}.weight"]["momentum_buffer"])
+        found.add_(1)
+
+
+@pytest.mark.parametrize("state", [{"ema.fast": torch.ones(3)}, {"ema": {"of.row": torch.ones(3)}}])
+def test_state_with_a_dot_in_its_name_is_refused_in_the_flat_form(state: dict[str, Any]) -> None:
+    """It would come back as nested state."""
+    model, optimizer = job(of_torch, 0, 0)
+    for parameter in model.parameters():
+        optimizer.state[parameter] = copy.deepcopy(state)
+    with pytest.raises(NormalizationError, match=r"the optimizer state '[a-z]+\.[a-z]+' of '.*' has a dot in its name"):
+        reshard.get_optimizer_state_dict(model, optimizer, options=FLAT)
+
+
+def test_a_flat_dict_may_have_its_keys_in_any_order() -> None:
+    def made(decay: float, *groups: slice) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        held = list(model.parameters())
+        return model, torch.optim.SGD([{"params": held[of]} for of in groups], lr=0.1, weight_decay=decay)
+
+    flat = reshard.get_optimizer_state_dict(*made(0.5, slice(None)), options=FLAT)
+
+    def keys(name: str, *, decay: bool) -> list[str]:
+        own = [key for key in flat if key.startswith(f"param_groups.{name}.")]
+        return [key for key in own if key.endswith("decay") == decay]
+
+    order = [*keys("0.weight", decay=False), *keys("0.bias", decay=False), *keys("0.weight", decay=True)]
+    order += [*keys("1.weight", decay=False), *keys("1.weight", decay=True)]
+    order += [*keys("1.bias", decay=False), *keys("1.bias", decay=True), *keys("0.bias", decay=True)]
+    assert {*order} == {*flat}
+    target = made(0.0, slice(2), slice(2, 4))
+    report = reshard.set_optimizer_state_dict(*target, {key: flat[key] for key in order})
+    assert [group["weight_decay"] for group in target[1].param_groups] == [0.5, 0.5]
+    assert not report.kept_fields

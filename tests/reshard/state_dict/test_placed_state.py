@@ -169,3 +169,60 @@ def test_an_optimizer_that_loads_itself_gets_dtensors_where_it_has_some_beside_p
     assert same(loaded, saved)
     assert same(continued, later)
     assert same(gloo.run(resume, 3, Divided, tmp_path / "x", replicated)[0][0], saved)
+
+
+class Scaled(nn.Module):
+    """With a parameter that is a DTensor without dims."""
+
+    def __init__(self, *, on_mesh: bool = True) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        scale, bias = torch.tensor(2.0), torch.ones(3)
+        if on_mesh:
+            scale, bias = (distribute_tensor(tensor, mesh, [Replicate()]) for tensor in (scale, bias))
+        self.scale, self.bias = nn.Parameter(scale), nn.Parameter(bias)
+
+
+def stepped(kind: Any, *, steps: int, on_mesh: bool = True) -> tuple[nn.Module, Any]:
+    model = Scaled(on_mesh=on_mesh)
+    optimizer = kind(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: Any) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def without_dims(folder: str) -> None:
+    whole = reshard.StateDictOptions(full_state_dict=True)
+    for kind in (torch.optim.Adam, torch.optim.NAdam, torch.optim.ASGD):
+        model, optimizer = stepped(kind, steps=1)
+        path = f"{folder}/{kind.__name__}"
+        reshard.save({"o": reshard.get_optimizer_state_dict(model, optimizer)}, path)
+        wanted = {key: type(value) for key, value in optimizer.state[model.scale].items()}
+        for way in ("sharded", "whole", "plain", "load", "load into state"):
+            other, its = stepped(kind, steps=int(way == "load into state"))
+            if way.startswith("load"):
+                state = {"o": reshard.get_optimizer_state_dict(other, its)}
+                reshard.load(state, path)
+                given = state["o"]
+            elif way == "plain":
+                given = reshard.get_optimizer_state_dict(*stepped(kind, steps=1, on_mesh=False))
+            else:
+                options = whole if way == "whole" else None
+                given = reshard.get_optimizer_state_dict(model, optimizer, options=options)
+            reshard.set_optimizer_state_dict(other, its, given)
+            found = {key: type(value) for key, value in its.state[other.scale].items()}
+            assert found == wanted, (kind, way, found)
+            step(other, its)
+        other, its = stepped(kind, steps=0, on_mesh=False)
+        reshard.set_optimizer_state_dict(other, its, reshard.get_optimizer_state_dict(model, optimizer))
+        assert {type(value) for value in its.state[other.scale].values()} == {torch.Tensor}
+
+
+def test_state_of_a_dtensor_without_dims_is_a_dtensor(tmp_path: Path) -> None:
+    gloo.run(without_dims, 2, str(tmp_path))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import reshard
+from reshard.errors import NormalizationError
 from tests import gloo
 from tests.same import same
 
@@ -127,3 +128,22 @@ def test_state_is_saved_and_loaded_without_consolidation(tmp_path: Path) -> None
 
     assert found == [[True] * 8, [True] * 7]
     assert goes_on(tmp_path / "zero", 0, is_sharded=False)
+
+
+def into_a_plain_one(flat: bool) -> list[Any]:
+    model, optimizer = job(0, 2, is_sharded=True)
+    plain, its = job(1, 0, is_sharded=False)
+    options = reshard.StateDictOptions(flatten_optimizer_state_dict=flat)
+    own = reshard.get_optimizer_state_dict(model, optimizer, options=options)
+    with pytest.raises(NormalizationError, match=r"only rank . has the state of '.*full_state_dict=True") as refused:
+        reshard.set_optimizer_state_dict(plain, its, own)
+    assert not its.state
+    reshard.set_optimizer_state_dict(model, optimizer, own)
+    whole = reshard.StateDictOptions(full_state_dict=True)
+    reshard.set_optimizer_state_dict(plain, its, reshard.get_optimizer_state_dict(model, optimizer, options=whole))
+    return [str(refused.value), len(its.state)]
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_the_state_of_one_rank_is_refused_where_all_need_it(flat: bool) -> None:
+    assert [count for _, count in gloo.run(into_a_plain_one, 2, flat)] == [4, 4]
