@@ -16,7 +16,7 @@ from reshard.errors import NormalizationError
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.optimizer_state import LazyOptimizerState, flatten_optimizer, listed_in
 from reshard.live.tensors import is_sharded, this_rank, world_size
-from reshard.state_dict.broadcast import receive_model, receive_optimizer, setting
+from reshard.state_dict.broadcast import expect_model, receive_optimizer, setting
 from reshard.state_dict.collect import collect_model, collect_optimizer
 from reshard.state_dict.live_model import LiveModel, Models
 from reshard.state_dict.model import apply_model, part_of, plan_model, read_model
@@ -273,14 +273,17 @@ def _set(
                 "model_state_dict has 'state' and 'param_groups', as the state dict of an optimizer has: "
                 f"{_SWAPPED if what == 'both' and 'state' not in of_optimizers else 'use set_optimizer_state_dict'}"
             )
-    if receives and what != "optimizers":
-        of_model = receive_model(live, of_model, opts)
-    if receives and live_optimizers is not None:
-        of_optimizers = receive_optimizer(live_optimizers, of_optimizers, opts)
+    writes = None
+    if receives:
+        of_model, fill = ({}, None) if what == "optimizers" else expect_model(live, of_model, opts)
+        writes = None if live_optimizers is None else receive_optimizer(live_optimizers, of_optimizers, opts)
+        if fill is not None:
+            fill()
     has_model = what == "model" or (what == "both" and bool(of_model))
     with setting(opts, alone=not _shared(live, opts)):
         model_writes = plan_model(live, of_model, opts) if has_model else None
-        writes = None if live_optimizers is None else plan_optimizers(live_optimizers, of_optimizers, opts)
+        if live_optimizers is not None and writes is None:
+            writes = plan_optimizers(live_optimizers, of_optimizers, opts)
     report = SetReport() if model_writes is None else apply_model(model_writes, opts.strict)
     if live_optimizers is None or writes is None:
         return report, OptimizerReport()
