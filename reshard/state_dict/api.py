@@ -18,6 +18,7 @@ from reshard.live.optimizer_state import LazyOptimizerState, flatten_optimizer, 
 from reshard.live.tensors import is_sharded, this_rank, world_size
 from reshard.state_dict.broadcast import expect_model, receive_optimizer, setting
 from reshard.state_dict.collect import collect_model, collect_optimizer
+from reshard.state_dict.gather import joint_ranks, place_of
 from reshard.state_dict.live_model import LiveModel, Models
 from reshard.state_dict.model import apply_model, part_of, plan_model, read_model
 from reshard.state_dict.optimizer import apply_optimizers, check_groups, initial_state, plan_optimizers, read_optimizers
@@ -264,7 +265,7 @@ def _set(
     is."""
     opts = as_options(options)
     receives = opts.broadcast_from_rank0 and world_size() > 1
-    with setting(opts, alone=not receives):
+    with setting(opts, together=((),) if receives else ()):
         live = LiveModel(model, opts.dsd_fqn_modifiers)
         live_optimizers = None if what == "model" else LiveOptimizers(live, optimizers)
         of_model = {} if receives and this_rank() else _by_name(live, of_model)
@@ -280,7 +281,7 @@ def _set(
         if fill is not None:
             fill()
     has_model = what == "model" or (what == "both" and bool(of_model))
-    with setting(opts, alone=not _shared(live, opts)):
+    with setting(opts, together=joint_ranks(_shared(live, opts))):
         model_writes = plan_model(live, of_model, opts) if has_model else None
         if live_optimizers is not None and writes is None:
             writes = plan_optimizers(live_optimizers, of_optimizers, opts)
@@ -290,14 +291,14 @@ def _set(
     return report, apply_optimizers(live_optimizers, writes, of_model)
 
 
-def _shared(live: LiveModel, options: StateDictOptions) -> bool:
-    """Return whether all ranks set together, so that one's refusal must be that of all: full
-    tensors into a sharded model."""
-    return (
-        options.full_state_dict
-        and world_size() > 1
-        and any(slot.piece is not None or is_sharded(slot.value) for slot in live.slots)
-    )
+def _shared(live: LiveModel, options: StateDictOptions) -> Iterator[Any]:
+    """Yield the device meshes and process groups whose ranks set together, so that one's refusal must be that of all:
+    full tensors into a sharded model."""
+    for slot in live.slots if options.full_state_dict else ():
+        if slot.piece is not None:
+            yield slot.piece.group
+        elif is_sharded(slot.value):
+            yield place_of(slot.value)
 
 
 def _model_state(live: LiveModel, submodules: Iterable[nn.Module] | None, options: StateDictOptions) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,17 +50,19 @@ class Outline(NamedTuple):
 
 
 @contextlib.contextmanager
-def setting(options: StateDictOptions | None = None, *, alone: bool = False) -> Iterator[None]:
+def setting(options: StateDictOptions | None = None, *, together: Iterable[tuple[int, ...]] = ((),)) -> Iterator[None]:
     """A phase in which one rank's refusal is that of all: whatever a rank raises inside, all raise.
-    Collective over all ranks unless `alone`.
+    Collective over all ranks, or over each of some sets of ranks.
 
     `options`: of the call, unless they were compared before. Raises LayoutError where ranks were
     given different ones.
     """
-    group = Group(alone=alone)
-    with group.together(_SETTING):
-        if options is not None:
-            group.same_options("the setters of state dicts", vars(options))
+    with contextlib.ExitStack() as stack:
+        for ranks in together:
+            group = Group(ranks=ranks)
+            stack.enter_context(group.together(_SETTING))
+            if options is not None:
+                group.same_options("the setters of state dicts", vars(options))
         yield
 
 

@@ -14,7 +14,9 @@ from planners.geometry.box import Shape
 from reshard.errors import NormalizationError
 from reshard.live.deepspeed import HOW_TO_SAVE, WHOSE_OPTIMIZERS
 from reshard.live.fsdp1 import FlatPiece, join_state
+from reshard.live.tensors import is_sharded
 from reshard.live.wrappers import loads_itself
+from reshard.state_dict.gather import place_of
 from reshard.state_dict.live_model import LiveModel, where
 from reshard.state_dict.model import write_all
 
@@ -45,6 +47,13 @@ class OptimizedParameter(NamedTuple):
     def name(self) -> str:
         """The name of its state."""
         return self.names[0]
+
+    @property
+    def place(self) -> Any:
+        """The device mesh or process group that it is sharded over, or None."""
+        if self.piece is not None:
+            return self.piece.group
+        return place_of(self.parameter) if is_sharded(self.parameter) else None
 
     @property
     def shape(self) -> Shape:
