@@ -15,7 +15,8 @@ from reshard.arguments import renamed
 from reshard.errors import NormalizationError
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.optimizer_state import LazyOptimizerState, flatten_optimizer, listed_in
-from reshard.live.tensors import is_sharded, this_rank, world_size
+from reshard.live.tensors import LiveTensor, is_sharded, this_rank, world_size
+from reshard.live.tree import leaves_of
 from reshard.state_dict.broadcast import expect_model, receive_optimizer, setting
 from reshard.state_dict.collect import collect_model, collect_optimizer
 from reshard.state_dict.gather import joint_ranks, place_of
@@ -281,7 +282,10 @@ def _set(
         if fill is not None:
             fill()
     has_model = what == "model" or (what == "both" and bool(of_model))
-    with setting(opts, together=joint_ranks(_shared(live, opts))):
+    shared = [*_shared(live, of_model, opts)] if world_size() > 1 else []
+    if live_optimizers is not None and world_size() > 1:
+        shared += _moved_state(live_optimizers, of_optimizers)
+    with setting(opts, together=joint_ranks(shared)):
         model_writes = plan_model(live, of_model, opts) if has_model else None
         if live_optimizers is not None and writes is None:
             writes = plan_optimizers(live_optimizers, of_optimizers, opts)
@@ -291,14 +295,29 @@ def _set(
     return report, apply_optimizers(live_optimizers, writes, of_model)
 
 
-def _shared(live: LiveModel, options: StateDictOptions) -> Iterator[Any]:
+def _shared(live: LiveModel, given: Mapping[str, Any], options: StateDictOptions) -> Iterator[Any]:
     """Yield the device meshes and process groups whose ranks set together, so that one's refusal must be that of all:
-    full tensors into a sharded model."""
+    full tensors into a sharded model, or sharded ones that lie otherwise than in it."""
     for slot in live.slots if options.full_state_dict else ():
         if slot.piece is not None:
             yield slot.piece.group
         elif is_sharded(slot.value):
             yield place_of(slot.value)
+    for name, value in given.items():
+        found = live.by_name.get(name) if is_sharded(value) else None
+        target = None if found is None or found.value is None else found.tensor()
+        if target is not None and not LiveTensor("", value).lies_like(LiveTensor("", target)):
+            yield place_of(value)
+
+
+def _moved_state(live: LiveOptimizers, given: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the same for the state of optimizers."""
+    for path, value in leaves_of(given).items():
+        name = ".".join(map(str, path)).removeprefix("state.") if is_sharded(value) else ""
+        while name and name not in live.by_name:
+            name = name.rpartition(".")[0]
+        if name and not live.by_name[name].may_hold(value, live.optimizers):
+            yield place_of(value)
 
 
 def _model_state(live: LiveModel, submodules: Iterable[nn.Module] | None, options: StateDictOptions) -> dict[str, Any]:

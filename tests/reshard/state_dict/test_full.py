@@ -420,3 +420,44 @@ def refused_by_one(change: str) -> str:
 def test_what_one_rank_refuses_of_a_broadcast_all_refuse(change: str, said: str) -> None:
     for heard in gloo.run(refused_by_one, 2, change, timeout_s=60.0):
         assert said in heard
+
+
+def refused_in_another_layout(what: str) -> str:
+    """What each rank hears where a sharded dict is to be laid out anew, and that of rank 1 has something of its own."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def build(axis: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(2, 2, bias=False)
+        model.weight = torch.nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh, [Shard(axis)]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = build(0)
+    flat = StateDictOptions(flatten_optimizer_state_dict=what == "flat")
+    state, of_optimizer = get_state_dict(*build(1), options=flat)
+    if dist.get_rank() == 1:
+        extra = {"x": torch.ones(1)}
+        state = {**state, **extra}
+        if what == "flat":
+            of_optimizer["state.x.momentum_buffer"] = extra["x"]
+        else:
+            of_optimizer["state"]["x"] = extra
+    before = zoo.snapshot(model, optimizer)
+    try:
+        if what == "model":
+            set_model_state_dict(model, state)
+        else:
+            set_optimizer_state_dict(model, optimizer, of_optimizer)
+    except ReshardError as error:
+        assert_same(zoo.snapshot(model, optimizer), before)
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("what", ["model", "nested", "flat"])
+def test_what_one_rank_refuses_of_another_layout_all_refuse(what: str) -> None:
+    for heard in gloo.run(refused_in_another_layout, 2, what, timeout_s=60.0):
+        assert "Unexpected key: x" in heard
