@@ -283,7 +283,7 @@ def _set(
             fill()
     has_model = what == "model" or (what == "both" and bool(of_model))
     shared = [*_shared(live, of_model, opts)] if world_size() > 1 else []
-    if live_optimizers is not None and world_size() > 1:
+    if live_optimizers is not None and writes is None and world_size() > 1:
         shared += _moved_state(live_optimizers, of_optimizers)
     with setting(opts, together=joint_ranks(shared)):
         model_writes = plan_model(live, of_model, opts) if has_model else None
