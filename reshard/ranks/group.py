@@ -75,6 +75,7 @@ class Group:
 
     Args:
         process_group: default: the default group if torch.distributed is initialized, else this process alone.
+        ranks: only these of the default group, in ascending order. Each set of ranks meets by itself.
         alone: this process by itself, even if torch.distributed is initialized: it does not ask or wait for others.
         deadline_s: how long a verb or a phase may take, in seconds, where `together` does not say otherwise.
 
@@ -96,6 +97,7 @@ class Group:
         self,
         process_group: dist.ProcessGroup | None = None,
         *,
+        ranks: tuple[int, ...] = (),
         alone: bool = False,
         deadline_s: float | timedelta = DEADLINE_S,
     ) -> None:
@@ -122,7 +124,7 @@ class Group:
         if alone and process_group is None:
             self.ranks = (dist.get_rank() if joined else 0,)
         elif joined:
-            self._join(dist.group.WORLD if process_group is None else process_group)
+            self._join(dist.group.WORLD if process_group is None else process_group, ranks)
         elif process_group is not None:
             raise wrong or ReshardError(
                 "a process group was given, but torch.distributed is not initialized (or was destroyed)"
@@ -134,20 +136,21 @@ class Group:
             with self.together("the call"):  # the other ranks wait for this one
                 raise wrong
 
-    def _join(self, process_group: dist.ProcessGroup | None) -> None:
-        self.rank = dist.get_rank(process_group)
+    def _join(self, process_group: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> None:
+        ranks = ranks if len(ranks) < dist.get_world_size() else ()
+        self.rank = ranks.index(dist.get_rank()) if ranks else dist.get_rank(process_group)
         if process_group is None or self.rank < 0:
             raise ReshardError(
                 f"rank {dist.get_rank()} is not a member of this process group: call this only on its members, or "
                 "omit process_group to use the default group"
             )
-        self.ranks = tuple(dist.get_process_group_ranks(process_group))
+        self.ranks = ranks or tuple(dist.get_process_group_ranks(process_group))
         if len(self.ranks) > 1:
             from reshard.ranks.rounds import Rounds
             from reshard.ranks.store import store_of
 
             until = time.monotonic() + self._deadline_s
-            shared = store_of(process_group, until)
+            shared = store_of(process_group, until, ranks)
             client = shared.lend(until)
             self._rounds = Rounds(client, self.rank, self.ranks, shared.peers, shared.stale_keys)
             self.tag = _FIRST_TAG + self._rounds.session % _FIRST_TAG

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -50,17 +51,19 @@ class SharedStore:
 
     Args:
         until: on the monotonic clock: see `StoreClient`.
+        ranks: those of the group that share it, if not all do.
 
     Raises ReshardError if the group has no store that answers, as a fake process group; RankFailedError if its host
     says nothing.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, until: float) -> None:
+    def __init__(self, process_group: dist.ProcessGroup, until: float, ranks: Sequence[int] = ()) -> None:
         self._store = _raw_store(process_group)
+        self._prefix = f"reshard/{hashlib.sha256(str(ranks).encode()).hexdigest()[:16]}" if ranks else "reshard"
         self._client: Callable[[], Any] | None = None
         self._idle: list[StoreClient] = []
         client = self.lend(until)
-        self.peers = PeerWatch(client, dist.get_rank(process_group))
+        self.peers = PeerWatch(client, ranks.index(dist.get_rank()) if ranks else dist.get_rank(process_group))
         self.stale_keys = StaleKeys()
         self.give_back(client)
 
@@ -92,24 +95,24 @@ class SharedStore:
 
     def _open(self) -> KeyValueStore:
         self._client = self._client or _client_of(self._store)
-        prefixed: Any = PrefixStore("reshard", self._client())
+        prefixed: Any = PrefixStore(self._prefix, self._client())
         if prefixed.check(["probe"]):  # which no rank ever sets
             raise RuntimeError("it returned a key that was never stored")
         return cast(KeyValueStore, prefixed)
 
 
-_stores: WeakKeyDictionary[Any, SharedStore] = WeakKeyDictionary()
+_stores: WeakKeyDictionary[Any, dict[tuple[int, ...], SharedStore]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def store_of(process_group: dist.ProcessGroup, until: float) -> SharedStore:
+def store_of(process_group: dist.ProcessGroup, until: float, ranks: tuple[int, ...] = ()) -> SharedStore:
     """The store of a process group: the same for every session of this process. Args and errors:
     see `SharedStore`."""
     with _lock:
-        known = _stores.get(process_group)
-        if known is None:
-            known = _stores[process_group] = SharedStore(process_group, until)
-    return known
+        known = _stores.setdefault(process_group, {})
+        if ranks not in known:
+            known[ranks] = SharedStore(process_group, until, ranks)
+        return known[ranks]
 
 
 def _raw_store(process_group: dist.ProcessGroup) -> Any:

@@ -15,9 +15,11 @@ from reshard.arguments import renamed
 from reshard.errors import NormalizationError
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.optimizer_state import LazyOptimizerState, PartialState, flatten_optimizer, listed_in
-from reshard.live.tensors import is_sharded, this_rank, world_size
-from reshard.state_dict.broadcast import receive_model, receive_optimizer, setting
+from reshard.live.tensors import LiveTensor, is_sharded, this_rank, world_size
+from reshard.live.tree import leaves_of
+from reshard.state_dict.broadcast import expect_model, receive_optimizer, setting
 from reshard.state_dict.collect import collect_model, collect_optimizer
+from reshard.state_dict.gather import joint_ranks, place_of
 from reshard.state_dict.live_model import LiveModel, Models
 from reshard.state_dict.model import apply_model, part_of, plan_model, read_model
 from reshard.state_dict.optimizer import apply_optimizers, check_groups, initial_state, plan_optimizers, read_optimizers
@@ -264,7 +266,7 @@ def _set(
     is."""
     opts = as_options(options)
     receives = opts.broadcast_from_rank0 and world_size() > 1
-    with setting(opts, alone=not receives):
+    with setting(opts, together=((),) if receives else ()):
         live = LiveModel(model, opts.dsd_fqn_modifiers)
         live_optimizers = None if what == "model" else LiveOptimizers(live, optimizers)
         of_model = {} if receives and this_rank() else _by_name(live, of_model)
@@ -273,28 +275,49 @@ def _set(
                 "model_state_dict has 'state' and 'param_groups', as the state dict of an optimizer has: "
                 f"{_SWAPPED if what == 'both' and 'state' not in of_optimizers else 'use set_optimizer_state_dict'}"
             )
-    if receives and what != "optimizers":
-        of_model = receive_model(live, of_model, opts)
-    if receives and live_optimizers is not None:
-        of_optimizers = receive_optimizer(live_optimizers, of_optimizers, opts)
+    writes = None
+    if receives:
+        of_model, fill = ({}, None) if what == "optimizers" else expect_model(live, of_model, opts)
+        writes = None if live_optimizers is None else receive_optimizer(live_optimizers, of_optimizers, opts)
+        if fill is not None:
+            fill()
     has_model = what == "model" or (what == "both" and bool(of_model))
-    with setting(opts, alone=not _shared(live, opts)):
+    shared = [*_shared(live, of_model, opts)] if world_size() > 1 else []
+    if live_optimizers is not None and writes is None and world_size() > 1:
+        shared += _moved_state(live_optimizers, of_optimizers)
+    with setting(opts, together=joint_ranks(shared)):
         model_writes = plan_model(live, of_model, opts) if has_model else None
-        writes = None if live_optimizers is None else plan_optimizers(live_optimizers, of_optimizers, opts)
+        if live_optimizers is not None and writes is None:
+            writes = plan_optimizers(live_optimizers, of_optimizers, opts)
     report = SetReport() if model_writes is None else apply_model(model_writes, opts.strict)
     if live_optimizers is None or writes is None:
         return report, OptimizerReport()
     return report, apply_optimizers(live_optimizers, writes, of_model)
 
 
-def _shared(live: LiveModel, options: StateDictOptions) -> bool:
-    """Return whether all ranks set together, so that one's refusal must be that of all: full
-    tensors into a sharded model."""
-    return (
-        options.full_state_dict
-        and world_size() > 1
-        and any(slot.piece is not None or is_sharded(slot.value) for slot in live.slots)
-    )
+def _shared(live: LiveModel, given: Mapping[str, Any], options: StateDictOptions) -> Iterator[Any]:
+    """Yield the device meshes and process groups whose ranks set together, so that one's refusal must be that of all:
+    full tensors into a sharded model, or sharded ones that lie otherwise than in it."""
+    for slot in live.slots if options.full_state_dict else ():
+        if slot.piece is not None:
+            yield slot.piece.group
+        elif is_sharded(slot.value):
+            yield place_of(slot.value)
+    for name, value in given.items():
+        found = live.by_name.get(name) if is_sharded(value) else None
+        target = None if found is None or found.value is None else found.tensor()
+        if target is not None and not LiveTensor("", value).lies_like(LiveTensor("", target)):
+            yield place_of(value)
+
+
+def _moved_state(live: LiveOptimizers, given: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the same for the state of optimizers."""
+    for path, value in leaves_of(given).items():
+        name = ".".join(map(str, path)).removeprefix("state.") if is_sharded(value) else ""
+        while name and name not in live.by_name:
+            name = name.rpartition(".")[0]
+        if name and not live.by_name[name].may_hold(value, live.optimizers):
+            yield place_of(value)
 
 
 def _model_state(live: LiveModel, submodules: Iterable[nn.Module] | None, options: StateDictOptions) -> dict[str, Any]:

@@ -8,7 +8,8 @@ tensors as its own model holds them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,21 +18,23 @@ import torch.distributed as dist
 from planners.geometry.box import Box, Shape
 from reshard.errors import KeyMismatchError, NormalizationError
 from reshard.live.fsdp1 import FlatPiece
-from reshard.live.tensors import LiveTensor, dtensor_like, is_dtensor, is_sharded, resolved_bytes
+from reshard.live.state import same_value
+from reshard.live.tensors import LiveTensor, dtensor_like, is_dtensor, is_plain, is_sharded, resolved_bytes
 from reshard.live.tree import leaves_of, map_leaves
 from reshard.ranks.group import Group, device_of_kind, sending_kinds
 from reshard.state_dict.gather import parts_of
 from reshard.state_dict.live_model import LiveModel, SelfLoadingModule, StateEntry
-from reshard.state_dict.model import plan_model
-from reshard.state_dict.optimizer import plan_optimizers
+from reshard.state_dict.model import overlapping, overwritten, plan_model
+from reshard.state_dict.optimizer import OptimizerWrites, plan_optimizers
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter
 from reshard.state_dict.options import StateDictOptions
 from reshard.state_dict.saved_optimizer import read_saved
 
-__all__ = ["receive_model", "receive_optimizer", "setting"]
+__all__ = ["expect_model", "receive_optimizer", "setting"]
 
 
 Boxes = list[tuple[Shape, Shape]]
+_SETTING = "setting a state dict"
 
 
 class Outline(NamedTuple):
@@ -47,76 +50,83 @@ class Outline(NamedTuple):
 
 
 @contextlib.contextmanager
-def setting(options: StateDictOptions | None = None, *, alone: bool = False) -> Iterator[None]:
+def setting(options: StateDictOptions | None = None, *, together: Iterable[tuple[int, ...]] = ((),)) -> Iterator[None]:
     """A phase in which one rank's refusal is that of all: whatever a rank raises inside, all raise.
-    Collective over all ranks unless `alone`.
+    Collective over all ranks, or over each of some sets of ranks.
 
     `options`: of the call, unless they were compared before. Raises LayoutError where ranks were
     given different ones.
     """
-    group = Group(alone=alone)
-    with group.together("setting a state dict"):
-        if options is not None:
-            group.same_options("the setters of state dicts", vars(options))
+    with contextlib.ExitStack() as stack:
+        for ranks in together:
+            group = Group(ranks=ranks)
+            stack.enter_context(group.together(_SETTING))
+            if options is not None:
+                group.same_options("the setters of state dicts", vars(options))
         yield
 
 
-def receive_model(live: LiveModel, given: Mapping[str, Any], options: StateDictOptions) -> dict[str, Any]:
+def expect_model(
+    live: LiveModel, given: Mapping[str, Any], options: StateDictOptions
+) -> tuple[dict[str, Any], Callable[[], None]]:
     """The model state dict of rank 0, restricted to what this rank's model has, its tensors sharded
-    as the live ones.
+    as the live ones; and what fills it.
 
     Where the live tensor has the dtype of the given one it is written directly, and stands in the
-    returned dict itself. Collective. Raises, on all ranks and with nothing changed, if the dict
+    returned dict itself. Both are collective. Raises, on all ranks and with nothing changed, if the dict
     does not fit some rank's model.
     """
-    outline, sources = _share_outline(given)
-    prefixes = tuple(item.prefix for item in live.items if isinstance(item, SelfLoadingModule))
-    mine = {name: value for name, value in outline.items() if name in live.by_name or name.startswith(prefixes)}
-    known = {one.path for one in leaves_of(mine).values() if isinstance(one, Outline)}
-    once: dict[Any, str] = {}
-    for name in list(mine):
-        slot = live.by_name.get(name)
-        # one name of a tied tensor is enough, and two would write the same memory
-        if slot is not None and slot.value is not None and once.setdefault(slot.identity, name) != name:
-            del mine[name]
+    data, sources = _share_outline(given)
     with setting():
+        outline = pickle.loads(data)
+        prefixes = tuple(item.prefix for item in live.items if isinstance(item, SelfLoadingModule))
+        mine = {name: value for name, value in outline.items() if name in live.by_name or name.startswith(prefixes)}
+        known = {one.path for one in leaves_of(mine).values() if isinstance(one, Outline)}
+        shared = _shared_memory(live, mine)
+        once: dict[Any, str] = {}
+        for name in list(mine):
+            slot = live.by_name.get(name)
+            # one name of a tied tensor is enough, and two would write the same memory
+            if slot is not None and slot.value is not None and once.setdefault(slot.identity, name) != name:
+                del mine[name]
         plan_model(live, _on_meta(mine), options, outlines=True)
-    device = next((s.value.device for s in live.slots if s.value is not None and not s.value.is_meta), None)
-    in_regions = {slot.name for item in live.items if isinstance(item, SelfLoadingModule) for slot in item.slots}
+        device = next((s.value.device for s in live.slots if s.value is not None and not s.value.is_meta), None)
+        in_regions = {slot.name for item in live.items if isinstance(item, SelfLoadingModule) for slot in item.slots}
 
-    def target(_: Sequence[Any], one: Outline) -> torch.Tensor:
-        name = one.path[1:]
-        return _model_target(one, live.by_name.get(name), device or torch.device("cpu"), name in in_regions)
+        def target(_: Sequence[Any], one: Outline) -> torch.Tensor:
+            name = one.path[1:]
+            return _model_target(one, live.by_name.get(name), device or torch.device("cpu"), name in in_regions)
 
-    made, targets = _with_targets(target, mine)
-    _fill(targets, sources, known, options.strict)
-    return made
+        made, targets = _with_targets(target, mine)
+    return made, _filling(targets, sources, known, options.strict, shared)
 
 
-def receive_optimizer(live: LiveOptimizers, given: Mapping[str, Any], options: StateDictOptions) -> dict[str, Any]:
-    """The optimizer state dict of rank 0 in nested form, restricted to this rank's parameters, its
-    tensors in new memory and sharded as the parameters are where they have their shape. Collective;
-    raises like `receive_model`."""
-    outline, sources = _share_outline(given)
-    saved = read_saved(outline, live) if outline else read_saved({"state": {}, "param_groups": []}, live)
-    state = {name: values for name, values in saved.state.items() if name in live.by_name}
-    groups: dict[int, dict[str, Any]] = {}
-    for name, fields in saved.fields.items():
-        if name in live.by_name:
-            groups.setdefault(id(fields), {**fields, "params": []})["params"].append(name)
-    mine = {"state": state, "param_groups": [*groups.values(), *({**f, "params": []} for f in saved.empty)]}
+def receive_optimizer(live: LiveOptimizers, given: Mapping[str, Any], options: StateDictOptions) -> OptimizerWrites:
+    """What sets the optimizers to the state dict of rank 0, restricted to this rank's parameters. Its
+    tensors are in new memory, and sharded as the parameters are where they have their shape. Collective;
+    raises like `expect_model`."""
+    data, sources = _share_outline(given)
     with setting():
+        outline = pickle.loads(data) or {"state": {}, "param_groups": []}
+        saved = read_saved(outline, live)
+        state = {name: values for name, values in saved.state.items() if name in live.by_name}
+        groups: dict[int, dict[str, Any]] = {}
+        for name, fields in saved.fields.items():
+            if name in live.by_name:
+                groups.setdefault(id(fields), {**fields, "params": []})["params"].append(name)
+        mine = {"state": state, "param_groups": [*groups.values(), *({**f, "params": []} for f in saved.empty)]}
         plan_optimizers(live, _on_meta(mine), options, outlines=True)
 
-    def target(path: Sequence[Any], one: Outline) -> torch.Tensor:
-        return _optimizer_target(one, live.by_name[path[1]] if path[0] == "state" else None)
+        def target(path: Sequence[Any], one: Outline) -> torch.Tensor:
+            return _optimizer_target(one, live.by_name[path[1]] if path[0] == "state" else None)
 
-    made, targets = _with_targets(target, mine)
-    # of what is left to other optimizers of this model the rank knows at least the name
-    leaves = leaves_of(outline).items()
-    known = {one.path for path, one in leaves if isinstance(one, Outline) and _names_any(path, live)}
-    _fill(targets, sources, known | set(targets), options.strict)
-    return made
+        made, targets = _with_targets(target, mine)
+        # of what is left to other optimizers of this model the rank knows at least the name
+        leaves = leaves_of(outline).items()
+        known = {one.path for path, one in leaves if isinstance(one, Outline) and _names_any(path, live)}
+    _filling(targets, sources, known | set(targets), options.strict, ([], []))()
+    with setting():
+        return plan_optimizers(live, made, options)
 
 
 def _names_any(path: Sequence[Any], live: LiveOptimizers) -> bool:
@@ -182,8 +192,8 @@ def _on_meta(nest: Any) -> Any:
     return _map_outlines(lambda _, one: one.made("meta"), nest)
 
 
-def _share_outline(given: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return what rank 0 has, on all ranks, with outlines for tensors; and on rank 0 the tensors by
+def _share_outline(given: Mapping[str, Any]) -> tuple[bytes, dict[str, torch.Tensor]]:
+    """Return what rank 0 has, on all ranks, pickled with outlines for tensors; and on rank 0 the tensors by
     path. Collective."""
     tensors: dict[str, torch.Tensor] = {}
 
@@ -196,17 +206,83 @@ def _share_outline(given: Mapping[str, Any]) -> tuple[Any, dict[str, torch.Tenso
         tensors[text] = leaf
         return Outline(text, tuple(leaf.shape), leaf.dtype)
 
+    box = [b""]
     with setting():
-        box = [map_leaves(outline, given) if dist.get_rank() == 0 else None]
+        if dist.get_rank() == 0:
+            nest = map_leaves(outline, given)
+            try:
+                box = [pickle.dumps(nest)]
+            except Exception as error:
+                raise NormalizationError(
+                    f"a value of the dict of rank 0 cannot be sent to other ranks: {error}"
+                ) from error
     dist.broadcast_object_list(box, src=0)
     return box[0], tensors
 
 
-def _fill(
-    targets: Mapping[str, torch.Tensor], sources: Mapping[str, torch.Tensor], known: set[str], strict: bool
-) -> None:
-    """Write into each target the elements that it holds of the tensor of that path on rank 0.
-    Collective.
+class _Spot(NamedTuple):
+    """Where a rank's model has an entry, in memory that another entry has a part of."""
+
+    path: str
+    dtype: str
+    offset: int
+    shape: Shape
+    strides: Shape
+
+
+_Shared = tuple[list[list[str]], list[list[_Spot]]]
+"""Of which entries of the dict a rank's model has one memory: the paths of each tied tensor, and places that
+overlap."""
+
+
+def _shared_memory(live: LiveModel, given: Mapping[str, Any]) -> _Shared:
+    direct = {id(item) for item in live.items}
+    ties: list[list[str]] = []
+    plain: list[tuple[str, torch.Tensor]] = []
+    for names in live.names_of.values():
+        held = [name for name in names if isinstance(given.get(name), Outline)]
+        if len(held) > 1:
+            ties.append([given[name].path for name in held])
+        slot = live.by_name[held[0]] if held else None
+        value = None if slot is None or slot.piece is not None or id(slot) not in direct else slot.value
+        if value is not None and is_plain(value) and not is_sharded(value):
+            plain.append((given[held[0]].path, value))
+    overlaps = [
+        [
+            _Spot(path, str(value.dtype), int(value.storage_offset()), tuple(value.shape), value.stride())
+            for path, value in map(plain.__getitem__, cluster)
+        ]
+        for cluster in overlapping([value for _, value in plain])
+    ]
+    return ties, overlaps
+
+
+def _lost(shared: _Shared, sources: Mapping[str, torch.Tensor]) -> list[str]:
+    """Paths of what a rank would not have any more, were all of these written."""
+    ties, overlaps = shared
+    lost = [path for first, *paths in ties for path in paths if not same_value(sources[first], sources[path])]
+    for cluster in () if lost else overlaps:
+        memory = torch.empty(0).untyped_storage()  # which grows with its views
+        targets = [
+            torch.empty(0, dtype=getattr(torch, one.dtype.removeprefix("torch."))).set_(
+                memory, one.offset, one.shape, one.strides
+            )
+            for one in cluster
+        ]
+        values = [sources[one.path].detach() for one in cluster]
+        lost += [cluster[i].path for i in overwritten(targets, values)]
+    return lost
+
+
+def _filling(
+    targets: Mapping[str, torch.Tensor],
+    sources: Mapping[str, torch.Tensor],
+    known: set[str],
+    strict: bool,
+    shared: _Shared,
+) -> Callable[[], None]:
+    """What writes into each target the elements that it holds of the tensor of that path on rank 0.
+    Both are collective.
 
     Args:
         targets: by path; sharded or not. Where all ranks want the same elements of a tensor it is
@@ -215,38 +291,47 @@ def _fill(
         known: paths that this rank's model has a use for, tensors or not.
         strict: raise KeyMismatchError, on all ranks and before anything is written, for sources
             that no rank knows.
+        shared: raise it also where sources differ that a rank has in one memory.
     """
     views = {path: _views(target) for path, target in targets.items()}
     wanted = {path: [(box.offsets, box.sizes) for box, _ in own] for path, own in views.items()}
     group = Group()
-    asked = group.gather((wanted, sorted(known)), kind=tuple[dict[str, Boxes], list[str]])
     requests: list[dict[str, Boxes]] = []
     answer = None
-    if asked is not None:
-        requests = [request for request, _ in asked]
-        strangers = sorted(set(sources).difference(*(names for _, names in asked)))
-        common = [path for path, boxes in wanted.items() if all(request.get(path) == boxes for request in requests)]
-        answer = set(common), strangers
-    alike, strangers = group.share(answer, kind=tuple[set[str], list[str]])
-    with setting():
-        if strict:
-            _refuse(strangers)
-    for path in sorted({*alike, *views, *(path for request in requests for path in request)}):
-        if path in alike:
-            _one_for_all(views[path], sources.get(path))
-        elif requests:
-            each = {rank: request[path] for rank, request in enumerate(requests) if path in request}
-            _send_all(sources[path], each, views.get(path, []), group.tag)
-        else:
-            _receive(views[path], group.tag)
+    with group.together(_SETTING):
+        asked = group.gather((wanted, sorted(known), shared), kind=tuple[dict[str, Boxes], list[str], _Shared])
+        if asked is not None:
+            requests = [request for request, _, _ in asked]
+            strangers = sorted(set(sources).difference(*(names for _, names, _ in asked)))
+            common = [path for path, boxes in wanted.items() if all(request.get(path) == boxes for request in requests)]
+            distinct = [one for i, (_, _, one) in enumerate(asked) if one not in [each for _, _, each in asked[:i]]]
+            answer = set(common), strangers, [path for one in distinct for path in _lost(one, sources)]
+        alike, strangers, lost = group.share(answer, kind=tuple[set[str], list[str], list[str]])
+    _refuse(strangers if strict else [], lost)
+
+    def fill() -> None:
+        for path in sorted({*alike, *views, *(path for request in requests for path in request)}):
+            if path in alike:
+                _one_for_all(views[path], sources.get(path))
+            elif requests:
+                each = {rank: request[path] for rank, request in enumerate(requests) if path in request}
+                _send_all(sources[path], each, views.get(path, []), group.tag)
+            else:
+                _receive(views[path], group.tag)
+
+    return fill
 
 
-def _refuse(strangers: list[str]) -> None:
-    if strangers:
+def _refuse(strangers: list[str], lost: list[str]) -> None:
+    if strangers or lost:
         raise KeyMismatchError(
-            "the dict of rank 0 has names that no rank has:\n"
-            + "\n".join(f"  Unexpected key: {path.removeprefix('/')}" for path in strangers)
-            + "\n  fix: pass StateDictOptions(strict=False) to set only the entries that match"
+            "the dict of rank 0 does not fit the models:\n"
+            + "".join(f"  Unexpected key: {path[1:]}: no rank has it\n" for path in strangers)
+            + "".join(
+                f"  Mismatched: {path[1:]}: shares memory with another entry that gets another value\n"
+                for path in dict.fromkeys(lost)
+            )
+            + "  fix: pass StateDictOptions(strict=False) to set only the entries that match" * bool(strangers)
         )
 
 

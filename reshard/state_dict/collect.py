@@ -32,7 +32,7 @@ from reshard.live.tensors import (
 )
 from reshard.live.tree import copy_containers, leaves_of, map_leaves
 from reshard.ranks.group import Group
-from reshard.state_dict.gather import as_chunks, gather, member_ranks
+from reshard.state_dict.gather import as_chunks, gather, joint_ranks, member_ranks, place_of
 from reshard.state_dict.live_model import LiveModel, Models
 from reshard.state_dict.model import read_model
 from reshard.state_dict.optimizer_parameters import LiveOptimizers
@@ -72,7 +72,9 @@ def collect_optimizer(state: dict[str, Any], live: LiveOptimizers, options: Stat
         if is_zero_redundancy(optimizer):
             state = {**state, "state": _state_of_all_ranks(state["state"], live, k, mine, options)}
     tensors = _tensors_in(state["state"])
-    agree_on_gathering(tensors, vars(options))
+    # a rank may have no state where others have some
+    owners = [one for name in names if (one := live.by_name.get(name)) is not None]
+    agree_on_gathering(tensors, vars(options), places=[one.place for one in owners if one.place is not None])
     # ranks may have met their parameters in different orders, but must gather in one
     name_of = {_text(path): path[0] for path in leaves_of(state["state"])}
     whole = {path: _whole(tensors[path], name_of[path], owner) for path in sorted(tensors)}
@@ -161,18 +163,29 @@ def iter_full(
 
 
 def agree_on_gathering(
-    tensors: Mapping[str, Any], options: Mapping[str, object], process_group: dist.ProcessGroup | None = None
+    tensors: Mapping[str, Any],
+    options: Mapping[str, object],
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    places: Iterable[Any] = (),
 ) -> None:
     """Check that every rank that holds a part of a tensor is about to gather it.
 
-    Collective, if any tensor is sharded. Raises NormalizationError, the same on all ranks, that
+    Collective over `process_group`, if any tensor is sharded; by default, over the ranks that the sharded tensors,
+    and other `places`, are on. Raises NormalizationError, the same on all ranks, that
     names the tensor and the ranks. Raises LayoutError if ranks use different options.
     """
     sharded = sorted((name, value) for name, value in tensors.items() if is_sharded(value))
-    if not sharded or world_size() == 1:
-        return
-    group = _meeting(options, process_group)
     mine = [(name, list(global_shape(value)), member_ranks(value)) for name, value in sharded]
+    if process_group is None:
+        for ranks in joint_ranks([*places, *(place_of(value) for _, value in sharded)]):
+            _compare([row for row in mine if {*row[2]} <= {*ranks}], _meeting(options, ranks=ranks))
+    elif sharded:
+        _compare(mine, _meeting(options, process_group))
+
+
+def _compare(mine: list[tuple[str, list[int], list[int]]], group: Group) -> None:
+    """`mine`: names, shapes and ranks."""
     answers = group.distinct_answers(mine)
     for name, _, ranks in (row for held, _ in answers for row in held):
         if outside := set(ranks).difference(group.ranks):
@@ -200,11 +213,13 @@ def agree_on_gathering(
                 )
 
 
-def _meeting(options: Mapping[str, object], process_group: dist.ProcessGroup | None) -> Group:
+def _meeting(
+    options: Mapping[str, object], process_group: dist.ProcessGroup | None = None, ranks: tuple[int, ...] = ()
+) -> Group:
     """Return a group of all ranks, after checking that they use the same options. Different options
     raise an error here, so that no rank mistakes the values of another gather for its own.
     """
-    group = Group(process_group)
+    group = Group(process_group, ranks=ranks)
     group.same_options("the getters of state dicts", options)
     return group
 

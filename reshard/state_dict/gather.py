@@ -33,7 +33,7 @@ from reshard.ranks.group import Group, sending_device
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["as_chunks", "exchange_rows", "gather", "member_ranks", "parts_of", "scatter"]
+__all__ = ["as_chunks", "exchange_rows", "gather", "joint_ranks", "member_ranks", "parts_of", "place_of", "scatter"]
 
 
 # Which rank holds which elements comes from the layout, which every rank computes in the same way; only bytes
@@ -56,9 +56,26 @@ def parts_of(tensor: LiveTensor) -> list[tuple[Part, torch.Tensor]]:
 
 def member_ranks(tensor: Any) -> list[int]:
     """The ranks that must take part in gathering `tensor`, in ascending order."""
-    if is_dtensor(tensor):
-        return sorted(tensor.device_mesh.mesh.flatten().tolist())
-    return sorted(dist.get_process_group_ranks(group_of(tensor)))
+    return _ranks_of(place_of(tensor))
+
+
+def place_of(tensor: Any) -> Any:
+    """The device mesh or process group of a sharded tensor."""
+    return tensor.device_mesh if is_dtensor(tensor) else group_of(tensor)
+
+
+def joint_ranks(places: Iterable[Any]) -> list[tuple[int, ...]]:
+    """The ranks of each device mesh or process group that this rank shares with others, unless they are in another
+    one, too. All these ranks find the same, in one order."""
+    every = [
+        ranks for ranks in {tuple(_ranks_of(place)) for place in {*places}} if this_rank() in ranks[1:] + ranks[:-1]
+    ]
+    return sorted(ranks for ranks in every if not any({*ranks} < {*others} for others in every))
+
+
+def _ranks_of(place: Any) -> list[int]:
+    ranks = dist.get_process_group_ranks(place) if hasattr(place, "rank") else place.mesh.flatten().tolist()
+    return sorted(ranks)
 
 
 def gather(tensor: LiveTensor, to_rank: int | None = None) -> Any:

@@ -45,8 +45,8 @@ from reshard.state_dict.live_model import LiveModel, SelfLoadingModule, StateEnt
 from reshard.state_dict.options import Cast, SetReport, StateDictOptions
 
 __all__ = [
-    "Spans", "all_apart", "apart", "apply_model", "is_expanded", "like", "listed", "overlapping", "part_of",
-    "plan_model", "read_model", "spans_of", "write_all",
+    "Spans", "all_apart", "apart", "apply_model", "is_expanded", "like", "listed", "overlapping", "overwritten",
+    "part_of", "plan_model", "read_model", "spans_of", "write_all",
 ]  # fmt: skip
 
 

@@ -37,7 +37,9 @@ from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedPar
 from reshard.state_dict.options import OptimizerReport, StateDictOptions
 from reshard.state_dict.saved_optimizer import GroupWrite, Misfit, SavedOptimizer, StateKind, plan_groups, read_saved
 
-__all__ = ["apply_optimizers", "check_groups", "initial_state", "plan_optimizers", "read_optimizers"]
+__all__ = [
+    "OptimizerWrites", "apply_optimizers", "check_groups", "initial_state", "plan_optimizers", "read_optimizers",
+]  # fmt: skip
 
 
 def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:

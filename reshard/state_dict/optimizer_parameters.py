@@ -14,7 +14,9 @@ from planners.geometry.box import Shape
 from reshard.errors import NormalizationError
 from reshard.live.deepspeed import HOW_TO_SAVE, WHOSE_OPTIMIZERS
 from reshard.live.fsdp1 import FlatPiece, join_state
+from reshard.live.tensors import LiveTensor, global_shape, is_dtensor, is_sharded
 from reshard.live.wrappers import loads_itself
+from reshard.state_dict.gather import place_of
 from reshard.state_dict.live_model import LiveModel, where
 from reshard.state_dict.model import write_all
 
@@ -45,6 +47,22 @@ class OptimizedParameter(NamedTuple):
     def name(self) -> str:
         """The name of its state."""
         return self.names[0]
+
+    @property
+    def place(self) -> Any:
+        """The device mesh or process group that it is sharded over, or None."""
+        if self.piece is not None:
+            return self.piece.group
+        return place_of(self.parameter) if is_sharded(self.parameter) else None
+
+    def may_hold(self, value: torch.Tensor, optimizers: Sequence[Optimizer]) -> bool:
+        """Return whether its state can become a sharded `value` without any other rank."""
+        model = self.parameter if self.piece is None else self.piece.value()
+        held = optimizers[self.optimizer].state.get(self.parameter, {}) if self.piece is None else {}
+        places = [LiveTensor("", one) for one in (model, *held.values()) if is_sharded(one)]
+        if any(map(LiveTensor("", value).lies_like, places)):
+            return True
+        return is_dtensor(value) and place_of(value) == self.place and global_shape(value) != self.shape
 
     @property
     def shape(self) -> Shape:

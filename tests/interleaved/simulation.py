@@ -474,7 +474,7 @@ class Simulation:
 
     # --- what the code of a process sees ---
 
-    def group(self, *_: Any, alone: bool = False, deadline_s: Any = DEADLINE_S) -> Group:
+    def group(self, *_: Any, ranks: Any = (), alone: bool = False, deadline_s: Any = DEADLINE_S) -> Group:
         """What `Group()` is for the process whose turn it is."""
         process = self.process
         if alone or process is None or process.job.world_size == 1:

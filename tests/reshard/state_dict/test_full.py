@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import replace
 from functools import partial
@@ -18,9 +19,11 @@ from reshard.errors import KeyMismatchError, LayoutError, NormalizationError, Ra
 from reshard.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
     iter_full,
     set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from tests import gloo
@@ -347,3 +350,114 @@ def check_conjugated() -> None:
 
 def test_conjugated_tensors_are_sent() -> None:
     gloo.run(check_conjugated, 2)
+
+
+def trained(value: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, value)
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+def refused_beside_a_model(change: str) -> str:
+    """What each rank hears of an optimizer's dict that does not fit, after checking that nothing was changed."""
+    model_state, state = copy.deepcopy(get_state_dict(*trained(5.0)))
+    if change == "a stranger":
+        state["state"]["stranger"] = {"step": torch.tensor(1.0)}
+    else:
+        (group,) = state["param_groups"]
+        state["param_groups"] = [{**group, "params": [name], "lr": float(name == "bias")} for name in group["params"]]
+    model, optimizer = trained(0.0)
+    before = zoo.snapshot(model, optimizer)
+    given = (model_state, state) if dist.get_rank() == 0 else ({}, {})
+    try:
+        set_state_dict(model, optimizer, model_state_dict=given[0], optim_state_dict=given[1], options=BROADCAST)
+    except ReshardError as error:
+        assert_same(zoo.snapshot(model, optimizer), before)
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("change", "said"), [("a stranger", "stranger"), ("groups that differ", "different values of 'lr'")]
+)
+def test_an_optimizer_that_rank_0s_dict_does_not_fit_leaves_the_model_as_it_was(change: str, said: str) -> None:
+    for heard in gloo.run(refused_beside_a_model, 2, change):
+        assert said in heard
+
+
+def refused_by_one(change: str) -> str:
+    """What each rank hears where rank 0 cannot send its dict, or where it does not fit the optimizer of rank 1."""
+    model, optimizer = trained(1.0)
+    given: Any = {}
+    if change == "a function in a group":
+        optimizer.param_groups[0]["schedule"] = lambda step: step
+        given = get_optimizer_state_dict(model, optimizer)
+    elif dist.get_rank() == 0:
+        given = optimizer.state_dict()
+    else:
+        model = torch.nn.Linear(2, 2, bias=False)
+        optimizer = torch.optim.Adam(model.parameters())
+    try:
+        set_optimizer_state_dict(model, optimizer, given, options=BROADCAST)
+    except ReshardError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("a function in a group", "a value of the dict of rank 0 cannot be sent to other ranks"),
+        ("ids of another stage", "lists 2 parameter ids, but the optimizer has 1"),
+    ],
+)
+def test_what_one_rank_refuses_of_a_broadcast_all_refuse(change: str, said: str) -> None:
+    for heard in gloo.run(refused_by_one, 2, change, timeout_s=60.0):
+        assert said in heard
+
+
+def refused_in_another_layout(what: str) -> str:
+    """What each rank hears where a sharded dict is to be laid out anew, and that of rank 1 has something of its own."""
+    mesh = init_device_mesh("cpu", (2,))
+
+    def build(axis: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(2, 2, bias=False)
+        model.weight = torch.nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh, [Shard(axis)]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        return model, optimizer
+
+    model, optimizer = build(0)
+    flat = StateDictOptions(flatten_optimizer_state_dict=what == "flat")
+    state, of_optimizer = get_state_dict(*build(1), options=flat)
+    if dist.get_rank() == 1:
+        extra = {"x": torch.ones(1)}
+        state = {**state, **extra}
+        if what == "flat":
+            of_optimizer["state.x.momentum_buffer"] = extra["x"]
+        else:
+            of_optimizer["state"]["x"] = extra
+    before = zoo.snapshot(model, optimizer)
+    try:
+        if what == "model":
+            set_model_state_dict(model, state)
+        else:
+            set_optimizer_state_dict(model, optimizer, of_optimizer)
+    except ReshardError as error:
+        assert_same(zoo.snapshot(model, optimizer), before)
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("what", ["model", "nested", "flat"])
+def test_what_one_rank_refuses_of_another_layout_all_refuse(what: str) -> None:
+    for heard in gloo.run(refused_in_another_layout, 2, what, timeout_s=60.0):
+        assert "Unexpected key: x" in heard

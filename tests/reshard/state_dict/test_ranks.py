@@ -10,10 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
+from reshard.errors import ReshardError
 from reshard.state_dict import (
     Stage,
     StateDictOptions,
@@ -342,3 +343,41 @@ def run_stream() -> None:
 @pytest.mark.gloo
 def test_the_stream_keeps_no_tensor() -> None:
     gloo.run(run_stream, 2)
+
+
+def run_beside_plain() -> Any:
+    """Ranks 0 and 1 hold a sharded model, and rank 2 a plain one; then rank 1 has a name too many, and no state."""
+    pair = DeviceMesh("cpu", [0, 1])
+    model = nn.Linear(2, 2, bias=False)
+    model.weight = nn.Parameter(torch.full((2, 2), 3.0))
+    if dist.get_rank() < 2:
+        model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), pair, [Shard(0)], src_data_rank=None))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = copy.deepcopy(get_model_state_dict(model, options=FULL))
+    set_model_state_dict(model, state, options=FULL)
+    assert_same(dict(iter_full(model)), state)
+    heard = ""
+    try:
+        set_model_state_dict(model, {**state, **({"x": state["weight"]} if dist.get_rank() == 1 else {})}, options=FULL)
+    except ReshardError as error:
+        heard = str(error)
+    if dist.get_rank() != 1:
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    try:
+        get_optimizer_state_dict(model, optimizer, options=FULL)
+    except ReshardError as error:
+        heard += str(error)
+    return state["weight"], heard
+
+
+@pytest.mark.gloo
+def test_ranks_beside_those_of_a_sharded_model_keep_none_of_them_waiting() -> None:
+    found = gloo.run(run_beside_plain, 3, timeout_s=60.0)
+
+    for weight, heard in found[:2]:
+        assert_same(weight, torch.full((2, 2), 3.0))
+        assert "Unexpected key: x" in heard
+        assert "ranks [1] do not have it" in heard
+    assert_same(found[2][0], torch.full((2, 2), 3.0))
+    assert found[2][1] == ""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from reshard.errors import KeyMismatchError, NormalizationError
 from reshard.state_dict import (
@@ -252,3 +256,50 @@ def test_fields_of_groups_may_be_arrays() -> None:
     assert one.param_groups[0]["x"][0] == 1
     with pytest.raises(NormalizationError, match="different values of 'x'"):
         set_optimizer_state_dict(model, one, get_optimizer_state_dict(model, made(2.0)))
+
+
+class _Sharing(nn.Module):
+    """Two names of one parameter, and a buffer that is its first row; or a module of the same names without ties."""
+
+    def __init__(self, shares: bool) -> None:
+        super().__init__()
+        self.one = nn.Parameter(torch.zeros(2, 2))
+        self.other = self.one if shares else nn.Parameter(torch.zeros(2, 2))
+        self.register_buffer("row", self.one.detach()[0] if shares else torch.zeros(2))
+
+
+def _differing_from_rank_0(name: str, shares: list[bool], cut: bool) -> tuple[str, Any]:
+    given = {"one": torch.ones(2, 2), "other": torch.ones(2, 2), "row": torch.ones(2)}
+    given[name] = given[name] * 2
+    model = _Sharing(shares[dist.get_rank()])
+    if cut:
+        mesh = init_device_mesh("cpu", (2,))
+        model.one = model.other = nn.Parameter(distribute_tensor(torch.zeros(2, 2), mesh, [Shard(0)]))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    try:
+        set_model_state_dict(model, given if dist.get_rank() == 0 else {}, options=options)
+    except KeyMismatchError as error:
+        return str(error), [
+            bool(tensor.to_local().any() if isinstance(tensor, DTensor) else tensor.any())
+            for tensor in get_model_state_dict(model).values()
+        ]
+    return "no error", None
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize(
+    ("name", "shares", "cut"),
+    [
+        ("other", [True, True], False),
+        ("row", [True, True], False),
+        ("other", [False, True], False),
+        ("row", [False, True], False),
+        ("other", [True, True], True),
+    ],
+)
+def test_two_values_of_rank_0_for_one_memory_of_any_rank_are_refused_by_all(
+    name: str, shares: list[bool], cut: bool
+) -> None:
+    for heard, written in gloo.run(_differing_from_rank_0, 2, name, shares, cut):
+        assert "shares memory with another entry" in heard
+        assert not any(written)
