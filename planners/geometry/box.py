@@ -37,8 +37,9 @@ class _BoxFields(NamedTuple):
 class Box(_BoxFields):
     """The elements with `offsets[d] <= index[d] < offsets[d] + sizes[d]` for every dim d.
 
-    A box without dims is the single element of a 0-d tensor. A box with a size of 0 has no elements. Boxes are values:
-    they compare, hash, and sort by offsets and then sizes. They unpack as pairs: `offsets, sizes = box`.
+    A box without dims is the single element of a 0-d tensor. A box with a size of 0 has no
+    elements. Boxes are values: they compare, hash, and sort by offsets and then sizes. They
+    unpack as pairs: `offsets, sizes = box`.
 
         >>> Box((0, 4), (2, 4))
         Box[0:2, 4:8]

@@ -213,7 +213,7 @@ def compare_sides(
         or _dtype_hint(findings, left, right, common if group is None else ()),
         found.measures() if is_measured else None,
         (left.label, right.label),
-        {name: one.error for name, one in found.totals.items() if one.is_damage} | {**found.damaged},
+        {name: one.error for name, one in found.totals.items() if one.is_damage} | {**found.errors},
         is_empty,
     )  # fmt: skip
 
@@ -395,8 +395,8 @@ class _JointFindings:
     """On values that are no tensors."""
     compared: Collection[str]
     """Their keys."""
-    damaged: Mapping[str, str]
-    """Their errors, by key."""
+    errors: Mapping[str, str]
+    """Of those that are damaged, by key."""
 
     @classmethod
     def of(cls, found: Mapping[int, _RankFindings]) -> _JointFindings:

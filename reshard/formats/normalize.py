@@ -149,8 +149,9 @@ def canonical_contents(contents: Contents, hints: Mapping[str, Any] | None, url:
 def keep_beside(canonical: Contents, source: Contents, *, for_framework: bool) -> Contents:
     """`canonical`, made of `source`, with the plain objects that stood beside model and optimizer.
 
-    Values that are not plain data, such as the averages of another model, are added to `left_out`. So are values that
-    only the name of a rank's file identifies, since no program requests them by name; not if it is `for_framework`.
+    Values that are not plain data, such as the averages of another model, are added to
+    `left_out`. So are values that only the name of a rank's file identifies, since no program
+    requests them by name; not if it is `for_framework`.
     """
     format, whole = find_format(source.format), with_empty(source)
     named = for_framework or format is None or not format.names_ranks

@@ -372,8 +372,9 @@ class SafetensorsWriter(FormatWriter):
 
 
 def _replaced(storage: Storage, names: Mapping[str, int]) -> list[str]:
-    """The files of the checkpoint at the top, its index last: those with names of ours, those that the only index
-    names, and without an index all, if they open together. Others are not of the checkpoint, and stay."""
+    """The files of the checkpoint at the top, its index last: those with names of ours, those
+    that the only index names, and without an index all, if they open together. Others are not of
+    the checkpoint, and stay."""
     tensors, indexes = at_top(names, ".safetensors"), at_top(names, _INDEX)
     named = {*indexes} if len(indexes) == 1 else set[str]()
     files = Files(storage, names, Checking(lost=[]))

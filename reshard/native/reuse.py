@@ -186,8 +186,9 @@ class _Found:
 def reuse(
     entries: Sequence[Entry], base: Base, folder: str, *, same: Collection[str], lanes: CopyStreams, stage_bytes: int
 ) -> Reused:
-    """Compare `entries` with what an earlier checkpoint has of them, and link what is to be kept. What of that cannot
-    be relied on is not kept, see `Base`. Its data are not read: they are taken to be what was written.
+    """Compare `entries` with what an earlier checkpoint has of them, and link what is to be kept.
+    What of that cannot be relied on is not kept, see `Base`. Its data are not read: they are
+    taken to be what was written.
 
     Args:
         folder: of the new generation, within the new checkpoint's.

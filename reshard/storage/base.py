@@ -136,8 +136,9 @@ class Storage(ABC):
             raise StorageError(f"{self.url} has no temporary objects: {temporary!r} is none of them")
 
     def link(self, name: str, other: str) -> bool:
-        """Give an object, which does not change any more, a second name, without reading its bytes: it stays as long
-        as it has one of them. A second time does nothing. False where this storage cannot. No folder is made.
+        """Give an object, which does not change any more, a second name, without reading its
+        bytes: it stays as long as it has one of them. A second time does nothing. False where
+        this storage cannot. No folder is made.
 
         Raises CheckpointNotFoundError if there is no such object.
         """

@@ -135,8 +135,9 @@ class Ledger:
         return sorted(step for step, record in self.steps.items() if record.is_skipped)
 
     def tidy(self, kept: Collection[int]) -> None:
-        """Remove all complete steps except these, and leftovers of killed saves. Damaged ones that do not count stay
-        so. A step that a restore skipped stays while it is newer than all of `kept`, or while no other is removed."""
+        """Remove all complete steps except these, and leftovers of killed saves. Damaged ones
+        that do not count stay so. A step that a restore skipped stays while it is newer than all
+        of `kept`, or while no other is removed."""
         published, keeps_all = published_steps(self.root, self._seen), set(kept).issuperset(self.current())
         newest = max(kept, default=-1)
         skipped = {step for step in self.skipped() if step in published and (keeps_all or step > newest)}

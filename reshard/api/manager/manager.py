@@ -123,8 +123,9 @@ class CheckpointManager:
     Saves run in the background when they are due. The newest checkpoint can be restored in any
     topology.
 
-        state = {"model": model, "optim": optimizer, "step": 0}
-        with reshard.CheckpointManager("run", every=reshard.Every(steps=500), keep=reshard.Keep(last=3)) as manager:
+        state = {"model": model, "optim": optimizer, "step": 0} with
+        reshard.CheckpointManager("run", every=reshard.Every(steps=500),
+        keep=reshard.Keep(last=3)) as manager:
             manager.restore(state)
             while state["step"] < 10_000:
                 train_step(model, optimizer)
@@ -489,8 +490,9 @@ class CheckpointManager:
         state: Any,
         options: dict[str, Any],
     ) -> RestoreReport | None:
-        """Collective: try candidates from the newest to the oldest. `steps` also says why one cannot be opened,
-        `foreign` which checkpoints no manager saved, and `aside` which steps could not be read before."""
+        """Collective: try candidates from the newest to the oldest. `steps` also says why one
+        cannot be opened, `foreign` which checkpoints no manager saved, and `aside` which steps
+        could not be read before."""
         chosen = [*reversed(steps)] if wanted is None else [wanted] if wanted in steps else []
         candidates: list[int | None] = [*chosen, None] if self._memory is not None else [*chosen]
         passed = [

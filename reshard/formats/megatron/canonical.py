@@ -1,4 +1,5 @@
-"""Normalizes Megatron-core's `torch_dist` checkpoints: stacks, halves, padding, and every sharding of the optimizer.
+"""Normalizes Megatron-core's `torch_dist` checkpoints: stacks, halves, padding, and every
+sharding of the optimizer.
 
 optimizer.state.exp_avg.<key>                       the shape of the parameter (non-distributed, fully_reshardable)
                                                     or a grid of flattened cells (fully_sharded_model_space)

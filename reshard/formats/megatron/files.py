@@ -1,4 +1,5 @@
-"""Megatron-core's `torch_dist` checkpoints: a DCP checkpoint whose keys are final, and `common.pt` with the rest.
+"""Megatron-core's `torch_dist` checkpoints: a DCP checkpoint whose keys are final, and
+`common.pt` with the rest.
 
 latest_checkpointed_iteration.txt        "2", or "release"
 iter_0000002/metadata.json               {"sharded_backend": "torch_dist", ...}
