@@ -107,7 +107,7 @@ class TorchArchive:
             end -= _LOCATOR64.size + _END64.size
         if offset + size != end:  # of two archives in a row, the end of one may fit the other
             raise self._damaged(
-                f"its directory ends at byte {offset + size}, not {end}: bytes are missing, or it is several"
+                f"its directory ends at byte {offset + size}, not {end}: bytes are missing, or there are several"
             )
         return count, size, offset
 
