@@ -347,9 +347,8 @@ class SafetensorsWriter(FormatWriter):
 
     def finish(self, out: Publication) -> None:
         """Give the files their names, and publish the index last."""
-        for name in _replaced(
-            out.storage, out.storage.list()
-        ):  # one file takes the place of one; several, of which some are old, would be taken for whole
+        # one file takes the place of one; several, of which some are old, would be taken for whole
+        for name in _replaced(out.storage, out.storage.list()):
             if name not in out.done or (len(out.done) > 1 and out.done[name].name != name):
                 out.retract(name)
         out.name_files()
@@ -365,16 +364,15 @@ class SafetensorsWriter(FormatWriter):
         return next(iter(at_top(names, _SUFFIXES)), None)
 
     def ambiguous(self, storage: Storage, names: Mapping[str, int]) -> str | None:
-        """Another index; or another file of tensors, if there will be no index that does not name it."""
+        """Another index, or another file of tensors where there will be no index."""
         old = _replaced(storage, names)
         others = at_top(names, _SUFFIXES if len(self.files) == 1 else _INDEX)
         return next((name for name in others if name not in old), None)
 
 
 def _replaced(storage: Storage, names: Mapping[str, int]) -> list[str]:
-    """The files of the checkpoint at the top, its index last: those with names of ours, those
-    that the only index names, and without an index all, if they open together. Others are not of
-    the checkpoint, and stay."""
+    """The files of the old checkpoint, its index last: those with names of ours, and those that its index names, or
+    all if they open without one. Others stay."""
     tensors, indexes = at_top(names, ".safetensors"), at_top(names, _INDEX)
     named = {*indexes} if len(indexes) == 1 else set[str]()
     files = Files(storage, names, Checking(lost=[]))

@@ -58,7 +58,7 @@ class TarStorage(Storage):
                         raise FormatError(f"{self.url}: {name!r} in it is a sparse file, which is not supported")
                     if member.isreg():
                         places[name] = member.offset_data, member.size
-                at = archive.offset  # tarfile stops at whatever is no header: a damaged one, or the end of the file
+                at = archive.offset  # where tarfile found no header, or a damaged one
                 if size - at < _END_BYTES or any(self._storage.read(self._name, at, _END_BYTES)):
                     raise tarfile.ReadError(f"at byte {at} there is neither a member nor the archive's end of zeros")
         except (tarfile.TarError, ValueError, EOFError, RecursionError) as error:

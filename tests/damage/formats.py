@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import tarfile
@@ -120,12 +121,14 @@ def _legacy(folder: Path, generation: int) -> Path:
 
 
 def _nemo(folder: Path, generation: int) -> Path:
-    _torch_save(folder, generation).rename(folder / "model_weights.ckpt")
-    (folder / "model_config.yaml").write_text(f"generation: {generation}\n")
+    saved = _torch_save(folder, generation)
+    files = {"model_config.yaml": b"generation: %d\n" % generation, "model_weights.ckpt": saved.read_bytes()}
+    saved.unlink()
     with tarfile.open(folder / "saved.nemo", "w:") as archive:
-        for name in ("model_config.yaml", "model_weights.ckpt"):
-            archive.add(folder / name, f"./{name}")
-            (folder / name).unlink()
+        for name, data in files.items():
+            info = tarfile.TarInfo(f"./{name}")
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
     return folder / "saved.nemo"
 
 

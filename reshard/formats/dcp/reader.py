@@ -169,8 +169,7 @@ def _add(index: DcpIndex, fields: Mapping[str, Any], where: str) -> None:
 
 
 def _check_ranks(files: Files, folder: str) -> None:
-    """Refuse what lacks a rank's metadata: by the numbers of the other ranks', and by data that none describes. A rank
-    that is lost with all of its files shows only if it is not the last."""
+    """Refuse what lacks a rank's metadata, by the numbers of all files. All files of the last rank may be missing."""
     files.checking.leave_number_open()
     inner = [name[len(folder) :] for name in files.listed if name.startswith(folder)]
     have = {int(match[1]) for match in map(RANK_METADATA.fullmatch, inner) if match}

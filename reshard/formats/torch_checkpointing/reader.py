@@ -65,8 +65,8 @@ def _list_of_items(source: Source) -> tuple[dict[Any, Any], int]:
 
 
 def files_of_items(files: Files, more: Collection[str]) -> list[str]:
-    """The files of the items that the list names and of `more`, and those that open without being named: the list has
-    no item without tensors. Without a readable list that is what one rank would open."""
+    """The files of the items in the list and in `more`, and those that open without being listed, as items without
+    tensors do. An unreadable list is taken for one of one rank."""
     items, world = dict[Any, Any](), 1
     with suppress(ReshardError):
         items, world = _list_of_items(files[METADATA])

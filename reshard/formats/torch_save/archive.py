@@ -105,10 +105,9 @@ class TorchArchive:
                 raise self._damaged("its zip64 end is malformed")
             count, size, offset = fields[7:10]
             end -= _LOCATOR64.size + _END64.size
-        if offset + size != end:  # counted from its start, the end of one archive behind another may fit the first
+        if offset + size != end:  # of two archives in a row, the end of one may fit the other
             raise self._damaged(
-                f"its directory ends at byte {offset + size} instead of {end}: bytes are missing, or there are several "
-                "archives in a row"
+                f"its directory ends at byte {offset + size}, not {end}: bytes are missing, or there are several"
             )
         return count, size, offset
 
@@ -228,33 +227,28 @@ def locate_item(source: Source, start: int, length: int, head: bytes) -> tuple[E
     found = _scan_head(head)
     if found is None:
         archive = TorchArchive(source, start, length)
-        ref = archive.value()
-        if not isinstance(ref, TensorRef):
-            raise FormatError(f"{archive.label}: expected one plain tensor, found {_describe(ref)}")
+        ref = _one_tensor(archive.value(), archive.label)
         return archive.place(ref), ref.dtype
+    where = f"{source.label}, item at byte {start}"
     pickle_at, pickled, crc, data_at = found
     if isinstance(source, FileSource) and crc and source.checking.enabled:  # at once, since it is read already
         source.checking.add(compared=len(pickled))
         if crc32(pickled) != crc:
             source.refuse_changed([(start + pickle_at, start + pickle_at + len(pickled))])
-    ref = _parse_cached(pickled)
-    if not isinstance(ref, TensorRef):
-        raise FormatError(f"{source.label}, item at byte {start}: expected one plain tensor, found {_describe(ref)}")
+    ref = _one_tensor(_parse_cached(pickled), where)
     if ref.storage.key != "0":
-        raise CorruptCheckpointError(f"{source.label}, item at byte {start}: no storage {ref.storage.key!r}")
+        raise CorruptCheckpointError(f"{where}: no storage {ref.storage.key!r}")
     # behind the storage come its descriptor, more records and the directory, so at least 100 bytes
     if data_at + ref.storage.nbytes + 100 > length:
         raise CorruptCheckpointError(
-            f"{source.label}, item at byte {start}: its storage of {ref.storage.nbytes} bytes does not fit into the "
-            f"{length} bytes of the item"
+            f"{where}: its storage of {ref.storage.nbytes} bytes does not fit into the {length} bytes of the item"
         )
     add_record(source, start + data_at, ref.storage.nbytes, partial(written_beside, source, start + data_at, ref))
     return make_place(source, ref, start + data_at, is_record=True), ref.dtype
 
 
 def _scan_head(head: bytes) -> tuple[int, bytes, int, int] | None:
-    """Where the pickle begins, the pickle and its CRC-32, and where the data of storage "0" begins; None if the head
-    does not show all that."""
+    """Where the pickle begins, the pickle, its CRC-32, and where storage "0" begins; None if the head is too short."""
     if len(head) < _LOCAL.size or head[:4] != ZIP_MAGIC:
         return None
     fields = _LOCAL.unpack_from(head)
@@ -283,6 +277,12 @@ def _scan_head(head: bytes) -> tuple[int, bytes, int, int] | None:
 
 _parse_cached = lru_cache(maxsize=4096)(partial(load_pickle, where="the item"))
 """Shards of one shape have the same pickle, byte by byte."""
+
+
+def _one_tensor(value: Any, where: str) -> TensorRef:
+    if not isinstance(value, TensorRef):
+        raise FormatError(f"{where}: expected one plain tensor, found {_describe(value)}")
+    return value
 
 
 def _describe(value: Any) -> str:

@@ -124,8 +124,7 @@ def _read_torch_file(source: Source) -> TorchFile:
 def _check_end(source: Source, what: str, end: int) -> None:
     if end != source.nbytes:
         raise CorruptCheckpointError(
-            f"{source.label}: more bytes follow {what}, which ends at byte {end}: it is damaged, or was saved into "
-            "several times"
+            f"{source.label}: more bytes follow {what}, which ends at byte {end}: it is damaged, or holds several"
         )
 
 
