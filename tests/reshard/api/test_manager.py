@@ -959,7 +959,7 @@ def test_a_save_that_fails_in_the_background_is_told_by_the_next_call_of_all(tmp
 
 LOADERS = [
     (2, "error", [6, 7], 3, "the same number: each goes on where it was"),
-    (3, "error", "was saved per rank by 2 ranks, but this is rank . of 3 that load", -1, "refused"),
+    (3, "error", "was saved per rank by 2 ranks, but this is rank", -1, "refused"),
     (3, "drop", [0, 1, 2], 3, "begins the epoch anew"),
     (3, "shared", [6, 7, 8], 3, "by the user's function"),
 ]
