@@ -2,7 +2,8 @@
 sharding of the optimizer.
 
 optimizer.state.exp_avg.<key>                       the shape of the parameter (non-distributed, fully_reshardable)
-                                                    or a grid of flattened cells (fully_sharded_model_space)
+                                                    or a grid of flattened cells
+                                                    (fully_sharded_model_space)
 optimizer.distributed.dp_group_idx_0...bucket_idx_0.exp_avg   buckets (dp_reshardable), see `megatron_buckets`
 """
 
