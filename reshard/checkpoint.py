@@ -148,8 +148,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     @property
     def bytes_unchecked(self) -> int:
-        """Bytes of elements that were read so far and not compared with checksums. The format has none, `check` is off,
-        or the check would have read too much (`MAX_CHECK_MULTIPLE`)."""
+        """Bytes of elements that were read so far and not compared with checksums. The format
+        has none, `check` is off, or the check would have read too much
+        (`MAX_CHECK_MULTIPLE`)."""
         return self.contents.checking.bytes_unchecked
 
     @property
@@ -189,8 +190,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return unflatten({of.path_of(name): leaf for name, leaf in leaves.items()}, of.containers)
 
     def select(self, globs: str | Iterable[str]) -> Checkpoint:
-        """Return the part of the checkpoint whose keys match a glob, to compare, plan, or convert it.
-        Reads no tensor data. `reshard.verify` checks all files of the checkpoint all the same.
+        """Return the part of the checkpoint whose keys match a glob, to compare, plan, or
+        convert it. Reads no tensor data. `reshard.verify` checks all files of the checkpoint
+        all the same.
 
         Args:
             globs: `*` also matches dots. Globs that begin with `!` exclude keys.
@@ -239,7 +241,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         load, plan, compare, or convert the state, call `canonical` instead.
 
             {"model": {fqn: LazyTensor},
-             "optim": {"state": {fqn: {name: LazyTensor or value}}, "param_groups": [{..., "params": [fqn, ...]}]}}
+             "optim": {"state": {fqn: {name: LazyTensor or value}}, "param_groups": [{...,
+             "params": [fqn, ...]}]}}
 
         Prefixes of wrappers are removed. Stacks of layers and experts, and flat or bucketed
         optimizer shards, are split into parameters. Padding is removed. `.notes` of the result

@@ -431,7 +431,8 @@ def fsdp_tp(
     match; all other tensors are replicated over it). FSDP2 then shards dim 0 of the result. Globs
     that match nothing are skipped.
 
-    Axes are replica, fsdp, cp, and tp, from the outermost. Axes of size 1 are omitted, but at least one remains.
+    Axes are replica, fsdp, cp, and tp, from the outermost. Axes of size 1 are omitted, but at
+    least one remains.
     """
     sizes = {"replica": replicas, "fsdp": shards, "cp": context_parallel, "tp": tensor_parallel}
     axes = {name: size for name, size in sizes.items() if size != 1 or (name == "fsdp" and set(sizes.values()) == {1})}
@@ -474,11 +475,12 @@ def pipelined(
 ) -> Topology:
     """Layers distributed over the stages of a pipeline. `stage` places each stage on its own ranks.
 
-    There are `ranks * stages_per_rank` stages of consecutive layers. `split` gives the number of layers of each; the
-    default is nearly equal numbers (stage s begins at layer `s * layers // stages`). Stage s is on pipeline rank `s %
-    ranks` (interleaved); with `v_shaped`, the second stages run from the last rank back to the first. Tensors that
-    `first` matches are on the first stage; those that `last` matches, and that are not layers, on the last. The axis pp
-    is outermost.
+    There are `ranks * stages_per_rank` stages of consecutive layers. `split` gives the number
+    of layers of each; the default is nearly equal numbers (stage s begins at layer `s * layers
+    // stages`). Stage s is on pipeline rank `s % ranks` (interleaved); with `v_shaped`, the
+    second stages run from the last rank back to the first. Tensors that `first` matches are on
+    the first stage; those that `last` matches, and that are not layers, on the last. The axis
+    pp is outermost.
 
     Raises PlanError if there are fewer layers than stages, if `split` does not add up, or if `v_shaped` does not have
     two stages per rank.
@@ -650,9 +652,11 @@ def _pipeline(stage: Topology, stages: int, saved: StateLayout | None) -> Topolo
 
 
 def flat_offsets(specs: Iterable[TensorSpec], *, align_elements: int = 1) -> tuple[dict[str, int], int]:
-    """Return the offset of each tensor in a flat buffer, and the number of elements up to the end of the last one.
+    """Return the offset of each tensor in a flat buffer, and the number of elements up to the
+    end of the last one.
 
-    Each tensor begins at a multiple of `align_elements`. Raises PlanError for two tensors with the same name.
+    Each tensor begins at a multiple of `align_elements`. Raises PlanError for two tensors with
+    the same name.
     """
     _at_least_one("align_elements", align_elements)
     offsets: dict[str, int] = {}

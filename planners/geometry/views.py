@@ -370,7 +370,8 @@ class View:
         return self.reorder([(h + i + k, h + i + k + 1) for h in heads for i in range(half) for k in (0, half)], dim)
 
     def through(self, inner: Mapping[str, View]) -> View:
-        """Return the same tensor with every source that `inner` builds replaced by the sources of that view.
+        """Return the same tensor with every source that `inner` builds replaced by the sources
+        of that view.
 
         Raises PlanError if a view in `inner` does not have the shape and dtype that this one expects.
         """

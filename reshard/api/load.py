@@ -508,10 +508,11 @@ class LoadReport(FilledReport, CheckedReport):
 
     @property
     def ok(self) -> bool:
-        """True if both sides have the same keys, shapes, and types, and if `dropped` and `overflowed` are empty.
-        Unexpected keys make it False, unless strict="subset" allows them. A saved plain value replaces the target's
-        even if the classes differ. Then `retyped` lists it, and `ok` is False. Numbers other than bools count as one
-        class, and None has any."""
+        """True if both sides have the same keys, shapes, and types, and if `dropped` and
+        `overflowed` are empty. Unexpected keys make it False, unless strict="subset" allows
+        them. A saved plain value replaces the target's even if the classes differ. Then
+        `retyped` lists it, and `ok` is False. Numbers other than bools count as one class, and
+        None has any."""
         extra = set(self.unexpected).difference(self.not_requested)
         return not (self.missing or extra or self.mismatched or self.dropped or self.retyped or self.overflowed)
 

@@ -648,7 +648,8 @@ def gather_mismatches(match: KeyMatch, group: Group) -> Mismatches:
     """Collective: what fits on no rank, and what does not fit on some. Targets whose layout one rank alone cannot
     determine know it from now on.
 
-    A bit for each name of the checkpoint travels, compressed, and only where something does not fit, what that is.
+    A bit for each name of the checkpoint travels, compressed, and only where something does
+    not fit, what that is.
 
     Raises CheckpointError, on every rank, if ranks have opened different saves at one path, or for tensors that they
     share; LayoutError if not even all ranks together can determine the layout of a tensor.
@@ -697,7 +698,8 @@ def gather_mismatches(match: KeyMatch, group: Group) -> Mismatches:
 
 
 def _saves_of(checkpoint: Checkpoint, forms: Iterable[Form]) -> list[tuple[str, str]]:
-    """The path, and which save was found there. Of a run, too: a newer step may have been completed meanwhile.
+    """The path, and which save was found there. Of a run, too: a newer step may have been
+    completed meanwhile.
 
     And the ranks that share tensors, and which save they load:
     a copy for each machine will do, but no other save.

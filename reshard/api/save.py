@@ -63,7 +63,8 @@ def save(
     timeout: float | timedelta = DEADLINE_S,
     **options: Unpack[SaveKeywords],
 ) -> SaveReport:
-    """Save a state dict: nested dicts, lists, and tuples of tensors, DTensors, ShardedTensors, and plain data.
+    """Save a state dict: nested dicts, lists, and tuples of tensors, DTensors, ShardedTensors,
+    and plain data.
 
     Collective: all ranks of `process_group` call it. Each element is written once, by a rank that holds it. An existing
     checkpoint at `path` stays until the new one is complete.
@@ -78,8 +79,9 @@ def save(
         alone: only this process saves, even in a running job. It needs full tensors and its own path.
         timeout: limit for the call, in seconds or as a `timedelta`.
         select: save only keys that match this glob, such as `"model.*"`, or one of a list of globs. A glob that begins
-            with `!` excludes keys. Each other glob must match a key of some rank. The checkpoint records the
-            globs. A later load requires only the keys that match, and reports the others as `outside`.
+            with `!` excludes keys. Each other glob must match a key of some rank. The
+            checkpoint records the globs. A later load requires only the keys that match, and
+            reports the others as `outside`.
         check_replicas: compare replicas across ranks. Different values are an error.
         fingerprints: store a fingerprint of each tensor for `verify`, `compare`, and later loads.
         divide_above_bytes: divide chunks of at least this size among the ranks that hold them.
@@ -87,9 +89,11 @@ def save(
             take 50 MiB more.
         progress: show progress bars on the first rank if stderr is a terminal. Each phase logs a line in any case.
         overwrite: replace an existing checkpoint at `path` once the new one is complete. False: an existing checkpoint
-            is an error, even if its manifest was lost, and nothing is written. Other files are never replaced.
+            is an error, even if its manifest was lost, and nothing is written. Other files are
+            never replaced.
         base: an earlier checkpoint whose unchanged data is not written again. It must be at `path`, or in the same
-            folder as `path`. "auto": the one saved last. You can delete any of them: see docs/incremental.md.
+            folder as `path`. "auto": the one saved last. You can delete any of them: see
+            docs/incremental.md.
         ranks_per_file: the number of ranks of a host that write one file: see docs/scale.md. Not with a base.
 
     Raises (on all ranks: the failing rank raises its own error, the others `RankFailedError`):
@@ -243,7 +247,8 @@ _Staging = Callable[[Sequence[Entry]], ToWrite]
 def _prepare(
     state_dict: Any, path: Any, group: Group, options: SaveOptions, stage: _Staging
 ) -> tuple[save_job.SaveJob, ToWrite]:
-    """Agree on the state and on which rank writes what, and stage what this rank writes. Writes nothing.
+    """Agree on the state and on which rank writes what, and stage what this rank writes.
+    Writes nothing.
 
     The ranks meet for the last time when all have staged: what fails on one rank before, fails on all.
     """
@@ -564,7 +569,8 @@ def meet_before_save(
     *,
     before: Agreement | None = None,
 ) -> Agreement:
-    """Collective: whether all ranks have the plan of what they hold, and, if so, what else must be known.
+    """Collective: whether all ranks have the plan of what they hold, and, if so, what else
+    must be known.
 
     Args:
         kept: what this rank has found, or planned.

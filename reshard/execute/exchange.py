@@ -187,10 +187,12 @@ class Exchange:
             waiter.settle([self._device, *self._elsewhere])
 
     def move(self, group: Group, waiter: Waiter) -> None:
-        """The same as part of a longer operation, which has its own waiter: on a device, work may still be in progress.
+        """The same as part of a longer operation, which has its own waiter: on a device, work
+        may still be in progress.
 
-        On devices whose streams the backend keeps to, nothing is waited for between the rounds. Where messages are
-        packed on the host, and tensors are not there, the host waits once a round.
+        On devices whose streams the backend keeps to, nothing is waited for between the
+        rounds. Where messages are packed on the host, and tensors are not there, the host
+        waits once a round.
         """
         copies = iter(self._copies)
 
@@ -619,7 +621,8 @@ class SharedReading:
 
     @classmethod
     def agree(cls, tensors: Mapping[str, LiveTensor], group: Group) -> SharedReading:
-        """Collective: plan what all ranks want. `tensors`: targets of this rank that are to be read, by key.
+        """Collective: plan what all ranks want. `tensors`: targets of this rank that are to be
+        read, by key.
 
         Raises LayoutError, on every rank, if ranks disagree about a tensor. The plan is proved.
         """

@@ -668,7 +668,8 @@ def look_in(names: Collection[str], below: str) -> tuple[list[str], list[str]]:
 
 
 def steps_seen(look: Look) -> list[RunStep]:
-    """Return what is called as checkpoints of a run, the oldest first, at the top or in one folder below.
+    """Return what is called as checkpoints of a run, the oldest first, at the top or in one
+    folder below.
 
     Raises FormatError where two folders below hold a run each.
     """

@@ -137,7 +137,8 @@ class Mapping:
 
 
 def between(source: Mapping, target: Mapping) -> Mapping:
-    """From what `source` makes of some names to what `target` makes of them; stages that both begin with are omitted.
+    """From what `source` makes of some names to what `target` makes of them; stages that both
+    begin with are omitted.
 
     Raises NormalizationError, naming the rule, where a stage of `source` cannot be undone.
     """

@@ -1,4 +1,5 @@
-"""Rules: each builds tensors under new names from tensors under old ones. A rule is a value and knows its inverse.
+"""Rules: each builds tensors under new names from tensors under old ones. A rule is a value
+and knows its inverse.
 
     Rename("layers.{i}.attention.wo.weight", "model.layers.{i}.self_attn.o_proj.weight")
     Concat(["{l+}.gate_proj.weight", "{l+}.up_proj.weight"], "{l+}.gate_up_proj.weight", parts=(1, 1))

@@ -97,7 +97,8 @@ class TensorRef:
 
 
 def plain(value: Any, tensor: Callable[[TensorRef], Any] | None = None) -> Any:
-    """The value with records of well-known data classes (numpy arrays and numbers, paths, namespaces) made plain.
+    """The value with records of well-known data classes (numpy arrays and numbers, paths,
+    namespaces) made plain.
 
     Others stay records. Containers are new. `tensor` returns a replacement for each tensor; None keeps the
     references. Raises CorruptCheckpointError for a container that contains itself.
@@ -614,7 +615,8 @@ def is_dtensor(value: object) -> bool:
 
 
 def read_dtensor(key: str, record: Record, rank: int, read: Callable[[TensorRef], Any], where: str) -> Shardlet:
-    """The layout and local part of the DTensor `record` from the file of `rank`; `read` reads a small tensor.
+    """The layout and local part of the DTensor `record` from the file of `rank`; `read` reads
+    a small tensor.
 
     Raises:
         FormatError: pending reductions, or placements that are not known.
