@@ -24,7 +24,7 @@ from reshard.live.tree import leaves_of, map_leaves
 from reshard.ranks.group import Group, device_of_kind, sending_kinds
 from reshard.state_dict.gather import parts_of
 from reshard.state_dict.live_model import LiveModel, SelfLoadingModule, StateEntry
-from reshard.state_dict.model import overlapping, overwritten, plan_model
+from reshard.state_dict.model import ALIGNED_BYTES, overlapping, overwritten, plan_model
 from reshard.state_dict.optimizer import OptimizerWrites, plan_optimizers
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter
 from reshard.state_dict.options import StateDictOptions
@@ -247,13 +247,22 @@ def _shared_memory(live: LiveModel, given: Mapping[str, Any]) -> _Shared:
         value = None if slot is None or slot.piece is not None or id(slot) not in direct else slot.value
         if value is not None and is_plain(value) and not is_sharded(value):
             plain.append((given[held[0]].path, value))
-    overlaps = [
-        [
-            _Spot(path, str(value.dtype), int(value.storage_offset()), tuple(value.shape), value.stride())
-            for path, value in map(plain.__getitem__, cluster)
-        ]
-        for cluster in overlapping([value for _, value in plain])
-    ]
+    overlaps = []
+    for cluster in overlapping([value for _, value in plain]):
+        its = [plain[i] for i in cluster]
+        first = min(value.data_ptr() for _, value in its) // ALIGNED_BYTES * ALIGNED_BYTES
+        overlaps.append(
+            [
+                _Spot(
+                    path,
+                    str(value.dtype),
+                    (value.data_ptr() - first) // value.itemsize,
+                    tuple(value.shape),
+                    value.stride(),
+                )
+                for path, value in its
+            ]
+        )
     return ties, overlaps
 
 

@@ -74,7 +74,8 @@ def joint_ranks(places: Iterable[Any]) -> list[tuple[int, ...]]:
 
 
 def _ranks_of(place: Any) -> list[int]:
-    ranks = dist.get_process_group_ranks(place) if hasattr(place, "rank") else place.mesh.flatten().tolist()
+    is_group = isinstance(place, dist.ProcessGroup)
+    ranks = dist.get_process_group_ranks(place) if is_group else place.mesh.flatten().tolist()
     return sorted(ranks)
 
 

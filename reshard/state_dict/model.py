@@ -45,8 +45,8 @@ from reshard.state_dict.live_model import LiveModel, SelfLoadingModule, StateEnt
 from reshard.state_dict.options import Cast, SetReport, StateDictOptions
 
 __all__ = [
-    "Spans", "all_apart", "apart", "apply_model", "is_expanded", "like", "listed", "overlapping", "overwritten",
-    "part_of", "plan_model", "read_model", "spans_of", "write_all",
+    "ALIGNED_BYTES", "Spans", "all_apart", "apart", "apply_model", "is_expanded", "like", "listed", "overlapping",
+    "overwritten", "part_of", "plan_model", "read_model", "spans_of", "write_all",
 ]  # fmt: skip
 
 
@@ -678,7 +678,7 @@ def overwritten(targets: Sequence[Any], values: Sequence[Any]) -> list[int]:
         if not all(type(targets[i]) in _PLAIN and type(values[i]) is torch.Tensor for i in cluster):
             continue
         starts = [targets[i].data_ptr() for i in cluster]
-        first = min(starts) // _ALIGNED_BYTES * _ALIGNED_BYTES  # several storages may be of one memory
+        first = min(starts) // ALIGNED_BYTES * ALIGNED_BYTES  # several storages may be of one memory
         span = max(map(int.__add__, starts, (reach_bytes(targets[i]) for i in cluster))) - first
         scratch = torch.empty(span, dtype=torch.uint8, device=targets[cluster[0]].device).untyped_storage()
         views = []
@@ -692,7 +692,7 @@ def overwritten(targets: Sequence[Any], values: Sequence[Any]) -> list[int]:
     return found
 
 
-_ALIGNED_BYTES = 16
+ALIGNED_BYTES = 16
 """Of the largest element."""
 
 
