@@ -241,8 +241,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         load, plan, compare, or convert the state, call `canonical` instead.
 
             {"model": {fqn: LazyTensor},
-             "optim": {"state": {fqn: {name: LazyTensor or value}}, "param_groups": [{...,
-             "params": [fqn, ...]}]}}
+             "optim": {"state": {fqn: {name: LazyTensor or value}}, "param_groups": [{..., "params": [fqn, ...]}]}}
 
         Prefixes of wrappers are removed. Stacks of layers and experts, and flat or bucketed
         optimizer shards, are split into parameters. Padding is removed. `.notes` of the result

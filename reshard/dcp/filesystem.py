@@ -54,6 +54,7 @@ from reshard.formats.detect import kind_beside, open_contents
 from reshard.formats.torch_save.writer import save_tensor
 from reshard.live.copy_streams import CopyStreams, Uploads, has_copy_streams, of_caller, to_host, wait_for
 from reshard.live.dtypes import as_array, dtype_from_name
+from reshard.native.manifest import MANIFEST
 from reshard.storage.base import AnyPath, Storage, Writer
 from reshard.storage.opening import open_storage
 from reshard.stored.contents import unknown_class
@@ -166,7 +167,7 @@ class FileSystemWriter(StorageWriter):
                 f"{self.path} has a checkpoint of all ranks, which loads would read instead of the ones that each "
                 "rank saves for itself (use_collectives=False): save elsewhere, or delete it first"
             )
-        if kind_beside(self.storage, names, "dcp", (_METADATA,)) == "native":
+        if MANIFEST in names:
             raise StorageError(
                 f"{self.path} has a native checkpoint, and reshard does not open a folder with both: save elsewhere"
             )

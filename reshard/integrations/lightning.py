@@ -153,8 +153,7 @@ class ReshardCheckpoint(CheckpointCallback):
     """A Lightning callback that saves with a `reshard.CheckpointManager` during `fit`. `fit` starts
     by restoring the newest step.
 
-        Trainer(callbacks=[ReshardCheckpoint("run", every=reshard.Every(steps=500),
-        keep=reshard.Keep(last=3))])
+        Trainer(callbacks=[ReshardCheckpoint("run", every=reshard.Every(steps=500), keep=reshard.Keep(last=3))])
 
     Args:
         root, options: passed to `CheckpointManager`. The metric of `keep` is a key of

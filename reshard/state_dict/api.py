@@ -297,7 +297,7 @@ def _set(
 
 def _shared(live: LiveModel, given: Mapping[str, Any], options: StateDictOptions) -> Iterator[Any]:
     """Yield the device meshes and process groups whose ranks set together, so that one's refusal must be that of all:
-    full tensors into a sharded model, or sharded ones that lie otherwise than in it."""
+    full tensors into a sharded model, or tensors that are sharded in another way."""
     for slot in live.slots if options.full_state_dict else ():
         if slot.piece is not None:
             yield slot.piece.group

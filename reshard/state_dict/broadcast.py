@@ -271,9 +271,9 @@ def _lost(shared: _Shared, sources: Mapping[str, torch.Tensor]) -> list[str]:
     ties, overlaps = shared
     lost = [path for first, *paths in ties for path in paths if not same_value(sources[first], sources[path])]
     for cluster in () if lost else overlaps:
-        memory = torch.empty(0).untyped_storage()  # which grows with its views
+        memory = torch.empty(0, device="cpu").untyped_storage()  # which grows with its views
         targets = [
-            torch.empty(0, dtype=getattr(torch, one.dtype.removeprefix("torch."))).set_(
+            torch.empty(0, dtype=getattr(torch, one.dtype.removeprefix("torch.")), device="cpu").set_(
                 memory, one.offset, one.shape, one.strides
             )
             for one in cluster

@@ -123,9 +123,8 @@ class CheckpointManager:
     Saves run in the background when they are due. The newest checkpoint can be restored in any
     topology.
 
-        state = {"model": model, "optim": optimizer, "step": 0} with
-        reshard.CheckpointManager("run", every=reshard.Every(steps=500),
-        keep=reshard.Keep(last=3)) as manager:
+        state = {"model": model, "optim": optimizer, "step": 0}
+        with reshard.CheckpointManager("run", every=reshard.Every(steps=500), keep=reshard.Keep(last=3)) as manager:
             manager.restore(state)
             while state["step"] < 10_000:
                 train_step(model, optimizer)

@@ -512,6 +512,6 @@ def test_a_save_does_not_wait_for_others_nor_raise_their_errors(tmp_path):
 
 def test_a_save_waits_for_one_of_the_other_interface(tmp_path):
     earlier = ours.async_save({"w": torch.ones(9)}, storage_writer=SlowWriter(tmp_path))
-    with pytest.raises(StorageError, match=r"contains \.metadata"):
+    with pytest.raises(StorageError, match=r"contains a DCP checkpoint \(\.metadata\)"):
         reshard.save({"w": torch.zeros(9)}, tmp_path)
     assert earlier.done()
