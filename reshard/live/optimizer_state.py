@@ -550,6 +550,7 @@ def flatten_optimizer(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises NormalizationError for state whose name has a dot, or that of another."""
     flat: dict[str, Any] = {}
+    last: tuple[Any, ...] = ()
     for name, values in state_dict["state"].items():
         if not isinstance(values, dict):  # of the optimizer as a whole
             flat[f"state.{name}"] = values
@@ -562,7 +563,9 @@ def flatten_optimizer(state_dict: Mapping[str, Any]) -> dict[str, Any]:
                 f"two entries of the optimizer state of {name!r} have the same name in the flat form. Pass no "
                 f"flatten_optimizer_state_dict, or rename one: {', '.join(map(repr, inner))}"
             )
-        dotted = [key for at in inner for key in (at if nested else (at,)) if "." in str(key)]
+        names = tuple(inner)
+        dotted = [key for at in names for key in (at if nested else (at,)) if "." in str(key)] if names != last else []
+        last = names  # as of nearly all
         if dotted:
             raise NormalizationError(
                 f"the optimizer state {dotted[0]!r} of {name!r} has a dot in its name, which means nested state in the "

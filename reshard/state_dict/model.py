@@ -702,10 +702,10 @@ def _have_own_storages(tensors: Sequence[Any]) -> bool:
         return False
     try:
         storages = list(map(torch.Tensor.untyped_storage, tensors))
-        starts = np.array([*map(torch.UntypedStorage.data_ptr, storages)], np.uint64)
+        starts = np.fromiter(map(torch.UntypedStorage.data_ptr, storages), np.uint64, len(storages))
     except (RuntimeError, NotImplementedError):
         return False  # some of them are sparse
-    ends = starts + np.array([*map(torch.UntypedStorage.nbytes, storages)], np.uint64)
+    ends = starts + np.fromiter(map(torch.UntypedStorage.nbytes, storages), np.uint64, len(storages))
     return bool(np.all(np.sort(ends)[:-1] <= np.sort(starts)[1:]))
 
 

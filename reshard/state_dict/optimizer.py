@@ -698,7 +698,7 @@ def _alike(targets: Sequence[Any], values: Sequence[Any]) -> bool:
         and all_plain(values)
         and list(map(_DTYPE, targets)) == list(map(_DTYPE, values))
         and all(map(torch.Tensor.is_same_size, targets, values))
-        and not any(map(is_expanded, targets))
+        and (all(map(torch.Tensor.is_contiguous, targets)) or not any(map(is_expanded, targets)))
     )
 
 
