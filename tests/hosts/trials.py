@@ -356,7 +356,7 @@ class _Trial:
             raise _Wrong(f"{where}: {said}")
         if row["began"] > over:
             raise _Wrong(f"{where} failed after all was well again: {said}")
-        if not re.search(r"(?i)no space left|left: make the file|read-only|operation not permitted", said):
+        if not re.search(r"(?i)no space left|left[.:] make the file|read-only|operation not permitted", said):
             raise _Wrong(f"{where} does not say why: {said}")
 
     def _begin(self) -> Callable[[], None]:
