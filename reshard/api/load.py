@@ -512,7 +512,7 @@ class LoadReport(FilledReport, CheckedReport):
         `overflowed` are empty. Unexpected keys make it False, unless strict="subset" allows
         them. A saved plain value replaces the target's even if the classes differ. Then
         `retyped` lists it, and `ok` is False. Numbers other than bools count as one class, and
-        None has any."""
+        None fits every class."""
         extra = set(self.unexpected).difference(self.not_requested)
         return not (self.missing or extra or self.mismatched or self.dropped or self.retyped or self.overflowed)
 

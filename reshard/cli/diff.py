@@ -194,7 +194,7 @@ def _print(
 
 
 def _damage(report: CompareReport) -> Iterator[str]:
-    """Yield a line for each damaged side: where, and which tensors it kept from being compared."""
+    """Yield a line for each damaged side: where, and which values it kept from being compared."""
     from planners.geometry.arrays import grouped
 
     left, right = report.labels
@@ -207,7 +207,7 @@ def _damage(report: CompareReport) -> Iterator[str]:
         places = {told[name] for name in names}
         more = f" (the first of {len(places)} places)" * (len(places) > 1)
         yield (
-            f"{told[names[0]]}{more}; {counted(len(names), 'tensor')} could not be compared: "
+            f"{told[names[0]]}{more}; {counted(len(names), 'value')} could not be compared: "
             f"{some(list(map(repr, names)), 3)}"
         )
 

@@ -135,7 +135,7 @@ def assign_segments(ranks: Sequence[ReadFootprint], touch_cost: float = math.inf
 
     Args:
         ranks: those of one host, in an order that all of them know.
-        touch_cost: what a MiB costs each rank that reads for itself; see `touch_cost`.
+        touch_cost: what the function of that name returns; the least of all ranks.
     """
     found: list[tuple[str, FileFootprint, Flags, Flags, Flags]] = []
     touched = read = 0

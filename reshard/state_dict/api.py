@@ -292,7 +292,22 @@ def _set(
     report = SetReport() if model_writes is None else apply_model(model_writes, opts.strict)
     if live_optimizers is None or writes is None:
         return report, OptimizerReport()
+    if has_model:
+        _refuse_replaced(live, live_optimizers)
     return report, apply_optimizers(live_optimizers, writes, of_model)
+
+
+def _refuse_replaced(live: LiveModel, optimizers: LiveOptimizers) -> None:
+    """Raise NormalizationError if the model has new parameters in the place of some on the meta device, because
+    something else refers to these."""
+    for one in (one for own in optimizers.parameters for one in own if one.parameter.is_meta):
+        slot = live.by_name.get(one.name)
+        if slot is not None and getattr(slot.owner, slot.attr) is not one.parameter:
+            raise NormalizationError(
+                f"the model has a new parameter {one.name!r}, because a weak reference to the one on the meta device "
+                "kept it from being filled, and the optimizer has that one. The model is set, and the optimizer is "
+                "not: create it again, and set its state by set_optimizer_state_dict"
+            )
 
 
 def _shared(live: LiveModel, given: Mapping[str, Any], options: StateDictOptions) -> Iterator[Any]:

@@ -465,7 +465,7 @@ def test_diff_says_once_that_a_side_is_damaged(say, checkpoint, other, tmp_path,
         assert line.startswith(f"damaged  {file}: the block of bytes [")
         assert "restore the file, or load another checkpoint; " in line
         names = [finding["fqn"] for finding in told["findings"]]
-        assert f"; {len(names)} tensors could not be compared: {', '.join(map(repr, names[:3]))}" in line
+        assert f"; {len(names)} values could not be compared: {', '.join(map(repr, names[:3]))}" in line
         assert "model.layers.1.w" in names
     monkeypatch.chdir(tmp_path)
     assert say("diff", "bad/", "checkpoint").out.startswith(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,19 @@ def test_an_optimizer_keeps_parameters_that_were_on_the_meta_device(by_itself: b
     again(torch.ones(1, 2)).sum().backward()
     other.step()
     assert not torch.equal(again.a.weight, before)
+
+
+def test_a_parameter_that_cannot_be_exchanged_is_not_said_to_be_set() -> None:
+    """A weak reference to it keeps torch from that, so the model gets a new one, which the optimizer does not have."""
+    model = nn.Linear(2, 2)
+    saved, saved_state = get_state_dict(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    again = nn.Linear(2, 2, device="meta")
+    other = torch.optim.SGD(again.parameters(), lr=0.1)
+    kept = weakref.ref(again.weight)
+    with pytest.raises(NormalizationError, match=r"new parameter 'weight'.*The model is set, and the optimizer is not"):
+        set_state_dict(again, other, model_state_dict=saved, optim_state_dict=saved_state)
+    assert same(again.weight, model.weight)
+    assert kept() is other.param_groups[0]["params"][0]
 
 
 def test_tying_lasts_through_the_meta_device() -> None:
