@@ -51,7 +51,7 @@ CACHED_BYTES = 512 << 10
 MIN_SAVED_BYTES = 16 << 20
 """Sharing takes a few milliseconds to set up; with less to save each rank reads for itself."""
 _TAKE_US_PER_MIB = 16.0
-_READ_US_PER_MIB = 150.0
+_READ_US_PER_MIB = 100.0
 _COMPILED_READ_US_PER_MIB = 30.0
 """A MiB that is read for all costs its reader so much more than if each read it for itself, and each rank the first
 figure. The kernel hashes and copies it while a cache holds it."""
