@@ -298,7 +298,7 @@ def _set(
 
 
 def _refuse_replaced(live: LiveModel, optimizers: LiveOptimizers) -> None:
-    """Raise NormalizationError if the model has new parameters in the place of some on the meta device, because
+    """Raise NormalizationError if the model has new parameters instead of some on the meta device, because
     something else refers to these."""
     for one in (one for own in optimizers.parameters for one in own if one.parameter.is_meta):
         slot = live.by_name.get(one.name)
