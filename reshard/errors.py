@@ -80,7 +80,7 @@ class LayoutError(ReshardError, ValueError):
     """A layout is not supported, or ranks disagree about it."""
 
 
-class OptionError(CheckpointError, ValueError):
+class OptionError(ReshardError, ValueError):
     """An argument has a value that is not allowed. The message lists the allowed ones."""
 
 

@@ -34,8 +34,8 @@ _LONG_INT_BITS = 4096
 def encode_plain(value: Any, *, tensor_bytes: int = 0) -> Any:
     """Plain Python data as JSON data, losslessly: None, bool, int, float (also nan, inf, -0.0),
     complex, text, bytes, io.BytesIO, list, tuple, set, frozenset, deque, range, dict (any plain
-    keys), torch.Size, torch.dtype, timedelta, date, datetime, numpy numbers and arrays. Members of enums, and values of
-    classes that extend a number, text, list or tuple, as `CustomValue`.
+    keys), torch.Size, torch.dtype, torch.device, timedelta, date, datetime, numpy numbers and arrays.
+    Members of enums, and values of classes that extend a number, text, list or tuple, as `CustomValue`.
 
     Inverse of `decode_plain`.
 
@@ -187,6 +187,8 @@ def _encode_simple(value: Any) -> dict[str, Any] | None:
         return {"$range": [encode_plain(n) for n in (value.start, value.stop, value.step)]}
     if isinstance(value, torch.dtype):
         return {"$dtype": dtype_name(value)}
+    if isinstance(value, torch.device):
+        return {"$device": str(value)}
     if type(value) is datetime.timedelta:
         return {"$timedelta": [value.days, value.seconds, value.microseconds]}
     if type(value) is datetime.date:
@@ -231,6 +233,7 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$bytesio": lambda v: io.BytesIO(base64.b64decode(v, validate=True)),
     "$size": torch.Size,
     "$dtype": dtype_from_name,
+    "$device": torch.device,
     "$timedelta": lambda v: datetime.timedelta(*v),
     "$date": datetime.date.fromisoformat,
     "$datetime": lambda v: _datetime(*v),

@@ -25,7 +25,6 @@ from planners import Finding, LayoutMismatchError, PlanError, Report, Topology, 
 from reshard.api.key_suggestions import shifted
 from reshard.checkpoint import NormalizedState
 from reshard.errors import (
-    CheckpointError,
     FormatError,
     KeyMismatchError,
     LayoutError,
@@ -254,7 +253,7 @@ def test_wrong_arguments_are_option_errors_of_the_classes_that_they_had(tmp_path
         (lambda: reshard.get_state_dict(optimizer, NET), NormalizationError, "the first argument must be the model"),
         (lambda: reshard.PerRank(1, on_change="foo"), KeyMismatchError, "on_change must be 'error', 'keep', 'drop'"),
         (lambda: reshard.redistribute(state, NET), FormatError, f"must be a dict or list, got Linear: {made}"),
-        (lambda: reshard.fingerprint(NET), CheckpointError, f"an open Checkpoint, got Linear: {made}"),
+        (lambda: reshard.fingerprint(NET), OptionError, f"an open Checkpoint, got Linear: {made}"),
         (lambda: reshard.layout_of(NET), OptionError, f"layout_of takes a state dict or a tensor, got Linear: {made}"),
         (lambda: reshard.layout_of({"m": NET}), OptionError, f"but the value under 'm' is Linear: {made}"),
         (lambda: reshard.layout_of([optimizer]), OptionError, "under 0 is SGD: pass reshard.get_optimizer_state_dict"),
@@ -660,7 +659,7 @@ def test_each_result_prints_as_one_line(tmp_path: Path) -> None:
 
     converted = reshard.convert(tmp_path / "saved", tmp_path / "hf", format="safetensors")
     with reshard.CheckpointManager(tmp_path / "run", every=reshard.Every(steps=2)) as manager:
-        with pytest.raises(CheckpointError, match=r"as in save\(step, state\), got a value of type dict$"):
+        with pytest.raises(OptionError, match=r"as in save\(step, state\), got a value of type dict$"):
             manager.save({"w": torch.ones(4), "more": "x" * 1000}, 1)  # type: ignore[arg-type]
         idle, due, again = manager.save(1, state), manager.save(2, state), manager.save(2, state)
         manager.wait()

@@ -15,7 +15,7 @@ from planners.geometry.box import Box
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Shard
 from planners.plans.codec import to_json
-from reshard.errors import CheckpointError, KeyMismatchError, OptionError, StorageError
+from reshard.errors import KeyMismatchError, OptionError, StorageError
 from reshard.native import manifest as native
 from reshard.native.reader import open as open_native
 from reshard.ranks.progress import listening
@@ -109,9 +109,9 @@ class TestMemory:
         assert torch.equal(reshard.open(tmp_path / "c")["w"][...], row)
 
     def test_budgets_that_are_too_small_are_refused(self, path, tmp_path):
-        with pytest.raises(CheckpointError, match="at least 131072"):
+        with pytest.raises(OptionError, match="at least 131072"):
             reshard.load({"w": torch.zeros(2048, 4096)}, path, memory_budget_bytes=1000)
-        with pytest.raises(CheckpointError, match="memory_budget_bytes"):
+        with pytest.raises(OptionError, match="memory_budget_bytes"):
             reshard.save({"w": torch.zeros(1)}, tmp_path / "c", memory_budget_bytes=0)
 
 

@@ -22,7 +22,14 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import reshard
 from reshard.api import save_job
 from reshard.api.save_job import base_at
-from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError, ReshardError, StorageError
+from reshard.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    FormatError,
+    OptionError,
+    ReshardError,
+    StorageError,
+)
 from reshard.native import commit as generations, data_file as blocks
 from reshard.native.manifest import HF_INDEX
 from reshard.storage import open_storage
@@ -294,7 +301,7 @@ def test_bases_that_are_none(tmp_path):
         reshard.save(lora(2), tmp_path / "step-2", base=tmp_path / "step-1")
     with pytest.raises(FormatError, match="is torch_save: the base of a save must be in the native format"):
         reshard.save(lora(2), tmp_path / "step-2", base=tmp_path / "model.pt")
-    with pytest.raises(CheckpointError, match='base must be "auto" or the path of a checkpoint, got True'):
+    with pytest.raises(OptionError, match='base must be "auto" or the path of a checkpoint, got True'):
         reshard.save(lora(2), tmp_path / "step-2", base=True)  # type: ignore[arg-type]
     assert not (tmp_path / "step-2").exists()
 

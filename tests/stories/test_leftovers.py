@@ -21,6 +21,7 @@ from reshard.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     FormatError,
+    OptionError,
     ReshardError,
     StorageError,
 )
@@ -470,7 +471,7 @@ def test_a_file_url_whose_path_would_be_cut_off_is_refused(tmp_path):
 
 @pytest.mark.parametrize("keep_last", [0, -1, 1.5, "2"])
 def test_numbers_that_prune_nothing_that_makes_sense(keep_last, tmp_path):
-    with pytest.raises(CheckpointError, match="keep_last must be an integer"):
+    with pytest.raises(OptionError, match="keep_last must be an integer"):
         reshard.prune(tmp_path, keep_last=keep_last)
 
 

@@ -89,7 +89,7 @@ class TestSaving:
             reshard.save(state, tmp_path / "c")
 
     def test_a_selection_of_nothing(self, tmp_path):
-        with pytest.raises(CheckpointError, match="select is empty"):
+        with pytest.raises(OptionError, match="select is empty"):
             reshard.save({"a": 1}, tmp_path / "c", select=[])
         reshard.save({"a": 1}, tmp_path / "c")
         with pytest.raises(OptionError, match="select is empty"):

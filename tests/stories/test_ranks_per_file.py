@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import reshard
 from reshard.api import save_job
-from reshard.errors import CheckpointError
+from reshard.errors import OptionError
 from reshard.native import data_file
 from tests import gloo
 from tests.states import MATRIX, sharded_in_every_way_of
@@ -119,7 +119,7 @@ def test_storages_without_places_are_refused(told: list[dict[str, Any]]) -> None
 
 
 def test_a_base_and_what_is_no_number_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="leave one of them out"):
+    with pytest.raises(OptionError, match="leave one of them out"):
         reshard.save({"w": MATRIX}, tmp_path, base="auto", ranks_per_file=2)
 
 

@@ -158,7 +158,11 @@ def _plain_record(record: Record, go: Any) -> Any:
     if record.path == "_io.BytesIO" and isinstance(record.state, tuple):
         return record.state[0] if record.state and isinstance(record.state[0], bytes) else record
     if record.path == "torch.device":
-        return ":".join(str(part) for part in record.args)
+        text = ":".join(str(part) for part in record.args)
+        try:
+            return torch.device(text)
+        except RuntimeError:  # of a backend that is not installed
+            return text
     if record.path.endswith(("multiarray.scalar", "multiarray._reconstruct")) and record.path.startswith("numpy."):
         return _numpy(record)
     return record

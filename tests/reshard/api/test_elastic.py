@@ -664,5 +664,5 @@ def test_every_option_is_on_one_side_or_the_other() -> None:
 
 @pytest.mark.parametrize("step", [-1, True, "7"])
 def test_wrong_steps(step: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"step must be an integer >= 0, as in save\(state_dict, step\), got"):
+    with pytest.raises(OptionError, match=r"step must be an integer >= 0, as in save\(state_dict, step\), got"):
         Tier("/dev/shm/x").save({}, step)

@@ -14,7 +14,7 @@ import torch
 import reshard
 from planners.geometry.box import Box
 from reshard.api.fingerprint import fingerprint
-from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError, OptionError
 from reshard.live import fingerprint_arithmetic as fold_module, fingerprints as words_module
 from reshard.live.dtypes import dtype_name
 from reshard.live.fingerprint_arithmetic import (
@@ -428,7 +428,7 @@ def test_of_a_checkpoint_it_is_read_and_not_believed(tmp_path):
         fingerprint(tmp_path)
     found = fingerprint(reshard.open(tmp_path, check=False))
     assert [name for name, value in found.items() if value != fingerprint(STATE)[name]] == ["model.w"]
-    with pytest.raises(CheckpointError, match="layouts, rank, and exchange are for state dicts"):
+    with pytest.raises(OptionError, match="layouts, rank, and exchange are for state dicts"):
         fingerprint(tmp_path, rank=0)
 
 
@@ -442,7 +442,7 @@ def test_tied_tensors_of_a_checkpoint_have_all_their_names(tmp_path):
     "wrong", [None, 5, torch.nn.Linear(2, 2), {1, 2}, object()], ids=lambda wrong: type(wrong).__name__
 )
 def test_of_what_is_neither_a_state_nor_a_checkpoint_is_refused(wrong):
-    with pytest.raises(CheckpointError, match=f"got {type(wrong).__name__}"):
+    with pytest.raises(OptionError, match=f"got {type(wrong).__name__}"):
         fingerprint(wrong)
     with pytest.raises(CheckpointNotFoundError):
         fingerprint("/nowhere/at/all")

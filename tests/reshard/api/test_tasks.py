@@ -22,7 +22,7 @@ import reshard
 from reshard.api import tasks
 from reshard.api.tasks import Processes, run_tasks
 from reshard.cli.app import run
-from reshard.errors import CheckpointError, CorruptCheckpointError, StorageError
+from reshard.errors import CheckpointError, CorruptCheckpointError, OptionError, StorageError
 from reshard.ranks import liveness
 from tests.deadly import Deadly
 from tests.noting import Noting
@@ -175,7 +175,7 @@ def test_bad_executors(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
             ("has its own workers", {"executor": threads, "workers": 2}),
         ]
         for message, options in bad:
-            with pytest.raises(CheckpointError, match=message):
+            with pytest.raises((CheckpointError, OptionError), match=message):
                 reshard.convert(source, tmp_path / "c", **options)
         with pytest.raises(CheckpointError, match="not a Checkpoint"):
             reshard.convert(reshard.open(source), tmp_path / "c", executor=threads)

@@ -10,7 +10,13 @@ import torch
 
 import reshard
 import reshard.dcp as ours
-from reshard.errors import CheckpointError, CorruptCheckpointError, KeyMismatchError, StorageError, UnsafeDataError
+from reshard.errors import (
+    CorruptCheckpointError,
+    KeyMismatchError,
+    OptionError,
+    StorageError,
+    UnsafeDataError,
+)
 from tests import gloo
 from tests.reshard.dcp import jobs
 from tests.torch_releases import load_alone, save_alone
@@ -137,5 +143,5 @@ def test_hostile_metadata_and_items_run_nothing(tmp_path):
 
 def test_where_is_said_first(tmp_path):
     for call in (ours.save, ours.load, ours.async_save):
-        with pytest.raises(CheckpointError, match="checkpoint_id"):
+        with pytest.raises(OptionError, match="checkpoint_id"):
             call({"w": torch.ones(1)})

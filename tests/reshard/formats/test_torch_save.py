@@ -126,6 +126,16 @@ class Settings:
         return Settings, (), {"rate": 2}
 
 
+def test_devices_are_read_as_devices_or_as_text_where_their_backend_is_not_installed(tmp_path: Path) -> None:
+    class Foreign:
+        def __reduce__(self) -> Any:
+            return torch.device, ("elsewhere", 2)
+
+    torch.save({"own": torch.device("cuda:1"), "foreign": Foreign()}, tmp_path / "x.pt")
+
+    assert dict(open_checkpoint(tmp_path / "x.pt").objects) == {"own": torch.device("cuda:1"), "foreign": "elsewhere:2"}
+
+
 def test_an_empty_key_is_no_lone_tensor(tmp_path: Path) -> None:
     state = {"": torch.ones(2), "tensor": torch.zeros(3)}
     torch.save(state, tmp_path / "both.pt")

@@ -155,6 +155,7 @@ plain_values = st.recursive(
         st.floats(),
         st.complex_numbers(),
         st.just(torch.Size([2, 0])),
+        st.sampled_from([torch.device("cuda:1"), torch.device("cpu"), torch.device("meta")]),
         st.just(torch.int8),
         st.timedeltas(),
         st.dates(),
