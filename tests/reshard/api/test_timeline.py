@@ -111,7 +111,7 @@ def late(rank: int) -> None:
         real = data_file.write_file
 
         def slow(*args: object, **kwargs: object) -> object:
-            time.sleep(0.3)
+            time.sleep(1.0)
             return real(*args, **kwargs)
 
         import reshard.api.save_job
