@@ -1,4 +1,4 @@
-"""Pages of the site that lie elsewhere in the repository, and links that lead out of `docs`: a hook of mkdocs."""
+"""A hook of mkdocs: pages of the site from elsewhere or generated, and links that lead out of `docs`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+
+from docs.command_line import as_page as command_line
 
 _log = logging.getLogger("mkdocs.hooks.site_pages")
 ROOT = Path(__file__).parents[1]
@@ -44,6 +46,7 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, page, content=as_code(source, text) if source.endswith(".py") else text))
     for notebook in sorted((ROOT / "docs").glob("*.ipynb")):
         files.append(File.generated(config, f"{notebook.stem}.md", content=as_page(notebook)))
+    files.append(File.generated(config, "reference/command-line.md", content=command_line()))
     return files
 
 

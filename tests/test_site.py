@@ -15,8 +15,10 @@ import griffe
 import pytest
 
 import reshard
+from docs.command_line import as_page
 from docs.reference_extension import _names, _public
 from docs.site_pages import labeled, on_page_content
+from reshard.cli.app import EXAMPLES
 from tests.test_readme import ROOT
 
 
@@ -50,6 +52,20 @@ def test_classes_that_a_page_calls_show_how(package: griffe.Module) -> None:
     manager = {one.name: one.default for one in package["CheckpointManager"].final_target.parameters}
     assert (manager["keep"], manager["preemption"]) == ("Keep()", "Preemption()")
     assert [one.name for one in package["mapping.Rename"].final_target.parameters][1:] == ["source", "target"]
+
+
+def test_the_page_of_the_command_line_has_every_command_with_its_options() -> None:
+    parts = dict(re.findall(r"^## reshard (\w+)$(.*?)(?=^## |\Z)", as_page(), re.M | re.S))
+
+    assert list(parts) == [command.__name__ for command in EXAMPLES]
+    for command, examples in EXAMPLES.items():
+        text = parts[command.__name__]
+        assert "COMMAND" not in text
+        assert all(f"$ reshard {example}\n" in text for example in examples)
+        assert set(re.findall(r"--[a-z-]+", " ".join(examples))) - {"--"} <= set(re.findall(r"`(--[a-z-]+)`", text))
+        rows = re.findall(r"^\| `.*` \| (.*) \|$", text, re.M)
+        assert len(rows) > 3
+        assert all(rows), "each with a meaning"
 
 
 def test_sections_are_whole_and_pages_are_links(package: griffe.Module) -> None:
