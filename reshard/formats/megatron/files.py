@@ -32,7 +32,7 @@ from reshard.stored.tensor import LazyTensor
 
 __all__ = [
     "LATEST", "LegacyFacts", "MegatronFacts", "RankFiles", "arguments", "beside", "claim", "detect", "detect_legacy",
-    "iteration_folder", "open", "open_folder", "open_legacy",
+    "experts_tp", "iteration_folder", "open", "open_folder", "open_legacy",
 ]  # fmt: skip
 
 
@@ -290,6 +290,13 @@ def arguments(file: TorchFile) -> dict[str, Any]:
     return args if isinstance(args, dict) else {}
 
 
+def experts_tp(args: Mapping[str, Any], tp: int) -> int:
+    """Return how many ranks share an expert: rank `t` of `tp` has its shard `t % n`. It is `tp` if the arguments do not
+    say it, or give what does not divide `tp`."""
+    given = args.get("expert_tensor_parallel_size")
+    return given if type(given) is int and given > 0 and tp % given == 0 else tp
+
+
 def _check_optimizers(ranks: list[RankFiles], files: Files) -> None:
     """Raises CorruptCheckpointError if some ranks have files of the distributed optimizer, and others lack theirs.
 
@@ -313,13 +320,14 @@ def _has_experts(value: Any) -> bool:
 def _check_grid(ranks: list[RankFiles], files: Files) -> None:
     """Raises CorruptCheckpointError unless the ranks fill their grid."""
     args = arguments(ranks[0].model)
-    sizes = (
-        max(int(args.get("tensor_model_parallel_size") or 0), max(r.tp for r in ranks) + 1),
-        max(int(args.get("pipeline_model_parallel_size") or 0), max(r.pp for r in ranks) + 1),
-        max(r.ep for r in ranks) + 1,
-    )
-    held = {(r.tp, r.pp, r.ep) for r in ranks}
-    for tp, pp, ep in product(*map(range, sizes)):
+    tp_size = max(int(args.get("tensor_model_parallel_size") or 0), max(r.tp for r in ranks) + 1)
+    etp_size = experts_tp(args, tp_size)
+    pp_size = max(int(args.get("pipeline_model_parallel_size") or 0), max(r.pp for r in ranks) + 1)
+    ep_size = max(r.ep for r in ranks) + 1
+    held: set[tuple[int, int, int | str]] = {(r.tp % etp_size, r.pp, r.ep) for r in ranks}
+    held |= {(r.tp, r.pp, "any") for r in ranks}
+    wanted = (range(etp_size), range(pp_size), range(ep_size)), (range(tp_size), range(pp_size), ["any"])
+    for tp, pp, ep in (at for sizes in wanted for at in product(*sizes)):
         if (tp, pp, ep) not in held:
             place = f"tensor parallel rank {tp}, pipeline stage {pp}, expert rank {ep}"
             there = ", ".join(r.folder for r in ranks[:6])
