@@ -401,6 +401,11 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
     if not names:
         raise CheckpointNotFoundError(_nothing(storage, url))
     format = _pick(storage, names, url, preferred)
+    if format.name == "rank_files" and len(names) == 1 and _file_of(url):
+        from reshard.formats.rank_files import holds_parts
+
+        if not holds_parts(files[next(iter(names))]):  # a file that is only called so, such as lora_rank_8.pt
+            format = next(f for f in formats() if f.name == "torch_save")
     if preferred is not None and preferred.name == format.name:
         format = preferred
     # of a single file every record is compared, and there is none that it could be mixed up with
