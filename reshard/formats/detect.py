@@ -371,6 +371,11 @@ _CONVERTS = (
     "run it again"
 )
 
+_REPLACES = (
+    "{} does not open: a conversion to it was stopped while it published, or is still running. To complete a stopped "
+    "one, run it again. What is wrong now: {}"
+)
+
 
 def _nothing(storage: Storage, url: str) -> str:
     """Return what to say of a path without files."""
@@ -412,7 +417,12 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
     files.checking.unchecked = (
         EVERY_BLOCK if len(names) == 1 and format.checksums == CRC_OF_RECORDS else format.checksums
     )
-    contents = format.open(files)
+    try:
+        contents = format.open(files)
+    except (CorruptCheckpointError, FormatError) as error:
+        if any(map(JOB_FOLDER.match, names)):
+            raise CorruptCheckpointError(_REPLACES.format(url, str(error).removesuffix(f": {RESTORE}"))) from None
+        raise
     beside = [name for name in marks_in(names) if name not in (MANIFEST, HF_INDEX)]
     if format.name == "torch_save" and not _owned_by(beside) and (nested := _nested(storage, names)):
         raise FormatError(

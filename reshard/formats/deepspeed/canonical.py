@@ -91,7 +91,8 @@ def normalize_deepspeed(contents: Contents, hints: Hints, what: str) -> Canonica
     facts = contents.facts
     assert isinstance(facts, DeepSpeedFacts)
     files = facts.files
-    if lost := [problem for problem in facts.missing if "zero/" in problem]:
+    is_universal = any(map(_UNIVERSAL.fullmatch, files))
+    if lost := [problem for problem in facts.missing if is_universal or "zero/" in problem]:
         raise CorruptCheckpointError(lost[0])
     stages = _stages(files)
     parts = Parts()
