@@ -420,7 +420,7 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
     try:
         contents = format.open(files)
     except (CorruptCheckpointError, FormatError) as error:
-        if any(map(JOB_FOLDER.match, names)):
+        if any(map(JOB_FOLDER.match, names)) and not isinstance(error, NewerVersionError):
             raise CorruptCheckpointError(_REPLACES.format(url, str(error).removesuffix(f": {RESTORE}"))) from None
         raise
     beside = [name for name in marks_in(names) if name not in (MANIFEST, HF_INDEX)]

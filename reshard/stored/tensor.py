@@ -25,7 +25,7 @@ from reshard.stored.source import FileSource, Source
 
 __all__ = [
     "MAX_BUFFER_BYTES", "ByteRun", "Extent", "LazyChunks", "LazyTensor", "StoredChunk", "StoredTensor",
-    "are_equal", "check_cover", "copy_place", "copy_view", "empty", "read_box", "read_place", "read_value", "run_of",
+    "check_cover", "copy_place", "copy_view", "empty", "read_box", "read_place", "read_value", "run_of", "same_bytes",
     "whole",
 ]  # fmt: skip
 
@@ -531,8 +531,8 @@ def read_place(place: Extent, dtype: str) -> torch.Tensor:
     return tensor
 
 
-def are_equal(a: Extent, b: Extent, dtype: str) -> bool:
-    """Whether two places of one shape hold the same bytes. Where both are whole records, their checksums tell."""
+def same_bytes(a: Extent, b: Extent, dtype: str) -> bool:
+    """Whether two places of one shape hold the same bytes. Of two whole records, the checksums are compared."""
     sums = [_written(place) for place in (a, b)]
     if a.window.strides == b.window.strides and a.conjugate == b.conjugate and None not in sums:
         return sums[0] == sums[1]

@@ -11,7 +11,7 @@ from planners.geometry.box import Box, Shape
 from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import TensorSpec, flat_boxes
 from reshard.errors import CorruptCheckpointError
-from reshard.stored.tensor import Extent, StoredChunk, StoredTensor, are_equal
+from reshard.stored.tensor import Extent, StoredChunk, StoredTensor, same_bytes
 
 __all__ = [
     "Piece", "assemble", "concat", "copies", "cut", "flat_piece", "narrow", "select", "stack", "unflatten", "ungrid",
@@ -124,8 +124,8 @@ def _with_leading_dim(tensor: StoredTensor) -> StoredTensor:
     return StoredTensor(spec, tuple(chunks))
 
 
-class _Copies(StoredChunk):
-    """The first of chunks that should hold the same. They are compared when it is located, so before it is read."""
+class _ChunkCopies(StoredChunk):
+    """The first of chunks that should be the same: compared when it is located."""
 
     __slots__ = ("_chunks", "_dtype", "_refuse")
 
@@ -136,18 +136,20 @@ class _Copies(StoredChunk):
     def _compared(self) -> Extent:
         first, *others = (chunk.place for chunk in self._chunks)
         for other in others:
-            if not are_equal(first, other, self._dtype):
+            if not same_bytes(first, other, self._dtype):
                 self._refuse(f"{first.source.label} and {other.source.label}")
         return first
 
     def derived(self, box: Box, change: Callable[[Window], Window]) -> StoredChunk:
         chunks = [chunk.derived(box, change) for chunk in self._chunks]
-        return chunks[0] if self.is_located else _Copies(chunks, self._dtype, self._refuse)
+        return chunks[0] if self.is_located else _ChunkCopies(chunks, self._dtype, self._refuse)
 
 
 def copies(fqn: str, tensors: Sequence[StoredTensor], refuse: Callable[[str], NoReturn]) -> StoredTensor:
-    """The first of tensors of one shape and dtype that should hold the same, which is compared where it is read;
-    `refuse` gets the files of two that differ."""
+    """The first of tensors of one shape and dtype that should be the same.
+
+    They are compared where it is read; `refuse` gets the files of two that differ.
+    """
     rows = [[chunk] for chunk in tensors[0].chunks]
     for tensor in tensors[1:]:
         rows = [
@@ -156,7 +158,7 @@ def copies(fqn: str, tensors: Sequence[StoredTensor], refuse: Callable[[str], No
             for chunk, common in tensor.meeting(row[0].box)
         ]
     spec = TensorSpec(fqn, tensors[0].spec.shape, tensors[0].spec.dtype)
-    return StoredTensor(spec, tuple(_Copies(row, spec.dtype, refuse) for row in rows))
+    return StoredTensor(spec, tuple(_ChunkCopies(row, spec.dtype, refuse) for row in rows))
 
 
 def unflatten(tensor: StoredTensor, shape: Sequence[int], fqn: str) -> StoredTensor:

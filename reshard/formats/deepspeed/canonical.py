@@ -91,10 +91,10 @@ def normalize_deepspeed(contents: Contents, hints: Hints, what: str) -> Canonica
     facts = contents.facts
     assert isinstance(facts, DeepSpeedFacts)
     files = facts.files
-    is_universal = any(map(_UNIVERSAL.fullmatch, files))
-    if lost := [problem for problem in facts.missing if is_universal or "zero/" in problem]:
-        raise CorruptCheckpointError(lost[0])
     stages = _stages(files)
+    is_bare = any(map(_UNIVERSAL.fullmatch, files)) and not any(stage.models for stage in stages.values())
+    if lost := [problem for problem in facts.missing if is_bare or "zero/" in problem]:
+        raise CorruptCheckpointError(lost[0])
     parts = Parts()
     _add_universal(parts, files, stages, hints)
     if _is_tensor_parallel(files, stages):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from planners.geometry.box import Shape
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
 from reshard.formats.canonical import Canonical, Hints, Value, elementwise, find_scope, settings_of
 from reshard.formats.megatron.canonical import finish
-from reshard.formats.megatron.files import LegacyFacts, RankFiles, arguments, experts_tp
+from reshard.formats.megatron.files import LegacyFacts, RankFiles, arguments
 from reshard.formats.megatron.names import (
     EXPERT,
     LAYER,
@@ -84,7 +84,7 @@ def normalize_megatron_legacy(contents: Contents, hints: Hints, what: str) -> Ca
         for group in groups:
             group["params"] = [p for p in group["params"] if p != "output_layer.weight"]
     shapes = {name: by_tp[min(by_tp)].spec.shape for name, by_tp in parts.items()}
-    join = _Joining(_experts_tp(args, ranks, parts), shapes, hints)
+    join = _Joining(facts.experts_tp, shapes, hints)
     model = {name: join(name, by_tp) for name, by_tp in parts.items()}
     state = {name: _join_states(name, by_tp, join) for name, by_tp in states.items()}
     return finish(model, state, groups, args, hints)
@@ -188,31 +188,22 @@ def _take(
 
 
 def _check_rows(rank: RankModel) -> None:
-    """Raises FormatError for fused matrices in the order of programs before 2021, in which each rank has the queries
-    of all its heads in a row, or each element of a head has its query, key and value in a row."""
+    """Raises FormatError for fused matrices whose rows are in the order of old programs.
+
+    0: all queries of a rank, its keys, its values
+    1: of each element of a head, query, key and value
+    2: of each head, all of its query, of its key, of its value
+    """
     file = rank.files.model
     version = file.value.get("checkpoint_version", 0)
     old = not isinstance(version, int | float) or version < 2
     name = next((name for chunk in rank.chunks for name in chunk if _FUSED.fullmatch(name)), None)
     if old and name is not None:
         raise FormatError(
-            f"{file.source.label}: its checkpoint_version is {version}, so the rows of {name!r} are in another order "
-            "than since 2.0: let Megatron-LM load it and save it again. If they are in the newer order, write "
-            "checkpoint_version 3.0 into the files"
+            f"{file.source.label}: its checkpoint_version is {version}, so the rows of "
+            f"{name!r} are in another order than since 2.0: let Megatron-LM load it and "
+            "save it again. If they are in the new order, set checkpoint_version to 3.0"
         )
-
-
-def _experts_tp(args: Mapping[str, Any], ranks: Sequence[RankModel], names: Iterable[str]) -> int:
-    """Return how many ranks share an expert. Raises FormatError if files cannot be told apart."""
-    tp = max(int(args.get("tensor_model_parallel_size") or 0), max(rank.files.tp for rank in ranks) + 1)
-    found, given = experts_tp(args, tp), args.get("expert_tensor_parallel_size")
-    if given not in (None, found) and any(map(is_expert, names)):
-        raise FormatError(
-            f"{ranks[0].files.model.source.label}: expert_tensor_parallel_size is {given}, and "
-            f"tensor_model_parallel_size is {tp}, which is no multiple: then the names of folders do not say which "
-            "shards of experts are in them. Let Megatron-core save the checkpoint as torch_dist"
-        )
-    return found
 
 
 @dataclass(frozen=True)
@@ -225,11 +216,10 @@ class _Joining:
     hints: Hints
 
     def __call__(self, name: str, by_tp: Mapping[int, StoredTensor], state: str = "") -> StoredTensor:
-        shards = [by_tp[tp] for tp in sorted(by_tp)]
-        if is_expert(name):
-            same = grouped((tp % self.experts_tp, by_tp[tp]) for tp in sorted(by_tp))
-            full = f"{name}.{state}" if state else name
-            shards = [first_copy(name, full, same[at], self.hints) for at in sorted(same)]
+        count = self.experts_tp if is_expert(name) else max(by_tp) + 1
+        same = grouped((tp % count, by_tp[tp]) for tp in sorted(by_tp))
+        full = f"{name}.{state}" if state else name
+        shards = [first_copy(name, full, same[at], self.hints) for at in sorted(same)]
         return join_by_name(name, shards, self.shapes, self.hints, state)
 
 

@@ -384,7 +384,7 @@ def tp_dim(name: str, hints: Hints, tp: int) -> int | None:
     Raises NormalizationError, asking for the hint "tp_dims", for a name that is not known here, if it matters, and
     FormatError for one that no such hint describes.
     """
-    for pattern, dim in _told(name, hints).items():
+    for pattern, dim in _hinted(name, hints).items():
         if dim is not None and (type(dim) is not int or dim < 0):
             raise NormalizationError(f"the hint 'tp_dims' must give dims >= 0 or None, got {dim!r} for {pattern!r}")
         return dim
@@ -405,10 +405,10 @@ def tp_dim(name: str, hints: Hints, tp: int) -> int | None:
     return found[0]
 
 
-def _told(name: str, hints: Hints) -> dict[str, Any]:
+def _hinted(name: str, hints: Hints) -> dict[str, Any]:
     """Return what the hint says of a name, by pattern."""
-    told = hints.mapping("tp_dims")
-    return {str(pattern): dim for pattern, dim in told.items() if fnmatch.fnmatchcase(name, str(pattern))}
+    given = hints.mapping("tp_dims")
+    return {str(pattern): dim for pattern, dim in given.items() if fnmatch.fnmatchcase(name, str(pattern))}
 
 
 def is_gated(name: str, shapes: Mapping[str, Shape]) -> bool:
@@ -461,12 +461,12 @@ def join_by_name(
 
 def first_copy(name: str, full: str, tensors: Sequence[StoredTensor], hints: Hints) -> StoredTensor:
     """The first of the copies of a parameter that tensor parallel ranks have, or of its state `full`. It is compared
-    with the others where it is read, unless a hint says what they are.
+    with the others where it is read, unless a hint says None.
 
     Raises CorruptCheckpointError if they have different shapes or dtypes.
     """
     _common_shape(full, tensors)
-    if len(tensors) == 1 or _told(name, hints):
+    if len(tensors) == 1 or None in [*_hinted(name, hints).values()][:1]:
         return tensors[0].renamed(full)
 
     def refuse(where: str) -> NoReturn:
@@ -474,7 +474,7 @@ def first_copy(name: str, full: str, tensors: Sequence[StoredTensor], hints: Hin
             "tp_dims",
             f"by its name and the program's arguments, tensor parallel ranks have copies of {full!r}, but {where} "
             "differ: it is sharded, or ranks have drifted apart. None takes the first rank's",
-            f"{{{name!r}: 0}}",
+            f"{{{name!r}: {None if is_expert(name) else 0}}}",
         )
 
     return copies(full, tensors, refuse)
