@@ -372,8 +372,9 @@ _CONVERTS = (
 )
 
 _REPLACES = (
-    "{} does not open: a conversion to it was stopped while it published, or is still running. To complete a stopped "
-    "one, run it again. What is wrong now: {}"
+    "{} does not open: a conversion to it was stopped while it "
+    "published, or is still running. To complete a stopped one, "
+    "run it again. What is wrong now: {}"
 )
 
 

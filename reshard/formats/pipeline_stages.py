@@ -166,8 +166,10 @@ def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
 
 def _refuse(fqn: str, what: str, where: str) -> NoReturn:
     raise NormalizationError(
-        f"several stages of {what} have a tensor {fqn!r} with different values, in {where}, and its name does not say "
-        "which layer it is of: give it a name of its own in each stage, or open each file by its path"
+        f"several stages of {what} have a tensor {fqn!r} with "
+        f"different values, in {where}, and its name does not say "
+        "which layer it is of: give it a name of its own in each "
+        "stage, or open each file by its path"
     )
 
 

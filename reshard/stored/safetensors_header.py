@@ -204,8 +204,10 @@ def _check_tiling(source: Source, found: list[tuple[str, HeaderEntry, int, int]]
 def encode_header(
     arrays: Iterable[tuple[str, str, Sequence[int]]], note: Mapping[str, str] | None = None, *, has_f4: bool = False
 ) -> bytes:
-    """The length and header of a file whose arrays (name, dtype, sizes) follow one another; `note` is metadata. With
-    `has_f4`, 4-bit floats have the library's code; our native files have them as bytes.
+    """The length and header of a file whose arrays (name, dtype, sizes) follow one another; `note` is metadata.
+
+    With `has_f4`, 4-bit floats have the library's code; our
+    native files have them as bytes.
 
     Raises FormatError if two arrays have one name.
     """

@@ -532,7 +532,10 @@ def read_place(place: Extent, dtype: str) -> torch.Tensor:
 
 
 def same_bytes(a: Extent, b: Extent, dtype: str) -> bool:
-    """Whether two places of one shape hold the same bytes. Of two whole records, the checksums are compared."""
+    """Whether two places of one shape hold the same bytes.
+
+    Of two whole records, the checksums are compared.
+    """
     sums = [_written(place) for place in (a, b)]
     if a.window.strides == b.window.strides and a.conjugate == b.conjugate and None not in sums:
         return sums[0] == sums[1]

@@ -113,8 +113,11 @@ class DeepSpeedWriter(ArchivesWriter):
         return {"param_groups": settings, "optimizer_state_dict": inner, "overflow": False, "ds_version": _VERSION}
 
     def finish(self, out: Publication) -> None:
-        """Give all files their names, write the small ones, then the one that names their folder. Where these take the
-        place of others, there are no model states until all of them are new: without, none of it is read."""
+        """Write the small files, give all files their names, then write the one that names their folder.
+
+        Where these take the place of others, there are no model
+        states until all are new: without, none of it is read.
+        """
         heads = self._head, f"{self.tag}/zero_pp_rank_0_mp_rank_00_model_states.pt"
         there = out.storage.list(f"{self.tag}/")
         if not there.keys().isdisjoint(out.done):

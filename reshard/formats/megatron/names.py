@@ -393,8 +393,10 @@ def tp_dim(name: str, hints: Hints, tp: int) -> int | None:
     found = [dim for rule, dim in _RULES if rule.fullmatch(name)]
     if not found and _SECTIONS.fullmatch(name):
         raise FormatError(
-            f"{name!r} is sharded over {tp} tensor parallel ranks section by section, and the files do not say where "
-            "sections end: let Megatron-core load this, and save it as torch_dist, with a fully_reshardable optimizer"
+            f"{name!r} is sharded over {tp} tensor parallel ranks "
+            "section by section, and the files do not say where these "
+            "end: let Megatron-core load this, and save it as "
+            "torch_dist with a fully_reshardable optimizer"
         )
     if not found:
         hints.missing(
@@ -434,8 +436,10 @@ def local_shape(shape: Shape, dim: int | None, tp: int, name: str) -> Shape:
 def join_by_name(
     name: str, shards: Sequence[StoredTensor], shapes: Mapping[str, Shape], hints: Hints, state: str = ""
 ) -> StoredTensor:
-    """The whole parameter, or a state of it, as its name says: gate and up halves are joined each by itself. `shapes`:
-    see `is_gated`.
+    """The whole parameter, or a state of it, as its name says.
+
+    Gate and up halves are joined each by itself.
+    `shapes`: see `is_gated`.
 
     Raises CorruptCheckpointError if the shards have different shapes or dtypes.
     """
@@ -460,8 +464,10 @@ def join_by_name(
 
 
 def first_copy(name: str, full: str, tensors: Sequence[StoredTensor], hints: Hints) -> StoredTensor:
-    """The first of the copies of a parameter that tensor parallel ranks have, or of its state `full`. It is compared
-    with the others where it is read, unless a hint says None.
+    """The first of the copies of a parameter, or of its state `full`.
+
+    It is compared with those of other tensor parallel ranks where
+    it is read, unless a hint says None.
 
     Raises CorruptCheckpointError if they have different shapes or dtypes.
     """
@@ -472,8 +478,9 @@ def first_copy(name: str, full: str, tensors: Sequence[StoredTensor], hints: Hin
     def refuse(where: str) -> NoReturn:
         hints.missing(
             "tp_dims",
-            f"by its name and the program's arguments, tensor parallel ranks have copies of {full!r}, but {where} "
-            "differ: it is sharded, or ranks have drifted apart. None takes the first rank's",
+            "by its name and the program's arguments, tensor parallel "
+            f"ranks have copies of {full!r}, but {where} differ: it is "
+            "sharded, or ranks have drifted apart. None takes the first",
             f"{{{name!r}: {None if is_expert(name) else 0}}}",
         )
 
