@@ -156,7 +156,9 @@ def convert(
         process_group: with torch.distributed initialized, the ranks that share the work. All need
             access to the output.
         alone: this process converts by itself, even in a running job.
-        overwrite: replace an existing checkpoint of the same format at `target` once the new one is complete.
+        overwrite: replace an existing checkpoint of the same format at `target` once all new files are written.
+            "native", "dcp", and "torch_save" switch at once. Other formats have fixed file names and replace
+            one file after another: if this is interrupted, neither checkpoint opens until you convert again.
             False: an existing one is an error. Files that torch.save did not write are never replaced.
         resume: continue an interrupted conversion with the same arguments.
         progress: show a progress bar if stderr is a terminal.

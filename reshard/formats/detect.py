@@ -371,6 +371,12 @@ _CONVERTS = (
     "run it again"
 )
 
+_REPLACES = (
+    "{} does not open: a conversion to it was stopped while it "
+    "published, or is still running. To complete a stopped one, "
+    "run it again. What is wrong now: {}"
+)
+
 
 def _nothing(storage: Storage, url: str) -> str:
     """Return what to say of a path without files."""
@@ -401,13 +407,23 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
     if not names:
         raise CheckpointNotFoundError(_nothing(storage, url))
     format = _pick(storage, names, url, preferred)
+    if format.name == "rank_files" and len(names) == 1 and _file_of(url):
+        from reshard.formats.rank_files import holds_parts
+
+        if not holds_parts(files[next(iter(names))]):  # a file that is only called so, such as lora_rank_8.pt
+            format = next(f for f in formats() if f.name == "torch_save")
     if preferred is not None and preferred.name == format.name:
         format = preferred
     # of a single file every record is compared, and there is none that it could be mixed up with
     files.checking.unchecked = (
         EVERY_BLOCK if len(names) == 1 and format.checksums == CRC_OF_RECORDS else format.checksums
     )
-    contents = format.open(files)
+    try:
+        contents = format.open(files)
+    except (CorruptCheckpointError, FormatError) as error:
+        if any(map(JOB_FOLDER.match, names)) and not isinstance(error, NewerVersionError):
+            raise CorruptCheckpointError(_REPLACES.format(url, str(error).removesuffix(f": {RESTORE}"))) from None
+        raise
     beside = [name for name in marks_in(names) if name not in (MANIFEST, HF_INDEX)]
     if format.name == "torch_save" and not _owned_by(beside) and (nested := _nested(storage, names)):
         raise FormatError(

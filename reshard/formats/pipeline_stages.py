@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import NoReturn
 
 from reshard.errors import CorruptCheckpointError, NormalizationError
 from reshard.formats.canonical import (
@@ -33,11 +35,12 @@ from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents, Facts, merge
 from reshard.stored.source import Files
 from reshard.stored.tensor import StoredTensor
+from reshard.stored.views import copies
 
 __all__ = ["FORMAT", "is_later_stage"]
 
 
-_FILE = re.compile(r".*(stage|pp|pp_?rank|pipe(line)?_?(rank)?)", re.IGNORECASE)
+_FILE = re.compile(r"(.*[\W\d_])?(stage|pp|pp_?rank|pipe(line)?_?(rank)?)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ def open(files: Files) -> Contents:
 #
 # stage 0: layers.0, layers.1          stage 1: layers.0, layers.1   ->   layers.2, layers.3
 #
-# What several stages have under one name, such as a shared buffer, is taken from the first. Stages are files of
+# What several stages have under one name, such as a shared buffer, must be the same in all. Stages are files of
 # their own, or have keys of their own in one checkpoint: {"stage_0": {"model": ...}, ...} or
 # {"model": {"stage_0": ...}, ...}.
 
@@ -136,11 +139,12 @@ def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     assert isinstance(facts, StageFacts)
     stages = [_read(number, one, hints) for number, one in facts.stages.items()]
     offsets = _offsets(stages, hints)
-    result = Canonical()
+    result, held = Canonical(), dict[str, list[StoredTensor]]()
     for stage in stages:
         for name, tensor in stage.model.items():
             fqn = _globally(name, stage.number, offsets)
-            known = result.model.setdefault(fqn, tensor)
+            held.setdefault(fqn, []).append(tensor)
+            known = held[fqn][0]
             if known is not tensor and (fqn != name or ("layer_offsets" in hints and _LAYER.fullmatch(name))):
                 raise NormalizationError(
                     f"two stages of {what} have {fqn!r}, "
@@ -149,12 +153,24 @@ def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
                 )
             if known is not tensor and (known.spec.shape, known.spec.dtype) != (tensor.spec.shape, tensor.spec.dtype):
                 raise CorruptCheckpointError(f"{fqn!r} is in several stages of {what}, with different shapes or dtypes")
+    for fqn, tensors in held.items():
+        shared = len(tensors) > 1
+        result.model[fqn] = copies(fqn, tensors, partial(_refuse, fqn, what)) if shared else tensors[0]
     for stage in stages:
         for saved in stage.optimizers:
             named = name_ids(saved, hints, stage.number, what)
             _take(result, stage, named, saved.by_id, offsets)
     check_names(result)
     return result
+
+
+def _refuse(fqn: str, what: str, where: str) -> NoReturn:
+    raise NormalizationError(
+        f"several stages of {what} have a tensor {fqn!r} with "
+        f"different values, in {where}, and its name does not say "
+        "which layer it is of: give it a name of its own in each "
+        "stage, or open each file by its path"
+    )
 
 
 def _read(number: int, contents: Contents, hints: Hints) -> _SavedStage:

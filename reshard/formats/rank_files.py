@@ -34,10 +34,10 @@ from reshard.state import KeyPath, key_of
 from reshard.storage.base import Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents, ContentsBuilder
-from reshard.stored.source import Files
+from reshard.stored.source import Files, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 
-__all__ = ["FORMAT", "Section", "open_sections", "sections_of", "with_others"]
+__all__ = ["FORMAT", "Section", "holds_parts", "open_sections", "sections_of", "with_others"]
 
 
 _VERL = re.compile(r"(?P<section>.+?)_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.(?:pt|pth|bin)")
@@ -141,6 +141,12 @@ def _check_ranks(files: Files, section: Section, ranks: Collection[int]) -> None
         file = re.sub(r"\d+(?=\.\w+$)", str(missing[0]), there)
         words = f"the file of rank {missing[0]} of {len(ranks)} is missing: {file}; there is {there}"
         files.checking.refuse(CorruptCheckpointError(f"{files.storage.url}: {words}"))
+
+
+def holds_parts(source: Source) -> bool:
+    """Return True if a file has parts of tensors that other ranks have the rest of."""
+    leaves = flat_leaves(read_torch_file(source)).leaves.values()
+    return any(is_dtensor(leaf) or is_sharded_tensor(leaf) for leaf in leaves)
 
 
 def _ranks_meant(files: Mapping[int, TorchFile]) -> list[int]:

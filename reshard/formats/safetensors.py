@@ -315,6 +315,8 @@ class SafetensorsWriter(FormatWriter):
         for spec in specs:
             if spec.dtype not in SAFETENSORS_CODES.values():
                 raise FormatError(f"safetensors cannot hold the dtype {spec.dtype!r}")
+            if spec.dtype == SAFETENSORS_CODES["F4"] and not spec.shape:
+                raise FormatError(f"{spec.fqn!r}: safetensors cannot hold {spec.dtype} without dims")
         groups = grouped(specs, target.max_shard_bytes)
         count = len(groups)
         self.files = tuple(
@@ -337,7 +339,8 @@ class SafetensorsWriter(FormatWriter):
         regions = [self.region(part) for part in file.parts]
         with storage.create(name) as raw, self.feed(regions) as feed:
             out = HashingWriter(raw)
-            out.write(encode_header(((part.spec.fqn, part.spec.dtype, part.spec.shape) for part in file.parts), tied))
+            rows = ((part.spec.fqn, part.spec.dtype, part.spec.shape) for part in file.parts)
+            out.write(encode_header(rows, tied, has_f4=True))
             for region in regions:
                 for piece in feed.take(region):
                     out.write(piece.data)

@@ -57,6 +57,10 @@ class RecordChecksums(Checksums):
                     self._records[start] = _RecordSum(stop, crc)
                     self._starts.insert(bisect_left(self._starts, start), start)
 
+    def written(self, start: int) -> int | None:
+        """Return what was written with the record that begins at `start`; None if nothing was."""
+        return self._records[start].crc() if start in self._records else None
+
     def _near(self, start: int, stop: int) -> list[int]:
         with self._lock:
             first = max(bisect_right(self._starts, start) - 1, 0)

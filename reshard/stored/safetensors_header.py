@@ -53,7 +53,8 @@ SAFETENSORS_CODES: dict[str, str] = {
 }
 """dtype names by the code that stands in a safetensors header."""
 
-_CODES = {name: code for code, name in SAFETENSORS_CODES.items() if name != "float4_e2m1fn_x2"}
+_F4 = SAFETENSORS_CODES["F4"]
+_CODES = {name: code for code, name in SAFETENSORS_CODES.items() if code != "F4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,18 +201,23 @@ def _check_tiling(source: Source, found: list[tuple[str, HeaderEntry, int, int]]
         )
 
 
-def encode_header(arrays: Iterable[tuple[str, str, Sequence[int]]], note: Mapping[str, str] | None = None) -> bytes:
+def encode_header(
+    arrays: Iterable[tuple[str, str, Sequence[int]]], note: Mapping[str, str] | None = None, *, has_f4: bool = False
+) -> bytes:
     """The length and header of a file whose arrays (name, dtype, sizes) follow one another; `note` is metadata.
+
+    With `has_f4`, 4-bit floats have the library's code; our
+    native files have them as bytes.
 
     Raises FormatError if two arrays have one name.
     """
-    rows = encode_rows(arrays, 0)
+    rows = encode_rows(arrays, 0, has_f4=has_f4)
     head, tail = framed(len(rows), note)
     return head + rows + tail
 
 
 @gc_paused()
-def encode_rows(arrays: Iterable[tuple[str, str, Sequence[int]]], start: int) -> bytes:
+def encode_rows(arrays: Iterable[tuple[str, str, Sequence[int]]], start: int, *, has_f4: bool = False) -> bytes:
     """The rows of a header for some arrays, the first of which begins at `start`, counted from the end of the header.
 
     Raises FormatError if two arrays have one name.
@@ -227,7 +233,9 @@ def encode_rows(arrays: Iterable[tuple[str, str, Sequence[int]]], start: int) ->
             raise FormatError(f"two arrays of one file would be called {key!r}: rename one of the tensors")
         stop = at + math.prod(sizes) * itemsize(dtype)
         code, shape = _CODES.get(dtype), list(sizes)
-        if code is None:  # safetensors has no code for it: bytes, in a last dim of their own
+        if has_f4 and dtype == _F4:
+            code, shape = "F4", [*shape[:-1], 2 * shape[-1]]
+        elif code is None:  # safetensors has no code for it: bytes, in a last dim of their own
             code, shape = "U8", [*shape, itemsize(dtype)]
         table[key] = {"dtype": code, "shape": shape, "data_offsets": [at, stop]}
         at = stop

@@ -20,11 +20,13 @@ from planners.geometry.layout import TensorLayout, TensorSpec, itemsize
 from planners.geometry.overlap import Sweep, tiling_fault
 from reshard.errors import CheckpointError, CorruptCheckpointError
 from reshard.live.dtypes import dtype_from_name, item_dtype
-from reshard.stored.source import Source
+from reshard.stored.record_checksums import RecordChecksums
+from reshard.stored.source import FileSource, Source
 
 __all__ = [
     "MAX_BUFFER_BYTES", "ByteRun", "Extent", "LazyChunks", "LazyTensor", "StoredChunk", "StoredTensor",
-    "check_cover", "copy_place", "copy_view", "empty", "read_box", "read_place", "read_value", "run_of", "whole",
+    "check_cover", "copy_place", "copy_view", "empty", "read_box", "read_place", "read_value", "run_of", "same_bytes",
+    "whole",
 ]  # fmt: skip
 
 
@@ -527,6 +529,25 @@ def read_place(place: Extent, dtype: str) -> torch.Tensor:
     tensor, out = empty(place.window.sizes, dtype)
     copy_place(place, out)
     return tensor
+
+
+def same_bytes(a: Extent, b: Extent, dtype: str) -> bool:
+    """Whether two places of one shape hold the same bytes.
+
+    Of two whole records, the checksums are compared.
+    """
+    sums = [_written(place) for place in (a, b)]
+    if a.window.strides == b.window.strides and a.conjugate == b.conjugate and None not in sums:
+        return sums[0] == sums[1]
+    x, y = (read_place(place, dtype).reshape(-1).view(torch.uint8) for place in (a, b))
+    return torch.equal(x, y)
+
+
+def _written(place: Extent) -> int | None:
+    """Return the CRC-32 that was written with all that is at a place; None if there is none."""
+    sums = place.source.checksums if isinstance(place.source, FileSource) else None
+    is_record = place.descriptor_at is not None
+    return sums.written(place.window.offset) if is_record and isinstance(sums, RecordChecksums) else None
 
 
 def copy_place(

@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
 
 from planners.geometry.box import Box, Shape
 from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import TensorSpec, flat_boxes
 from reshard.errors import CorruptCheckpointError
-from reshard.stored.tensor import StoredChunk, StoredTensor
+from reshard.stored.tensor import Extent, StoredChunk, StoredTensor, same_bytes
 
 __all__ = [
-    "Piece", "assemble", "concat", "cut", "flat_piece", "narrow", "select", "stack", "unflatten", "ungrid", "unstack",
+    "Piece", "assemble", "concat", "copies", "cut", "flat_piece", "narrow", "select", "stack", "unflatten", "ungrid",
+    "unstack",
 ]  # fmt: skip
 
 
@@ -120,6 +122,43 @@ def _with_leading_dim(tensor: StoredTensor) -> StoredTensor:
     spec = TensorSpec(tensor.fqn, (1, *tensor.spec.shape), tensor.spec.dtype)
     chunks = [c.derived(Box((0, *c.box.offsets), (1, *c.box.sizes)), change) for c in tensor.chunks]
     return StoredTensor(spec, tuple(chunks))
+
+
+class _ChunkCopies(StoredChunk):
+    """The first of chunks that should be the same: compared when it is located."""
+
+    __slots__ = ("_chunks", "_dtype", "_refuse")
+
+    def __init__(self, chunks: Sequence[StoredChunk], dtype: str, refuse: Callable[[str], NoReturn]) -> None:
+        self._chunks, self._dtype, self._refuse = chunks, dtype, refuse
+        super().__init__(chunks[0].box, self._compared, chunks[0].owner)
+
+    def _compared(self) -> Extent:
+        first, *others = (chunk.place for chunk in self._chunks)
+        for other in others:
+            if not same_bytes(first, other, self._dtype):
+                self._refuse(f"{first.source.label} and {other.source.label}")
+        return first
+
+    def derived(self, box: Box, change: Callable[[Window], Window]) -> StoredChunk:
+        chunks = [chunk.derived(box, change) for chunk in self._chunks]
+        return chunks[0] if self.is_located else _ChunkCopies(chunks, self._dtype, self._refuse)
+
+
+def copies(fqn: str, tensors: Sequence[StoredTensor], refuse: Callable[[str], NoReturn]) -> StoredTensor:
+    """The first of tensors of one shape and dtype that should be the same.
+
+    They are compared where it is read; `refuse` gets the files of two that differ.
+    """
+    rows = [[chunk] for chunk in tensors[0].chunks]
+    for tensor in tensors[1:]:
+        rows = [
+            [part.crop(common) for part in (*row, chunk)]
+            for row in rows
+            for chunk, common in tensor.meeting(row[0].box)
+        ]
+    spec = TensorSpec(fqn, tensors[0].spec.shape, tensors[0].spec.dtype)
+    return StoredTensor(spec, tuple(_ChunkCopies(row, spec.dtype, refuse) for row in rows))
 
 
 def unflatten(tensor: StoredTensor, shape: Sequence[int], fqn: str) -> StoredTensor:

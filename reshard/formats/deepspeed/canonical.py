@@ -39,7 +39,7 @@ from reshard.formats.deepspeed.zero import (
     read_rank,
     shifted,
 )
-from reshard.formats.megatron.names import is_gated, join_shards, tp_dim
+from reshard.formats.megatron.names import join_by_name
 from reshard.formats.torch_save.pickles import TensorRef
 from reshard.formats.torch_save.reader import TorchFile, saved_groups, stored_or_plain, stored_tensor, stored_values
 from reshard.stored.contents import Contents
@@ -91,9 +91,10 @@ def normalize_deepspeed(contents: Contents, hints: Hints, what: str) -> Canonica
     facts = contents.facts
     assert isinstance(facts, DeepSpeedFacts)
     files = facts.files
-    if lost := [problem for problem in facts.missing if "zero/" in problem]:
-        raise CorruptCheckpointError(lost[0])
     stages = _stages(files)
+    is_bare = any(map(_UNIVERSAL.fullmatch, files)) and not any(stage.models for stage in stages.values())
+    if lost := [problem for problem in facts.missing if is_bare or "zero/" in problem]:
+        raise CorruptCheckpointError(lost[0])
     parts = Parts()
     _add_universal(parts, files, stages, hints)
     if _is_tensor_parallel(files, stages):
@@ -451,14 +452,12 @@ def joined(ranks: Sequence[Parts], hints: Hints) -> Parts:
                 f"{len(first.model)} parameters, rank {rank} has {len(other.model)}"
             )
     for fqn in first.model:
-        dim = tp_dim(fqn, hints, len(ranks))
-        gated = dim is not None and is_gated(fqn, shapes)
-        out.model[fqn] = join_shards(fqn, [part.model[fqn] for part in ranks], dim, gated)
+        out.model[fqn] = join_by_name(fqn, [part.model[fqn] for part in ranks], shapes, hints)
         for name, value in first.state.get(fqn, {}).items():
             pieces = [part.state.get(fqn, {}).get(name) for part in ranks]
             states = out.state.setdefault(fqn, {})
             if isinstance(value, StoredTensor) and value.spec.shape == shapes[fqn] != ():
-                states[name] = join_shards(f"{fqn}.{name}", _all_stored(fqn, name, pieces), dim, gated)
+                states[name] = join_by_name(fqn, _all_stored(fqn, name, pieces), shapes, hints, name)
             else:
                 states[name] = value
     if first.by_id is not None:

@@ -142,7 +142,7 @@ def _lost_of_ranks(there: Collection[str], files: Iterable[TorchFile]) -> Iterat
     if stated.shards_models:
         kinds.setdefault("model", "zero_pp_rank_0_mp_rank_00_model_states.pt")
     ranks = range(max([stated.partitions, *(1 + int(match["rank"]) for match in matches)]))
-    for mp in range(max([stated.models, *(1 + n for n in models)], default=0)):
+    for mp in range(max([stated.models, is_universal, *(1 + n for n in models)])):
         wanted = {
             re.sub(r"pp_rank_\d+_mp_rank_\d+", f"pp_rank_{rank}_mp_rank_{mp:02}", name)
             for name in kinds.values()

@@ -71,8 +71,8 @@ class DeepSpeedWriter(ArchivesWriter):
         alone = [self.whole(name) for name in self.names]
         ours = [part for part in alone if "/" in part.spec.fqn]
         self.files = (
-            FilePlan(self._head, tuple(part for part in alone if "/" not in part.spec.fqn)),
             *(FilePlan(f"{self.tag}/zero/{part.spec.fqn}.pt", (part,)) for part in ours),
+            FilePlan(self._head, tuple(part for part in alone if "/" not in part.spec.fqn)),
         )
 
     def value(self, file: FilePlan, numbers: Mapping[str, int]) -> Any:
@@ -113,23 +113,29 @@ class DeepSpeedWriter(ArchivesWriter):
         return {"param_groups": settings, "optimizer_state_dict": inner, "overflow": False, "ds_version": _VERSION}
 
     def finish(self, out: Publication) -> None:
-        """Give all files their names, write the small ones, then the one that names their folder."""
-        if (
-            not out.storage.list(f"{self.tag}/").keys().isdisjoint(out.done)
-        ):  # old and new files in one folder are neither
-            out.retract(_LATEST)
-        out.name_files()
+        """Write the small files, give all files their names, then write the one that names their folder.
+
+        Where these take the place of others, there are no model
+        states until all are new: without, none of it is read.
+        """
+        heads = self._head, f"{self.tag}/zero_pp_rank_0_mp_rank_00_model_states.pt"
+        there = out.storage.list(f"{self.tag}/")
+        if not there.keys().isdisjoint(out.done):
+            for name in (_LATEST, *heads):
+                out.retract(name)
         small: dict[str, Any] = {f"{self.tag}/zero/optimizer_state.pt": self._optimizer_state()}
-        small[f"{self.tag}/zero_pp_rank_0_mp_rank_00_model_states.pt"] = self._model_states({})
         for fqn, step in self.facts.steps.items():
             if step is not None:
                 small[f"{self.tag}/zero/{fqn}/step.pt"] = torch.tensor(step, device="cpu")
+        for name in there:  # of what was there before
+            if is_state(name, f"{self.tag}/") and name not in out.done and name not in small:
+                out.check()
+                out.storage.delete(name)
         for name, value in small.items():
             out.publish(name, object_to_bytes(value))
+        out.name_files()
+        out.publish(heads[1], object_to_bytes(self._model_states({})))
         out.publish(_LATEST, self.tag.encode())
-        for name in out.storage.list(f"{self.tag}/"):  # of what was there before
-            if is_state(name, f"{self.tag}/") and name not in out.done and name not in small:
-                out.storage.delete(name)
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
         """The files that name a folder.

@@ -232,6 +232,8 @@ class LegacyFacts(Facts):
     """The files of all ranks, in the order of their place in the grid."""
 
     ranks: list[RankFiles]
+    experts_tp: int
+    """How many tensor parallel ranks share an expert."""
 
 
 def detect_legacy(storage: Storage, names: Mapping[str, int]) -> bool:
@@ -259,9 +261,9 @@ def open_legacy(files: Files) -> Contents:
         path = file.removeprefix(folder).partition("/")[0]
         opened[(path,) if kind == "model" else (path, match["file"])] = read
     grid = [_place(at, of, storage.url) for at, of in sorted(ranks.items())]
-    _check_grid(grid, files)
+    facts = LegacyFacts(grid, _check_grid(grid, files))
     _check_optimizers(grid, files)
-    return contents_of("megatron_legacy", opened, LegacyFacts(grid))
+    return contents_of("megatron_legacy", opened, facts)
 
 
 def _place(at: tuple[int, ...], of: Mapping[str, TorchFile], url: str) -> RankFiles:
@@ -290,6 +292,23 @@ def arguments(file: TorchFile) -> dict[str, Any]:
     return args if isinstance(args, dict) else {}
 
 
+def _experts_tp(ranks: list[RankFiles], tp: int) -> int:
+    """Return how many ranks share an expert: rank `t` of `tp` has its shard `t` modulo that.
+
+    Raises FormatError if the names of folders do not show who does.
+    """
+    given = arguments(ranks[0].model).get("expert_tensor_parallel_size")
+    if not given or not any(_has_experts(rank.model.value) for rank in ranks):
+        return tp
+    if tp % given:
+        raise FormatError(
+            f"{ranks[0].model.source.label}: expert_tensor_parallel_size, {given}, does not divide "
+            f"tensor_model_parallel_size, {tp}, so folders called by these do not show "
+            "which shards of experts they hold: let Megatron-core save it as torch_dist"
+        )
+    return int(given)
+
+
 def _check_optimizers(ranks: list[RankFiles], files: Files) -> None:
     """Raises CorruptCheckpointError if some ranks have files of the distributed optimizer, and others lack theirs.
 
@@ -310,18 +329,28 @@ def _has_experts(value: Any) -> bool:
     return any(".experts." in str(name) for model in models for name in model)
 
 
-def _check_grid(ranks: list[RankFiles], files: Files) -> None:
-    """Raises CorruptCheckpointError unless the ranks fill their grid."""
+def _check_grid(ranks: list[RankFiles], files: Files) -> int:
+    """Return how many ranks share an expert.
+
+    Raises CorruptCheckpointError unless the ranks fill their grid.
+    """
     args = arguments(ranks[0].model)
-    sizes = (
-        max(int(args.get("tensor_model_parallel_size") or 0), max(r.tp for r in ranks) + 1),
-        max(int(args.get("pipeline_model_parallel_size") or 0), max(r.pp for r in ranks) + 1),
-        max(r.ep for r in ranks) + 1,
+    tp_size, pp_size = (
+        max(int(args.get(name) or 0), max(held) + 1)
+        for name, held in (
+            ("tensor_model_parallel_size", [r.tp for r in ranks]),
+            ("pipeline_model_parallel_size", [r.pp for r in ranks]),
+        )
     )
-    held = {(r.tp, r.pp, r.ep) for r in ranks}
-    for tp, pp, ep in product(*map(range, sizes)):
-        if (tp, pp, ep) not in held:
-            place = f"tensor parallel rank {tp}, pipeline stage {pp}, expert rank {ep}"
-            there = ", ".join(r.folder for r in ranks[:6])
-            words = f"{files.storage.url}: the folder of {place} is missing; there are {there}"
-            files.checking.refuse(CorruptCheckpointError(words))
+    etp_size = _experts_tp(ranks, tp_size)
+    held = {(r.tp, r.pp, "any") for r in ranks}
+    wanted = {*product(range(tp_size), range(pp_size), ["any"])}
+    held |= {(r.tp % etp_size, r.pp, str(r.ep)) for r in ranks}
+    eps = map(str, range(max(r.ep for r in ranks) + 1))
+    wanted |= {*product(range(etp_size), range(pp_size), eps)}
+    for tp, pp, ep in sorted(wanted - held):
+        place = f"tensor parallel rank {tp}, pipeline stage {pp}, expert rank {ep}"
+        there = ", ".join(r.folder for r in ranks[:6])
+        words = f"{files.storage.url}: the folder of {place} is missing; there are {there}"
+        files.checking.refuse(CorruptCheckpointError(words))
+    return etp_size

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from planners.geometry.arrays import grouped
 from planners.geometry.box import Shape
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
 from reshard.formats.canonical import Canonical, Hints, Value, elementwise, find_scope, settings_of
@@ -21,6 +22,7 @@ from reshard.formats.megatron.names import (
     EXPERT,
     LAYER,
     canonical_key,
+    first_copy,
     is_buffer,
     is_expert,
     is_vocabulary,
@@ -39,6 +41,7 @@ __all__ = ["normalize_megatron_legacy"]
 
 
 _CHUNK = re.compile(r"model(\d*)")
+_FUSED = re.compile(r"(.*\.)?(query_key_value|key_value)\.(weight|bias)")
 
 
 def normalize_megatron_legacy(contents: Contents, hints: Hints, what: str) -> Canonical:
@@ -46,7 +49,7 @@ def normalize_megatron_legacy(contents: Contents, hints: Hints, what: str) -> Ca
 
     Raises:
         CorruptCheckpointError: shards do not fit together.
-        FormatError: experts that are one matrix, spread over ranks.
+        FormatError: experts that are one matrix, spread over ranks, or rows in the order of old programs.
         NormalizationError: a parameter of an unknown name, or ids that cannot be named; the hint is named.
     """
     facts = contents.facts
@@ -59,6 +62,7 @@ def normalize_megatron_legacy(contents: Contents, hints: Hints, what: str) -> Ca
     states: dict[str, dict[int, dict[str, Value]]] = {}
     groups: list[dict[str, Any]] = []
     for rank in ranks:
+        _check_rows(rank)
         for chunk, tensors in enumerate(rank.chunks):
             for name, tensor in tensors.items():
                 fqn = naming(rank, chunk, name)
@@ -79,10 +83,10 @@ def normalize_megatron_legacy(contents: Contents, hints: Hints, what: str) -> Ca
         states.pop("output_layer.weight", None)
         for group in groups:
             group["params"] = [p for p in group["params"] if p != "output_layer.weight"]
-    model, shapes = {}, {name: by_tp[min(by_tp)].spec.shape for name, by_tp in parts.items()}
-    for name, by_tp in parts.items():
-        model[name] = _join(name, by_tp, shapes, hints)
-    state = {name: _join_states(name, by_tp, shapes, hints) for name, by_tp in states.items()}
+    shapes = {name: by_tp[min(by_tp)].spec.shape for name, by_tp in parts.items()}
+    join = _Joining(facts.experts_tp, shapes, hints)
+    model = {name: join(name, by_tp) for name, by_tp in parts.items()}
+    state = {name: _join_states(name, by_tp, join) for name, by_tp in states.items()}
     return finish(model, state, groups, args, hints)
 
 
@@ -183,24 +187,54 @@ def _take(
         same["params"] += [fqn for chunk, name in members if (fqn := naming(rank, chunk, name)) not in known]
 
 
-def _join(name: str, by_tp: Mapping[int, StoredTensor], shapes: Mapping[str, Shape], hints: Hints) -> StoredTensor:
-    return join_by_name(name, [by_tp[tp] for tp in sorted(by_tp)], shapes, hints)
+def _check_rows(rank: RankModel) -> None:
+    """Raises FormatError for fused matrices whose rows are in the order of old programs.
+
+    0: all queries of a rank, its keys, its values
+    1: of each element of a head, query, key and value
+    2: of each head, all of its query, of its key, of its value
+    """
+    file = rank.files.model
+    version = file.value.get("checkpoint_version", 0)
+    old = not isinstance(version, int | float) or version < 2
+    name = next((name for chunk in rank.chunks for name in chunk if _FUSED.fullmatch(name)), None)
+    if old and name is not None:
+        raise FormatError(
+            f"{file.source.label}: its checkpoint_version is {version}, so the rows of "
+            f"{name!r} are in another order than since 2.0: let Megatron-LM load it and "
+            "save it again. If they are in the new order, set checkpoint_version to 3.0"
+        )
 
 
-def _join_states(
-    name: str, by_tp: Mapping[int, Mapping[str, Value]], shapes: Mapping[str, Shape], hints: Hints
-) -> dict[str, Value]:
+@dataclass(frozen=True)
+class _Joining:
+    """Joins what tensor parallel ranks have of a parameter, or of a state of it."""
+
+    experts_tp: int
+    shapes: Mapping[str, Shape]
+    """Of the shards."""
+    hints: Hints
+
+    def __call__(self, name: str, by_tp: Mapping[int, StoredTensor], state: str = "") -> StoredTensor:
+        count = self.experts_tp if is_expert(name) else max(by_tp) + 1
+        same = grouped((tp % count, by_tp[tp]) for tp in sorted(by_tp))
+        full = f"{name}.{state}" if state else name
+        shards = [first_copy(name, full, same[at], self.hints) for at in sorted(same)]
+        return join_by_name(name, shards, self.shapes, self.hints, state)
+
+
+def _join_states(name: str, by_tp: Mapping[int, Mapping[str, Value]], join: _Joining) -> dict[str, Value]:
     first = by_tp[min(by_tp)]
     out: dict[str, Value] = {}
     for key, value in first.items():
-        shaped = isinstance(value, StoredTensor) and (elementwise(key) or value.spec.shape == shapes.get(name))
+        shaped = isinstance(value, StoredTensor) and (elementwise(key) or value.spec.shape == join.shapes.get(name))
         if not shaped or (isinstance(value, StoredTensor) and not value.spec.shape):
             out[key] = value
             continue
         shards = {tp: values[key] for tp, values in by_tp.items() if key in values}
         if len(shards) < len(by_tp):
             raise CorruptCheckpointError(f"the state {key!r} of {name!r} is missing on some tensor parallel ranks")
-        out[key] = _join(name, shards, shapes, hints)
+        out[key] = join(name, shards, key)
     return out
 
 

@@ -6,18 +6,18 @@ import fnmatch
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from planners.geometry.box import Box, Shape
-from reshard.errors import CorruptCheckpointError, NormalizationError
+from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
 from reshard.formats.canonical import Hints, find_scope
 from reshard.stored.tensor import StoredTensor
-from reshard.stored.views import assemble, concat, narrow, unstack
+from reshard.stored.views import assemble, concat, copies, narrow, unstack
 
 __all__ = [
-    "EXPERT", "LAYER", "Grid", "canonical_key", "chunk_names", "cut_vocabulary", "expand", "is_buffer", "is_expert",
-    "is_gated", "join_by_name", "join_halves", "join_shards", "local_shape", "orders", "skipped", "tp_dim",
-    "vocab_size", "whole_key",
+    "EXPERT", "LAYER", "Grid", "canonical_key", "chunk_names", "cut_vocabulary", "expand", "first_copy", "is_buffer",
+    "is_expert", "is_gated", "join_by_name", "join_halves", "local_shape", "orders", "skipped", "tp_dim", "vocab_size",
+    "whole_key",
 ]  # fmt: skip
 
 
@@ -353,12 +353,14 @@ def _rank(name: str, fused: bool, by_expert: bool, copy_last: bool) -> tuple[int
 _RULES: tuple[tuple[re.Pattern[str], int | None], ...] = tuple(
     (re.compile(pattern), dim)
     for pattern, dim in (
+        (r".*mixer\.norm\.weight", 0),
         (r".*layer_?norm.*|.*\b[eh]?norm(\d|\b).*|.*_norm\..*", None),
         (r".*router\..*|.*gate_weight|.*position_embeddings.*|.*tokentype_embeddings.*|.*rotary.*|.*inv_freq", None),
         (r".*word_embeddings\.weight|.*output_layer\.(weight|bias)", 0),
         (r".*(linear_qkv|query_key_value|linear_q|linear_kv|linear_q_proj)\.(weight|bias)", 0),
         (r".*(linear_q_up_proj|linear_kv_up_proj|query|key_value)\.(weight|bias)", 0),
         (r".*(linear_q_down_proj|linear_kv_down_proj|linear_kv_a_proj.*)\.(weight|bias)", None),
+        (r".*pooler.*|.*binary_head.*|.*lm_head\.dense.*", None),
         (r".*(linear_fc1|dense_h_to_4h)\.(weight|bias)\d*", 0),
         (r".*(linear_fc2|dense_4h_to_h|linear_proj|dense)\.weight\d*", 1),
         (r".*(linear_fc2|dense_4h_to_h|linear_proj|dense)\.bias\d*", None),
@@ -368,9 +370,10 @@ _RULES: tuple[tuple[re.Pattern[str], int | None], ...] = tuple(
         (r".*\.[qkv]_proj\.(weight|bias)|.*\.(gate|up)_proj\.(weight|bias)", 0),
         (r".*\.(o|down)_proj\.weight", 1),
         (r".*\.(o|down)_proj\.bias", None),
-        (r".*pooler.*|.*binary_head.*|.*lm_head\.dense.*", None),
     )
 )
+_SECTIONS = re.compile(r".*\b(in_proj|conv1d)[._](weight|bias)")
+"""What state space models and linear attention shard section by section."""
 _FC1 = re.compile(r"(.*)(linear_fc1|dense_h_to_4h)\.(weight|bias)(\d*)")
 _FC2 = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
 
@@ -378,16 +381,23 @@ _FC2 = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
 def tp_dim(name: str, hints: Hints, tp: int) -> int | None:
     """The dim of a parameter that is sharded; None if every rank has all of it.
 
-    Raises NormalizationError, asking for the hint "tp_dims", for a name that is not known here, if it matters.
+    Raises NormalizationError, asking for the hint "tp_dims", for a name that is not known here, if it matters, and
+    FormatError for one that no such hint describes.
     """
-    for pattern, dim in hints.mapping("tp_dims").items():
-        if fnmatch.fnmatchcase(name, str(pattern)):
-            if dim is not None and (type(dim) is not int or dim < 0):
-                raise NormalizationError(f"the hint 'tp_dims' must give dims >= 0 or None, got {dim!r} for {pattern!r}")
-            return dim
+    for pattern, dim in _hinted(name, hints).items():
+        if dim is not None and (type(dim) is not int or dim < 0):
+            raise NormalizationError(f"the hint 'tp_dims' must give dims >= 0 or None, got {dim!r} for {pattern!r}")
+        return dim
     if tp == 1:
         return None
     found = [dim for rule, dim in _RULES if rule.fullmatch(name)]
+    if not found and _SECTIONS.fullmatch(name):
+        raise FormatError(
+            f"{name!r} is sharded over {tp} tensor parallel ranks "
+            "section by section, and the files do not say where these "
+            "end: let Megatron-core load this, and save it as "
+            "torch_dist with a fully_reshardable optimizer"
+        )
     if not found:
         hints.missing(
             "tp_dims",
@@ -395,6 +405,12 @@ def tp_dim(name: str, hints: Hints, tp: int) -> int | None:
             f"{{{name!r}: 0}}",
         )
     return found[0]
+
+
+def _hinted(name: str, hints: Hints) -> dict[str, Any]:
+    """Return what the hint says of a name, by pattern."""
+    given = hints.mapping("tp_dims")
+    return {str(pattern): dim for pattern, dim in given.items() if fnmatch.fnmatchcase(name, str(pattern))}
 
 
 def is_gated(name: str, shapes: Mapping[str, Shape]) -> bool:
@@ -420,30 +436,22 @@ def local_shape(shape: Shape, dim: int | None, tp: int, name: str) -> Shape:
 def join_by_name(
     name: str, shards: Sequence[StoredTensor], shapes: Mapping[str, Shape], hints: Hints, state: str = ""
 ) -> StoredTensor:
-    """`join_shards` of a parameter, or of a state of it, as its name says. `shapes`: see `is_gated`."""
-    dim = tp_dim(name, hints, len(shards))
-    return join_shards(f"{name}.{state}" if state else name, shards, dim, is_gated(name, shapes))
+    """The whole parameter, or a state of it, as its name says.
 
+    Gate and up halves are joined each by itself.
+    `shapes`: see `is_gated`.
 
-def join_shards(name: str, shards: Sequence[StoredTensor], dim: int | None, gated: bool) -> StoredTensor:
-    """The whole parameter. Of replicas the first is taken; gate and up halves are joined each by itself.
-
-    Raises CorruptCheckpointError if the shards have different shapes.
+    Raises CorruptCheckpointError if the shards have different shapes or dtypes.
     """
-    shapes = {shard.spec.shape for shard in shards}
-    if len(shapes) > 1:
-        texts = ", ".join(str(list(shard.spec.shape)) for shard in shards)
-        raise CorruptCheckpointError(
-            f"{name!r}: the shards of the tensor parallel ranks have different shapes: {texts}"
-        )
-    shape = shapes.pop()
+    dim, full = tp_dim(name, hints, len(shards)), f"{name}.{state}" if state else name
     if dim is None or len(shards) == 1:
-        return shards[0].renamed(name)
+        return first_copy(name, full, shards, hints)
+    shape = _common_shape(full, shards)
     if dim >= len(shape):
-        raise CorruptCheckpointError(f"{name!r}: shards of shape {list(shape)} cannot be joined along dim {dim}")
-    halves = 2 if gated else 1
+        raise CorruptCheckpointError(f"{full!r}: shards of shape {list(shape)} cannot be joined along dim {dim}")
+    halves = 2 if is_gated(name, shapes) else 1
     if shape[dim] % halves:
-        raise CorruptCheckpointError(f"{name!r}: {shape[dim]} rows of a shard are no gate and up half")
+        raise CorruptCheckpointError(f"{full!r}: {shape[dim]} rows of a shard are no gate and up half")
     rows = shape[dim] // halves
     pieces = []
     for half in range(halves):
@@ -452,4 +460,37 @@ def join_shards(name: str, shards: Sequence[StoredTensor], dim: int | None, gate
             region = Box.full(shape).cut(dim, at, at + rows)
             pieces.append((region, narrow(shard, dim, half * rows, (half + 1) * rows)))
     whole = (*shape[:dim], shape[dim] * len(shards), *shape[dim + 1 :])
-    return assemble(name, whole, pieces)
+    return assemble(full, whole, pieces)
+
+
+def first_copy(name: str, full: str, tensors: Sequence[StoredTensor], hints: Hints) -> StoredTensor:
+    """The first of the copies of a parameter, or of its state `full`.
+
+    It is compared with those of other tensor parallel ranks where
+    it is read, unless a hint says None.
+
+    Raises CorruptCheckpointError if they have different shapes or dtypes.
+    """
+    _common_shape(full, tensors)
+    if len(tensors) == 1 or None in [*_hinted(name, hints).values()][:1]:
+        return tensors[0].renamed(full)
+
+    def refuse(where: str) -> NoReturn:
+        hints.missing(
+            "tp_dims",
+            "by its name and the program's arguments, tensor parallel "
+            f"ranks have copies of {full!r}, but {where} differ: it is "
+            "sharded, or ranks have drifted apart. None takes the first",
+            f"{{{name!r}: {None if is_expert(name) else 0}}}",
+        )
+
+    return copies(full, tensors, refuse)
+
+
+def _common_shape(name: str, shards: Sequence[StoredTensor]) -> Shape:
+    if len({(shard.spec.shape, shard.spec.dtype) for shard in shards}) > 1:
+        texts = ", ".join(f"{list(shard.spec.shape)} {shard.spec.dtype}" for shard in shards)
+        raise CorruptCheckpointError(
+            f"{name!r}: the shards of the tensor parallel ranks have different shapes or dtypes: {texts}"
+        )
+    return shards[0].spec.shape

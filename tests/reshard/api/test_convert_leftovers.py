@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import reshard
 from reshard.api import convert
 from reshard.api.convert_job import FileTasks, Journal
 from reshard.api.tasks import run_tasks
-from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError, DeadlineError, StorageError
+from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, DeadlineError, StorageError
 from reshard.storage.local import LocalStorage
 from tests import gloo
 from tests.faulty import Crash, SystemCalls
@@ -290,3 +291,57 @@ def test_a_refused_conversion_leaves_no_folder_that_it_made(
         reshard.convert(source, target, format=format)
 
     assert folder.exists() == is_there
+
+
+def trained(value: float, names: list[str]) -> dict[str, Any]:
+    model = {name: torch.full((8, 4), value) for name in names}
+    state = {name: {"exp_avg": t, "exp_avg_sq": t, "step": torch.tensor(3.0)} for name, t in model.items()}
+    return {"model": model, "optim": {"state": state, "param_groups": [{"lr": 0.1, "params": names}]}}
+
+
+def crashes_in_publication(at: int, monkeypatch: pytest.MonkeyPatch, *args: Any, **options: Any) -> bool:
+    """Convert; return whether there was a change of files number `at` since all files were written, which crashed."""
+    real = convert.Publication
+    with ExitStack() as stack, monkeypatch.context() as patch:
+
+        def start(*fields: Any) -> Any:
+            stack.enter_context(SystemCalls().crashing(at))
+            return real(*fields)
+
+        patch.setattr(convert, "Publication", start)
+        try:
+            reshard.convert(*args, overwrite=True, **options)
+        except Crash:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("format", ["safetensors", "megatron", "torch_checkpointing", "deepspeed", "dcp", "native"])
+def test_a_replacement_that_was_stopped_is_told_and_completed(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of fixed names are replaced one by one: until all are, neither the old nor the new checkpoint opens."""
+    options: dict[str, Any] = {"max_shard_bytes": 140, "model_only": True} if format == "safetensors" else {}
+    names = ["embedding.word_embeddings.weight", "b.weight"]
+    reshard.save(trained(1.0, [*names, "c.weight"]), tmp_path / "old")
+    reshard.save(trained(2.0, names), tmp_path / "new")
+    reshard.convert(tmp_path / "old", tmp_path / "first", format=format, **options)
+    told = []
+    for at in range(1, 200, 3 if format == "deepspeed" else 1):  # it has many small files
+        target = tmp_path / f"c{at}"
+        shutil.copytree(tmp_path / "first", target)
+        if not crashes_in_publication(at, monkeypatch, tmp_path / "new", target, format=format, **options):
+            break
+        try:
+            model = reshard.open(target).normalized()["model"]
+            values = {float(value) for tensor in model.values() for value in tensor[...].reshape(-1)}
+            assert (len(model), values) in ((3, {1.0}), (2, {2.0}))
+        except CheckpointError as error:
+            told.append(str(error))
+        reshard.convert(tmp_path / "new", target, format=format, overwrite=True, **options)
+        model = reshard.open(target).normalized()["model"]
+        assert set(model) == set(names)
+        assert all(torch.equal(tensor[...], torch.full((8, 4), 2.0)) for tensor in model.values())
+        assert not list(target.glob("convert-*"))
+    assert bool(told) == (format not in ("dcp", "native"))
+    assert all("run it again" in text and "restore it" not in text for text in told)

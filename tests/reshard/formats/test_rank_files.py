@@ -248,3 +248,18 @@ def test_two_parts_with_one_key(tmp_path: Path) -> None:
     torch.save({"epoch": 4}, tmp_path / "meta.pt")
     with pytest.raises(FormatError, match="parts of the checkpoint: two values have the key 'epoch'"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["lora_rank_8.pt", "checkpoint_rank0.pt"])
+def test_a_file_that_is_only_called_as_a_rank_s_opens_by_its_path(tmp_path: Path, name: str) -> None:
+    """A rank may be that of an adapter: what has no parts of tensors is a file of its own, with its own keys."""
+    torch.save({"model": {"w": A}}, tmp_path / name)
+    checkpoint = open_checkpoint(tmp_path / name)
+    assert checkpoint.format == "torch_save"
+    check_all(checkpoint, {"model.w": A})
+
+
+def test_a_part_that_is_opened_by_its_path_still_needs_the_others(tmp_path: Path) -> None:
+    model_files(tmp_path)
+    with pytest.raises(CorruptCheckpointError, match=r"rank 0 of 4 is missing: model_world_size_4_rank_0\.pt"):
+        open_checkpoint(tmp_path / "model_world_size_4_rank_2.pt")

@@ -398,3 +398,31 @@ def test_files_of_any_name_that_were_the_checkpoint_are_replaced(damaged: bool, 
 
     assert [file.name for file in folder.iterdir()] == ["model.safetensors"]
     check_all(open_checkpoint(folder), {"a": A, "b": B})
+
+
+@requires(hasattr(torch, "float4_e2m1fn_x2"), "has no float4")
+def test_pairs_of_4_bit_floats_are_written_as_the_library_writes_them(tmp_path: Path) -> None:
+    """The header counts values, torch counts pairs of them; files of ours hold bytes."""
+    saved = {"w": torch.randint(0, 256, (6, 4), dtype=torch.uint8).view(dtype_from_name("float4_e2m1fn_x2"))}
+    reshard.save(saved, tmp_path / "native")
+    reshard.convert(tmp_path / "native", tmp_path / "new", format="safetensors")
+
+    written = header_of(tmp_path / "new" / "model.safetensors")["w"]
+    assert written == {"dtype": "F4", "shape": [6, 8], "data_offsets": [0, 24]}
+    target = {"w": torch.zeros(6, 4, dtype=torch.uint8).view(saved["w"].dtype)}
+    reshard.load(target, tmp_path / "new")
+    assert torch.equal(target["w"].view(torch.uint8), saved["w"].view(torch.uint8))
+    (native,) = (tmp_path / "native").glob("data-*/*.safetensors")
+    assert [(row["dtype"], row["shape"]) for name, row in header_of(native).items() if name != "__metadata__"] == [
+        ("U8", [6, 4, 1])
+    ]
+
+    reshard.save({"w": saved["w"][0, 0]}, tmp_path / "scalar")
+    with pytest.raises(FormatError, match=r"'w': safetensors cannot hold float4_e2m1fn_x2 without dims"):
+        reshard.convert(tmp_path / "scalar", tmp_path / "none", format="safetensors")
+
+
+def header_of(file: Path) -> dict[str, Any]:
+    data = file.read_bytes()
+    found: dict[str, Any] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return found

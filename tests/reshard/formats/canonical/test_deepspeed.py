@@ -238,6 +238,17 @@ def test_tensor_parallel_ranks_are_joined(tmp_path: Path) -> None:
         checkpoint.open(tmp_path).normalized(hints={"tp_dims": {"*": None}})
 
 
+def test_copies_on_tensor_parallel_ranks_are_compared(tmp_path: Path) -> None:
+    """A norm is the same on all ranks by its name; where it is not, the rest of it must not be lost."""
+    for rank in range(2):
+        module = {"norm.weight": torch.full((4,), float(rank)), "final_norm.weight": torch.ones(4)}
+        torch.save({"module": module}, tmp_path / f"mp_rank_{rank:02d}_model_states.pt")
+    model = checkpoint.open(tmp_path).normalized()["model"]
+    assert torch.equal(model["final_norm.weight"][...], torch.ones(4))
+    with pytest.raises(NormalizationError, match=r"copies of 'norm.weight'.*mp_rank_00.*mp_rank_01.*differ.*tp_dims"):
+        model["norm.weight"][...]
+
+
 def test_tensor_parallel_pipelines_are_refused(tmp_path: Path) -> None:
     for rank in range(2):
         torch.save(model_file(make(0), torch.float32), tmp_path / f"mp_rank_{rank:02d}_model_states.pt")

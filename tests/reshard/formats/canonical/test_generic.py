@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import reshard
 from reshard import checkpoint
-from reshard.errors import CorruptCheckpointError, NormalizationError
+from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
 from reshard.formats.canonical import HINTS
 from tests.torch_releases import save_alone
 
@@ -291,6 +291,31 @@ def test_stages_with_keys_of_their_own(tmp_path: Path, nest: str, local: bool) -
         assert all(found["model"][name][...].equal(W + i) for i, name in enumerate(names))
         assert all(found["optim"]["state"][name]["exp_avg"][1:].equal((W + i)[1:] * 2) for i, name in enumerate(names))
         assert [group["params"] for group in found["optim"]["param_groups"]] == [names]
+
+
+@pytest.mark.parametrize("kind", ["files", "keys"])
+def test_what_stages_have_under_one_name_is_compared(tmp_path: Path, kind: str) -> None:
+    """That of every stage but the first was dropped in silence."""
+    stages = {
+        f"stage_{n}": {"model": {f"blocks.{n}.w": W, "norm.weight": W + n, "freqs": B.clone(), "scale": W[0, 0]}}
+        for n in range(2)
+    }
+    for name, state in stages.items() if kind == "files" else ():
+        torch.save(state, tmp_path / f"{name}.pt")
+    found = checkpoint.open(tmp_path).normalized() if kind == "files" else normalized(tmp_path, stages)
+    assert found["model"]["freqs"][...].equal(B)
+    assert found["model"]["scale"][...].equal(W[0, 0])
+    words = r"'norm.weight' with different values, in .*stage_0.pt and .*stage_1.pt" if kind == "files" else "'norm.we"
+    with pytest.raises(NormalizationError, match=words):
+        found["model"]["norm.weight"][1:]
+
+
+def test_names_that_end_like_stages(tmp_path: Path) -> None:
+    """The files of two apps are no stages; nothing says that they belong together."""
+    for n in range(2):
+        torch.save({"w": W}, tmp_path / f"app_{n}.pt")
+    with pytest.raises(FormatError, match="no index that lists them"):
+        checkpoint.open(tmp_path)
 
 
 def test_stages_that_cannot_be_put_together(tmp_path: Path) -> None:
