@@ -30,7 +30,6 @@ import reshard
 from planners.errors import PlanError
 from planners.geometry.topologies import Topology, fsdp
 from reshard.errors import (
-    CheckpointError,
     FormatError,
     KeyMismatchError,
     LayoutError,
@@ -711,7 +710,7 @@ def test_a_topology_in_words_is_what_it_is_in_python(saved: Path, tmp_path: Path
         ({"format": "safetensors", "onto": Topology.parse("dp=2", {"*": "R"})}, LayoutError, "not sharded by rank"),
         ({"select": "nothing.*"}, KeyMismatchError, "matches 'nothing"),
         ({"mapping": {"a": "b"}}, KeyMismatchError, "names 'b'"),
-        ({"workers": 0}, CheckpointError, "workers must be an integer >= 1, got 0"),
+        ({"workers": 0}, OptionError, "workers must be an integer >= 1, got 0"),
         (
             {"max_shard_bytes": 1, "format": "deepspeed"},
             OptionError,
@@ -725,8 +724,8 @@ def test_a_topology_in_words_is_what_it_is_in_python(saved: Path, tmp_path: Path
             FormatError,
             "unknown dtype 'float7'(: did you mean '.*'\\?|. Write a .*)$",
         ),
-        ({"onto": 8}, CheckpointError, "StateLayout or Topology, or words such as 'fsdp=4', got 8"),
-        ({"workers": "two"}, CheckpointError, "workers must be an integer >= 1, got 'two'"),
+        ({"onto": 8}, OptionError, "StateLayout or Topology, or words such as 'fsdp=4', got 8"),
+        ({"workers": "two"}, OptionError, "workers must be an integer >= 1, got 'two'"),
     ],
 )
 def test_what_cannot_be_done_is_refused(
