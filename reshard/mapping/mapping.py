@@ -24,7 +24,7 @@ from planners.geometry.views import View
 from reshard.checkpoint import Checkpoint
 from reshard.errors import KeyMismatchError, NormalizationError
 from reshard.live.state import same_value
-from reshard.mapping.rules import Computing, Drop, Rename, Rule, Site, sites, views_of
+from reshard.mapping.rules import Computing, Drop, Rename, Rule, Site, States, sites, views_of
 from reshard.mapping.tensors import assembled, constant
 from reshard.stored.contents import Contents, LazyMapping
 from reshard.stored.tensor import LazyTensor, StoredTensor
@@ -77,7 +77,7 @@ class Mapping:
         """
         contents = checkpoint.contents
         for stage in self.stages:
-            contents = MappingStage(Matcher(stage), contents, checkpoint.url).contents()
+            contents = MappingStage(Matcher(stage, *_names_of(contents)), contents, checkpoint.url).contents()
         known = checkpoint.contents
         mapped = Checkpoint(replace(contents, checking=known.checking, files=known.files), checkpoint.url)
         mapped.derivation = f"{checkpoint.derivation}{self}"
@@ -100,7 +100,7 @@ class Mapping:
         out: dict[str, tuple[str, ...]] = {name: (name,) for name in names}
         taken: set[str] = set()
         for stage in self.stages:
-            matcher = Matcher(stage)
+            matcher = Matcher(stage, [current for now in out.values() for current in now])
             for name, now in out.items():
                 follow: list[str] = []
                 for current in now:
@@ -167,7 +167,9 @@ def apply_dict(names: Dict[str, str], checkpoint: Checkpoint) -> Checkpoint:
     first: dict[str, str] = {}
     for new, old in names.items():
         first.setdefault(old, new)
-    made = MappingStage(_ExactMatcher(first), checkpoint.contents, checkpoint.url).contents()
+    made = MappingStage(
+        _ExactMatcher(first, *_names_of(checkpoint.contents)), checkpoint.contents, checkpoint.url
+    ).contents()
     aliases, paths = dict(made.aliases), dict(made.paths)
     plain = {*made.objects, *made.per_rank}
     for new, old in names.items():
@@ -186,7 +188,7 @@ def apply_dict(names: Dict[str, str], checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _stage_views(rules: Sequence[Rule], specs: Dict[str, TensorSpec]) -> dict[str, View]:
-    matcher = Matcher(rules)
+    matcher = Matcher(rules, specs)
     groups, rest = matcher.groups(specs)
     out = {name: View.of(specs[name]) for name in rest}
     shapes = {hit.site.name: specs[name].shape for name, hit in matcher.parameters(specs)}
@@ -408,7 +410,7 @@ class MappingStage:
         """A list of parameters under their new names, each once."""
         out: dict[str, None] = {}
         for name in names:
-            hit = self.matcher.match(name)
+            hit = self.matcher.match_listed(name)
             found = (name,) if hit is None else hit.target_names(self._counted(hit.site.name, hit.rule))
             out.update(dict.fromkeys(found))
         return list(out)
@@ -418,6 +420,15 @@ class MappingStage:
             return None
         spec = self.tensors[self._parameters[name]]().spec
         return len(views_of(rule, (spec.shape,), spec.dtype))
+
+
+def _names_of(contents: Contents) -> tuple[list[str], list[str]]:
+    """The keys, and the names in lists of parameters."""
+    objects = contents.objects
+    values = [objects[key] for key in objects if key.endswith(".params") or _LIST_ITEM.fullmatch(key)]
+    listed = [name for value in values for name in (value if isinstance(value, list | tuple) else [value])]
+    keys = [*contents.tensors, *contents.aliases, *objects, *contents.per_rank]
+    return keys, [name for name in listed if isinstance(name, str)]
 
 
 def _no_parameter(key: str, where: str) -> str:
@@ -530,10 +541,10 @@ class RuleGroup(Application):
 
 
 class Matcher:
-    """The rules of a stage."""
+    """The rules of a stage. `keys` and `listed` are all names that `States` is to know."""
 
-    def __init__(self, rules: Sequence[Rule]) -> None:
-        self.rules = tuple(rules)
+    def __init__(self, rules: Sequence[Rule], keys: Iterable[str] = (), listed: Iterable[str] = ()) -> None:
+        self.rules, self._states = tuple(rules), States(keys, listed)
         self._sources = [(n, s, p) for n, rule in enumerate(rules) for s, p in enumerate(rule.sources)]
         bare = [re.sub(r"\?P<\w+>", "?:", pattern.regex.pattern) for _, _, pattern in self._sources]
         # one look for all patterns: named by their place
@@ -541,12 +552,32 @@ class Matcher:
 
     def match(self, key: str) -> Hit | None:
         """The first rule that takes the key, as itself or at any other site."""
-        return self._best(sites(key))
+        own = self._best(site for site in self._states.sites(key) if not site.is_state)
+        hits = [hit for hit in (self._as_state(key), own) if hit is not None]
+        return min(hits, key=lambda hit: hit.number, default=None)
 
     def match_object(self, key: str) -> Hit | None:
         """The same for a value that is no tensor: a key of an optimizer, or one that a Rename or Drop has in full."""
-        hit, of_state = self.match(key), self._best(site for site in sites(key) if site.is_state)
+        hit, of_state = self.match(key), self._as_state(key)
         return hit if of_state or (hit and not hit.words and isinstance(hit.rule, Rename | Drop)) else None
+
+    def match_listed(self, name: str) -> Hit | None:
+        """The rule that takes a parameter that an optimizer calls so."""
+        return self._with_parameter(Site("", name))
+
+    def _as_state(self, key: str) -> Hit | None:
+        site = self._states.of(key)
+        return self._best(site for site in sites(key) if site.is_state) if site is None else self._with_parameter(site)
+
+    def _with_parameter(self, site: Site) -> Hit | None:
+        """The rule that takes the parameter of a state, at the state's site: states follow their parameters."""
+        hit = self._best(self._states.sites(self._states.parameters.get(site.name) or site.name))
+        if hit is None:
+            return None
+        name = hit.site.name
+        inner = site.name.removesuffix(name) if site.name.endswith(name) else ""
+        section = name.removesuffix(site.name) if name.endswith(site.name) else ""
+        return replace(hit, site=replace(site, prefix=site.prefix + inner, name=name, section=section))
 
     def _best(self, found: Iterable[Site]) -> Hit | None:
         best: Hit | None = None
@@ -584,6 +615,7 @@ class Matcher:
             if hit is None:
                 rest.append(key)
                 continue
+            self._check_parameter(key, hit)
             over = hit.rule.sources[hit.source].number
             place = (hit.source, int(hit.words[over]) if over else 0)
             own = found.setdefault((hit.site.prefix, hit.site.suffix, hit.identity), {})
@@ -598,6 +630,18 @@ class Matcher:
             else:
                 groups.append(group)
         return groups, rest
+
+    def _check_parameter(self, key: str, hit: Hit) -> None:
+        """Raise KeyMismatchError for a state that a rule would rearrange though its parameter, unlike others, is not
+        there: it may have another shape."""
+        site, states = hit.site, self._states
+        if not site.is_state or isinstance(hit.rule, Rename | Drop | Computing) or not states.sections:
+            return
+        if site.name not in states.parameters:
+            raise KeyMismatchError(
+                f"{hit.rule} takes {key!r}, but there is no parameter {site.name!r} whose state it could be: leave it "
+                f"out by a rule before that one, Drop({key!r}), or have the parameter in the checkpoint"
+            )
 
     def counts(self, keys: Iterable[str]) -> Counts:
         """Return how many numbered parameters among the keys belong together, by rule and words."""
@@ -638,15 +682,18 @@ class _ExactMatcher(Matcher):
     Rules are made when they match.
     """
 
-    def __init__(self, names: Dict[str, str]) -> None:
-        super().__init__(())
+    def __init__(self, names: Dict[str, str], keys: Iterable[str], listed: Iterable[str]) -> None:
+        super().__init__((), keys, listed)
         self._names = names
+
+    def match(self, key: str) -> Hit | None:
+        return self._best([Site("", key)]) or self._as_state(key)  # a state may be named itself
 
     def match_object(self, key: str) -> Hit | None:
         return self.match(key)
 
     def _best(self, found: Iterable[Site]) -> Hit | None:
-        for site in sorted(found, key=lambda site: site.is_state):  # a state may be named itself
+        for site in found:
             if site.name in self._names and (site.is_state or not site.prefix):
                 return Hit(0, Rename(site.name, self._names[site.name]), site, {"": site.name}, 0)
         return None
