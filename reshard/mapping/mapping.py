@@ -23,8 +23,10 @@ from planners.geometry.layout import TensorSpec
 from planners.geometry.views import View
 from reshard.checkpoint import Checkpoint
 from reshard.errors import KeyMismatchError, NormalizationError
+from reshard.live.dtypes import refused_codes
 from reshard.live.state import same_value
-from reshard.mapping.rules import Computing, Drop, Rename, Rule, Site, States, sites, views_of
+from reshard.mapping.quantized import check_plain
+from reshard.mapping.rules import Cast, Computing, Drop, Rename, Rule, Site, States, sites, views_of
 from reshard.mapping.tensors import assembled, constant
 from reshard.stored.contents import Contents, LazyMapping
 from reshard.stored.tensor import LazyTensor, StoredTensor
@@ -193,15 +195,17 @@ def _stage_views(rules: Sequence[Rule], specs: Dict[str, TensorSpec]) -> dict[st
     out = {name: View.of(specs[name]) for name in rest}
     shapes = {hit.site.name: specs[name].shape for name, hit in matcher.parameters(specs)}
     for group in groups:
-        sources = [specs[name] for name in group.members]
-        for name, view in _group_views(group, sources, shapes).items():
+        for name, view in _group_views(group, specs, shapes, matcher).items():
             if name in out:
                 raise KeyMismatchError(f"two tensors would be called {name!r}")
             out[name] = view
     return out
 
 
-def _group_views(group: RuleGroup, sources: Sequence[TensorSpec], shapes: Dict[str, Shape]) -> dict[str, View]:
+def _group_views(
+    group: RuleGroup, specs: Dict[str, TensorSpec], shapes: Dict[str, Shape], matcher: Matcher
+) -> dict[str, View]:
+    sources = [specs[name] for name in group.members]
     if group.is_carried([s.shape for s in sources], shapes):
         count = None
         if group.rule.numbers_targets:
@@ -209,6 +213,8 @@ def _group_views(group: RuleGroup, sources: Sequence[TensorSpec], shapes: Dict[s
                 raise KeyMismatchError(_no_parameter(group.members[0], "the state"))
             count = len(views_of(group.rule, (shapes[group.site.name],), sources[0].dtype))
         return {name: View.of(sources[0]).rename(name) for name in group.target_names(count)}
+    for name in () if group.site.is_state else group.members:
+        check_plain(group.rule, name, specs.__getitem__, specs, matcher.as_in(group))
     given = [View.of(source) for source in sources]
     if group.missing:
         assert group.rule.fill is not None
@@ -344,7 +350,10 @@ class MappingStage:
 
     def _views(self, group: RuleGroup, sources: Sequence[StoredTensor]) -> tuple[View, ...]:
         """The targets of the rule. Raises NormalizationError, naming the tensors, for shapes that
-        do not fit it."""
+        do not fit it, and for quantized weights."""
+        known, takes = self.tensors, self.matcher.as_in(group)
+        for source in [] if group.site.is_state else sources:
+            check_plain(group.rule, source.fqn, lambda name: known[name]().spec, known, takes)
         try:
             return views_of(group.rule, tuple(s.spec.shape for s in sources), sources[0].spec.dtype)
         except (PlanError, NormalizationError) as error:
@@ -353,7 +362,12 @@ class MappingStage:
 
     def _computed(self, group: RuleGroup, new: str) -> StoredTensor:
         assert isinstance(group.rule, Computing)
-        return group.rule.compute([self.tensors[name]() for name in group.members], new, group.site.state)
+        sources = [self.tensors[name]() for name in group.members]
+        if isinstance(group.rule, Cast):
+            name, dtype = group.members[0], sources[0].spec.dtype
+            if why := refused_codes(name, dtype, group.rule.dtype, self.tensors):
+                raise NormalizationError(f"{name!r} of {dtype} cannot become {group.rule.dtype}: {why}")
+        return group.rule.compute(sources, new, group.site.state)
 
     def _check_equal(self, group: RuleGroup, sources: Sequence[StoredTensor]) -> None:
         """States that go along, such as steps, become one: then they must be one."""
@@ -560,6 +574,10 @@ class Matcher:
         """The same for a value that is no tensor: a key of an optimizer, or one that a Rename or Drop has in full."""
         hit, of_state = self.match(key), self._as_state(key)
         return hit if of_state or (hit and not hit.words and isinstance(hit.rule, Rename | Drop)) else None
+
+    def as_in(self, group: RuleGroup) -> Callable[[str], bool]:
+        """Return what says whether the group's rule takes a key."""
+        return lambda key: (hit := self.match(key)) is not None and hit.number == group.number
 
     def match_listed(self, name: str) -> Hit | None:
         """The rule that takes a parameter that an optimizer calls so."""
