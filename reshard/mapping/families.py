@@ -657,6 +657,13 @@ def _check(model: Decoder, source: str, target: str, titan: str) -> None:
             raise NormalizationError(
                 f"there is no ready mapping of {model.family!r} to {naming}, only to {', '.join((*_ON_HUB, *known))}"
             )
+    is_renamed = {source, target} <= {*_ON_HUB} and model.architecture.experts != "transposed"
+    if model.missing and not is_renamed:
+        raise NormalizationError(
+            f"the model's config lacks {', '.join(model.missing)}: its text_config omits what is at its default, and "
+            f"the mapping from {source} to {target} needs it. Pass transformers' AutoConfig.from_pretrained(folder)"
+            ".to_dict() as config"
+        )
     if titan not in ("0.2", "0.3"):
         raise NormalizationError(f"torchtitan's names are known as of '0.2' and '0.3', not {titan!r}")
 
