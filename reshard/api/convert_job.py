@@ -129,7 +129,7 @@ class ConvertJob:
             contents = canonical_contents(source.contents, self.hints, source.url, model_only=self.model_only)
             contents = replace(contents, checking=source.contents.checking, files=source.contents.files)
             if self.model_only:  # it may be a second model
-                lost = tuple(key for key in beside(source.contents) if key in source.contents.tensors)
+                lost = filter(source.contents.tensors.__contains__, beside(source.contents))
                 contents = replace(contents, left_out=(*contents.left_out, *lost))
             else:
                 contents = keep_beside(contents, source.contents, for_framework=in_form)

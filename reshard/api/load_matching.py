@@ -620,7 +620,7 @@ class Mismatches:
                 "if the target is a shard from to_local(), pass its DTensor. For mapping=, reshard.mapping has "
                 "Transpose, Reshape, and Resize, which pads or crops full tensors"
             )
-        if dtypes := [line for line in self.mismatched if "but the target is" in line]:
+        if dtypes := [line for line in self.mismatched if "but the target is" in line and "dequantize" not in line]:
             cast = "" if any(line.endswith(")") for line in dtypes) else "dtype_policy='cast' converts, "
             fixes.append(f"{cast}dtype_policy='saved' keeps the saved dtype")
         return fixes

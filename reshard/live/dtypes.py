@@ -63,17 +63,21 @@ def refused_cast(old: object, new: object) -> str:
 
 def scales_of(name: str, known: Container[str]) -> list[str]:
     """Return the names of the scales that stand beside a quantized weight."""
-    module = name.removesuffix(".weight")
-    found = [f"{name}{end}" for end in ("_scale_inv", "_scale", ".absmax")] + [f"{module}.scale", f"{module}.SCB"]
+    module = name.rpartition(".")[0]
+    found = [f"{name}{end}" for end in ("_scale_inv", "_scale", ".absmax")]
+    found += [f"{module}.scale", f"{module}.SCB"]
     return [name for name in found if name in known]
 
 
 def refused_codes(name: str, old: str, new: str, known: Container[str]) -> str:
-    """Return why a float8 tensor does not become one of another dtype: it has scales. Empty if it has none."""
-    if not old.startswith("float8") or old == new or not (scales := scales_of(name, known)):
+    """Return why a float8 tensor does not become one of another dtype: it has scales. Empty if
+    it has none."""
+    scales = scales_of(name, known) if old.startswith("float8") and old != new else []
+    if not scales:
         return ""
     return (
-        f"its values are those times {scales[0]!r}: dequantize it, by Dequantize in a Mapping or convert --dequantize"
+        f"its values are those times {scales[0]!r}: dequantize it, by Dequantize in a Mapping, "
+        "convert --dequantize, or reshard.dequantized(state) before it is saved"
     )
 
 

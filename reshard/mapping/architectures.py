@@ -338,7 +338,8 @@ class Decoder:
     vision_size: int = 0
     """Elements of a vector in the vision tower, in vision-language models."""
     missing: tuple[str, ...] = ()
-    """Entries of the config of a decoder within a vision-language model that are at their defaults and omitted."""
+    """Entries that the config of a decoder within a vision-language model omits, because they
+    are at their defaults."""
 
     def __post_init__(self) -> None:
         """Raises NormalizationError for impossible numbers."""
@@ -440,7 +441,8 @@ class Decoder:
 
 
 _WITHIN = ("num_key_value_heads", "num_hidden_layers")
-"""Have defaults of each family's own, which configs on the Hub omit if they are within another."""
+"""Each family has its own defaults for these, which configs on the Hub omit if they are within
+another."""
 
 
 def _number(config: Dict[str, Any], key: str, otherwise: int = 0) -> int:

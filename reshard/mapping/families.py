@@ -660,9 +660,9 @@ def _check(model: Decoder, source: str, target: str, titan: str) -> None:
     is_renamed = {source, target} <= {*_ON_HUB} and model.architecture.experts != "transposed"
     if model.missing and not is_renamed:
         raise NormalizationError(
-            f"the model's config lacks {', '.join(model.missing)}: its text_config omits what is at its default, and "
-            f"the mapping from {source} to {target} needs it. Pass transformers' AutoConfig.from_pretrained(folder)"
-            ".to_dict() as config"
+            f"the model's config lacks {', '.join(model.missing)}: its text_config omits what is at its "
+            f"default, and the mapping from {source} to {target} needs it. Pass transformers' "
+            "AutoConfig.from_pretrained(folder).to_dict() as config"
         )
     if titan not in ("0.2", "0.3"):
         raise NormalizationError(f"torchtitan's names are known as of '0.2' and '0.3', not {titan!r}")

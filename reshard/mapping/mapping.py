@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping as Dict, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from planners.errors import PlanError
@@ -74,8 +75,8 @@ class Mapping:
         Raises:
             KeyMismatchError: a tensor that a rule combines with others is missing, or two tensors
                 get the same name.
-            PlanError, NormalizationError: shapes do not fit a rule. Some of these errors are raised
-                when the tensor is read.
+            PlanError, NormalizationError: shapes do not fit a rule, or it would rearrange
+                quantized weights. Some of these errors are raised when the tensor is read.
         """
         contents = checkpoint.contents
         for stage in self.stages:
@@ -102,7 +103,7 @@ class Mapping:
         out: dict[str, tuple[str, ...]] = {name: (name,) for name in names}
         taken: set[str] = set()
         for stage in self.stages:
-            matcher = Matcher(stage, [current for now in out.values() for current in now])
+            matcher = Matcher(stage, chain.from_iterable(out.values()))
             for name, now in out.items():
                 follow: list[str] = []
                 for current in now:
@@ -203,7 +204,10 @@ def _stage_views(rules: Sequence[Rule], specs: Dict[str, TensorSpec]) -> dict[st
 
 
 def _group_views(
-    group: RuleGroup, specs: Dict[str, TensorSpec], shapes: Dict[str, Shape], matcher: Matcher
+    group: RuleGroup,
+    specs: Dict[str, TensorSpec],
+    shapes: Dict[str, Shape],
+    matcher: Matcher,
 ) -> dict[str, View]:
     sources = [specs[name] for name in group.members]
     if group.is_carried([s.shape for s in sources], shapes):
@@ -439,8 +443,11 @@ class MappingStage:
 def _names_of(contents: Contents) -> tuple[list[str], list[str]]:
     """The keys, and the names in lists of parameters."""
     objects = contents.objects
-    values = [objects[key] for key in objects if key.endswith(".params") or _LIST_ITEM.fullmatch(key)]
-    listed = [name for value in values for name in (value if isinstance(value, list | tuple) else [value])]
+    listed: list[Any] = []
+    for key in objects:
+        if key.endswith(".params") or _LIST_ITEM.fullmatch(key):
+            value = objects[key]
+            listed += value if isinstance(value, list | tuple) else [value]
     keys = [*contents.tensors, *contents.aliases, *objects, *contents.per_rank]
     return keys, [name for name in listed if isinstance(name, str)]
 
@@ -555,9 +562,14 @@ class RuleGroup(Application):
 
 
 class Matcher:
-    """The rules of a stage. `keys` and `listed` are all names that `States` is to know."""
+    """The rules of a stage. `keys` and `listed`: see `States`."""
 
-    def __init__(self, rules: Sequence[Rule], keys: Iterable[str] = (), listed: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        keys: Iterable[str] = (),
+        listed: Iterable[str] = (),
+    ) -> None:
         self.rules, self._states = tuple(rules), States(keys, listed)
         self._sources = [(n, s, p) for n, rule in enumerate(rules) for s, p in enumerate(rule.sources)]
         bare = [re.sub(r"\?P<\w+>", "?:", pattern.regex.pattern) for _, _, pattern in self._sources]
@@ -585,17 +597,22 @@ class Matcher:
 
     def _as_state(self, key: str) -> Hit | None:
         site = self._states.of(key)
-        return self._best(site for site in sites(key) if site.is_state) if site is None else self._with_parameter(site)
+        if site is not None:
+            return self._with_parameter(site)
+        return self._best(site for site in sites(key) if site.is_state)
 
     def _with_parameter(self, site: Site) -> Hit | None:
-        """The rule that takes the parameter of a state, at the state's site: states follow their parameters."""
-        hit = self._best(self._states.sites(self._states.parameters.get(site.name) or site.name))
+        """The rule that takes the parameter of a state, at the state's site: states follow their
+        parameters."""
+        key = self._states.parameters.get(site.name) or site.name
+        hit = self._best(self._states.sites(key))
         if hit is None:
             return None
         name = hit.site.name
         inner = site.name.removesuffix(name) if site.name.endswith(name) else ""
         section = name.removesuffix(site.name) if name.endswith(site.name) else ""
-        return replace(hit, site=replace(site, prefix=site.prefix + inner, name=name, section=section))
+        site = replace(site, prefix=site.prefix + inner, name=name, section=section)
+        return replace(hit, site=site)
 
     def _best(self, found: Iterable[Site]) -> Hit | None:
         best: Hit | None = None
@@ -650,15 +667,17 @@ class Matcher:
         return groups, rest
 
     def _check_parameter(self, key: str, hit: Hit) -> None:
-        """Raise KeyMismatchError for a state that a rule would rearrange though its parameter, unlike others, is not
-        there: it may have another shape."""
+        """Raise KeyMismatchError for a state that a rule would rearrange though its parameter,
+        unlike others, is neither there nor in a list: it may have another shape. torchtitan lists
+        fused parameters, whose states are fused, and stores them split."""
         site, states = hit.site, self._states
-        if not site.is_state or isinstance(hit.rule, Rename | Drop | Computing) or not states.sections:
+        if not site.is_state or isinstance(hit.rule, Rename | Drop | Computing):
             return
-        if site.name not in states.parameters:
+        if states.sections and site.name not in states.parameters:
             raise KeyMismatchError(
-                f"{hit.rule} takes {key!r}, but there is no parameter {site.name!r} whose state it could be: leave it "
-                f"out by a rule before that one, Drop({key!r}), or have the parameter in the checkpoint"
+                f"{hit.rule} takes {key!r}, but there is no parameter {site.name!r} whose state "
+                f"it could be: leave it out by a rule before that one, Drop({key!r}), or have the "
+                "parameter in the checkpoint"
             )
 
     def counts(self, keys: Iterable[str]) -> Counts:
@@ -700,7 +719,12 @@ class _ExactMatcher(Matcher):
     Rules are made when they match.
     """
 
-    def __init__(self, names: Dict[str, str], keys: Iterable[str], listed: Iterable[str]) -> None:
+    def __init__(
+        self,
+        names: Dict[str, str],
+        keys: Iterable[str],
+        listed: Iterable[str],
+    ) -> None:
         super().__init__((), keys, listed)
         self._names = names
 

@@ -658,8 +658,8 @@ _STATE_FIRST = re.compile(r"(.*?\b(?:optim|optimizers?|optimizer_\d+)(?:\.\d+)?\
 
 
 def state_sites(key: str) -> Iterator[Site]:
-    """Every way in which a key can be read as a state of a parameter: `w.Q.0` is the state `0` of `w.Q`, or the state
-    `Q.0` of `w`."""
+    """Every way in which a key can be read as a state of a parameter: `w.Q.0` is the state `0` of
+    `w.Q`, or the state `Q.0` of `w`."""
     state = _STATE.fullmatch(key)
     numbered = state is not None and state[1].endswith(".param_groups.") and _GROUP.match(state[2])
     if state is not None and not numbered:  # settings of a numbered group belong to no parameter
@@ -688,15 +688,18 @@ def sites(key: str) -> Iterator[Site]:
 
 
 class States:
-    """Which parameter each optimizer state of a checkpoint belongs to, and within which sections optimizers know
-    parameters. `listed`: names in an optimizer's lists of parameters."""
+    """Which parameter each optimizer state of a checkpoint belongs to, and within which sections
+    optimizers know parameters. `listed`: names in an optimizer's lists of parameters."""
 
     def __init__(self, keys: Iterable[str], listed: Iterable[str] = ()) -> None:
-        names, states, others = dict.fromkeys(listed, ""), list[str](), list[str]()
+        names = dict.fromkeys(listed, "")
+        states, others = list[str](), list[str]()
         for key in keys:
-            (others if next(state_sites(key), None) is None else states).append(key)
+            is_state = next(state_sites(key), None) is not None
+            (states if is_state else others).append(key)
         self.parameters: dict[str, str] = {}
-        """Names of parameters as an optimizer may know them, and their keys; "" if only an optimizer knows one."""
+        """Names of parameters as an optimizer may know them, and their keys; "" if only an
+        optimizer knows one."""
         if not names and not states:
             self.sections = frozenset[str]()
             return
@@ -714,7 +717,7 @@ class States:
         return next((site for site in state_sites(key) if site.name in self.parameters), None)
 
     def sites(self, key: str) -> list[Site]:
-        """Every way in which a key that is no known state can be read. Those as an optimizer knows it come first, so
-        that words of rules stand for the same of parameters and states."""
+        """Every way in which a key can be read. Those as an optimizer knows it come first, so that
+        words of rules stand for the same of parameters and states."""
         found = list(sites(key))
         return sorted(found, key=lambda site: -len(site.prefix) if site.prefix in self.sections else 1)

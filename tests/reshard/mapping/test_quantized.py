@@ -133,7 +133,7 @@ def test_a_weight_is_not_joined_without_its_scales(target: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     "rule",
     [
-        Concat(["a.qweight", "b.qweight"], "c.qweight", dim=1),  # as AWQ has its columns
+        Concat(["p.qweight", "r.qweight"], "c.qweight", dim=1),  # as AWQ has its columns
         Split("a.weight", ["c.weight", "d.weight"], (1, 1)),
         Rope("b.weight", "c.weight", 4, "pairs"),
         Rope("n.{kind}", "m.{kind}", 4, "pairs"),
@@ -144,7 +144,7 @@ def test_a_weight_is_not_joined_without_its_scales(target: str, tmp_path: Path) 
 def test_what_is_named_in_full_or_plain_is_rearranged(rule: Rule, tmp_path: Path) -> None:
     """Integers are not always packed, and a plain weight may stand beside a parameter called scale."""
     state = {"a.weight": torch.arange(32, dtype=torch.int32), "b.weight": torch.rand(8, 4), "b.scale": torch.rand(8)}
-    state |= {f"{x}.qweight": torch.zeros(4, 2, dtype=torch.int32) for x in "ab"} | {"n.bias": torch.rand(8)}
+    state |= {f"{x}.qweight": torch.zeros(4, 2, dtype=torch.int32) for x in "pr"} | {"n.bias": torch.rand(8)}
 
     made = opened(state, tmp_path / "c").mapped(Mapping([rule]))
 
@@ -156,7 +156,7 @@ FP8 = {"up.weight": fp8(256), "up.weight_scale_inv": torch.rand(2, 1)}
 
 @pytest.mark.parametrize("scale", ["up.weight_scale_inv", "up.weight_scale", "up.scale"])
 def test_fp8_weights_are_not_cast_without_their_scales(scale: str, tmp_path: Path) -> None:
-    """Codes became values."""
+    """Codes became values. The last is also what a quantized tensor has beside its data."""
     opened({"up.weight": FP8["up.weight"], scale: FP8["up.weight_scale_inv"]}, tmp_path / "c")
 
     with pytest.raises(
@@ -167,7 +167,7 @@ def test_fp8_weights_are_not_cast_without_their_scales(scale: str, tmp_path: Pat
         target = {"up.weight": torch.zeros(256, 128)}
         with pytest.raises(KeyMismatchError, match=rf"'{scale}': dequantize it, by Dequantize") as caught:
             reshard.load(target, tmp_path / "c", dtype_policy=policy, strict=strict)  # type: ignore[arg-type]
-        assert "'cast' converts" not in str(caught.value)
+        assert "dtype_policy=" not in str(caught.value), "neither would make values of codes"
     reshard.load({"up.weight": torch.zeros_like(FP8["up.weight"])}, tmp_path / "c", strict="subset")
     state = {"up.weight": FP8["up.weight"], scale: FP8["up.weight_scale_inv"]}
     with pytest.raises(KeyMismatchError, match="dequantize it, by Dequantize"):
