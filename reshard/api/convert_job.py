@@ -33,7 +33,7 @@ from reshard.errors import (
 )
 from reshard.formats.detect import JOB_FOLDER
 from reshard.formats.format import Writing
-from reshard.formats.normalize import canonical_contents, keep_beside, normalize
+from reshard.formats.normalize import beside, canonical_contents, keep_beside, normalize
 from reshard.formats.sections import with_empty
 from reshard.formats.table import NOT_SHARDED, writing_of
 from reshard.live.plain_data import check_text
@@ -128,7 +128,10 @@ class ConvertJob:
             source = state
             contents = canonical_contents(source.contents, self.hints, source.url, model_only=self.model_only)
             contents = replace(contents, checking=source.contents.checking, files=source.contents.files)
-            if not self.model_only:
+            if self.model_only:  # it may be a second model
+                lost = filter(source.contents.tensors.__contains__, beside(source.contents))
+                contents = replace(contents, left_out=(*contents.left_out, *lost))
+            else:
                 contents = keep_beside(contents, source.contents, for_framework=in_form)
             state = Checkpoint(contents, source.url)
         if isinstance(self.mapping, StateMapping):

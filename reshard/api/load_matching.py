@@ -32,7 +32,7 @@ from reshard.api.key_suggestions import (
 from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint, save_of
 from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, format_ranks, visible
-from reshard.live.dtypes import DROPS, dtype_from_name, refused_cast
+from reshard.live.dtypes import DROPS, dtype_from_name, refused_cast, refused_codes
 from reshard.live.optimizer_state import LazyOptimizerState
 from reshard.live.plain_data import UNSUPPORTED_TENSORS
 from reshard.live.state import OwnState, Targets, like_fresh
@@ -178,7 +178,9 @@ class KeyMatch:
             self.mismatched.append(f"{key}: saved with shape {list(spec.shape)}, but the target has {list(shape)}")
             return False
         if dtype != spec.dtype:
-            why = refused_cast(spec.dtype, dtype)
+            why = refused_cast(spec.dtype, dtype) or refused_codes(
+                spec.fqn, spec.dtype, dtype, self.checkpoint.contents.tensors
+            )
             if self.dtype_policy == "error" or (self.dtype_policy == "cast" and why not in ("", self.allowed)):
                 note = f" ({why})" * bool(why)
                 self.mismatched.append(f"{key}: saved as {spec.dtype}, but the target is {dtype}{note}")
@@ -618,7 +620,7 @@ class Mismatches:
                 "if the target is a shard from to_local(), pass its DTensor. For mapping=, reshard.mapping has "
                 "Transpose, Reshape, and Resize, which pads or crops full tensors"
             )
-        if dtypes := [line for line in self.mismatched if "but the target is" in line]:
+        if dtypes := [line for line in self.mismatched if "but the target is" in line and "dequantize" not in line]:
             cast = "" if any(line.endswith(")") for line in dtypes) else "dtype_policy='cast' converts, "
             fixes.append(f"{cast}dtype_policy='saved' keeps the saved dtype")
         return fixes

@@ -19,7 +19,7 @@ from planners.geometry.views import TargetSlot, View, pull_back
 from reshard.api.key_suggestions import section
 from reshard.api.options import TransferOptions, shared
 from reshard.errors import FormatError, KeyMismatchError, LayoutError, did_you_mean, format_names, format_ranks
-from reshard.live.dtypes import refused_cast
+from reshard.live.dtypes import refused_cast, refused_codes
 from reshard.live.plain_data import decode_plain, encode_plain
 from reshard.live.state import Targets
 from reshard.live.tensors import OVERWRITTEN_BY, LiveTensor
@@ -160,7 +160,9 @@ class _Pairer:
             )
             return False
         if view.spec.dtype != spec.dtype:
-            why = refused_cast(view.spec.dtype, spec.dtype)
+            why = refused_cast(view.spec.dtype, spec.dtype) or next(
+                filter(None, (refused_codes(s.fqn, s.dtype, spec.dtype, self.before) for s in view.sources)), ""
+            )
             if not self.allow_cast or why:
                 self.mismatched.append(
                     f"{key}: has dtype {view.spec.dtype} in the source, but {spec.dtype} in the target"

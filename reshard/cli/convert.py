@@ -213,10 +213,11 @@ def _print(report: ConvertReport, kept: list[str], is_model: bool, is_normalized
             screen,
             f"kept {counted(len(report.resumed), 'file')} of an interrupted conversion, verified",
         )
+    unnamed = [key for key in report.unnamed if key not in beside]
     for text, keys in (
         ("tied, stored once", [f"{alias} = {kept}" for alias, kept in report.aliases.items()]),
         (f"omitted ({report.format} cannot store them)", [key for key in report.omitted if key not in report.unnamed]),
-        (f"omitted ({'no canonical name' if is_normalized else 'cannot be read here'})", report.unnamed),
+        (f"omitted ({'no canonical name' if is_normalized else 'cannot be read here'})", unnamed),
         ("omitted (not part of the model)", beside),
         ("not renamed by --names", kept),
         *(("note", [text]) for text in report.warnings),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,7 @@ from reshard.errors import FormatError, did_you_mean
 
 __all__ = [
     "DROPS", "SHORT_NAMES", "as_array", "dtype_from_name", "dtype_name", "full_name", "item_dtype", "overflowing",
-    "raw_elements", "refused_cast", "row_major_bytes",
+    "raw_elements", "refused_cast", "refused_codes", "row_major_bytes", "scales_of",
 ]  # fmt: skip
 
 
@@ -58,6 +59,26 @@ def refused_cast(old: object, new: object) -> str:
         return "torch does not convert pairs of numbers"
     becomes_whole = "int" in new or new == "bool"
     return DROPS * (("float" in old and becomes_whole) or ("complex" in old and "complex" not in new))
+
+
+def scales_of(name: str, known: Container[str]) -> list[str]:
+    """Return the names of the scales that stand beside a quantized weight."""
+    module = name.rpartition(".")[0]
+    found = [f"{name}{end}" for end in ("_scale_inv", "_scale", ".absmax")]
+    found += [f"{module}.scale", f"{module}.SCB"]
+    return [name for name in found if name in known]
+
+
+def refused_codes(name: str, old: str, new: str, known: Container[str]) -> str:
+    """Return why a float8 tensor does not become one of another dtype: it has scales. Empty if
+    it has none."""
+    scales = scales_of(name, known) if old.startswith("float8") and old != new else []
+    if not scales:
+        return ""
+    return (
+        f"its values are those times {scales[0]!r}: dequantize it, by Dequantize in a Mapping, "
+        "convert --dequantize, or reshard.dequantized(state) before it is saved"
+    )
 
 
 def overflowing(elements: torch.Tensor, dtype: torch.dtype) -> int:

@@ -337,6 +337,9 @@ class Decoder:
     """The `model_type` of the decoder within a vision-language model."""
     vision_size: int = 0
     """Elements of a vector in the vision tower, in vision-language models."""
+    missing: tuple[str, ...] = ()
+    """Entries that the config of a decoder within a vision-language model omits, because they
+    are at their defaults."""
 
     def __post_init__(self) -> None:
         """Raises NormalizationError for impossible numbers."""
@@ -402,14 +405,15 @@ class Decoder:
         text = str(inner.get("model_type", ""))
         # models that also see keep the decoder's settings apart, but names are those of the full model
         config = {**config, **inner, "model_type": config.get("model_type")}
-        missing = [k for k in ("model_type", "num_attention_heads", "vocab_size") if config.get(k) is None]
-        if missing:
+        needed = ("num_attention_heads", "vocab_size", *(_WITHIN if inner else ()))
+        missing = tuple(key for key in ("model_type", *needed) if config.get(key) is None)
+        if missing and ("model_type" in missing or not inner):
             if "model_type" not in missing:
                 _ = cls(config["model_type"], 1, 1, 1, 1).architecture  # one that is not known is named first
             raise NormalizationError(f"the model's config lacks {', '.join(missing)}")
-        heads = int(config["num_attention_heads"])
-        size = config.get("head_dim") or int(config.get("hidden_size", heads)) // heads
-        kv_heads = _number(config, "num_key_value_heads", heads)
+        heads, vocab = (int(1 if key in missing else config[key]) for key in needed[:2])
+        size = config.get("head_dim") or max(int(config.get("hidden_size", heads)) // heads, 1)
+        kv_heads = heads if missing else _number(config, "num_key_value_heads", heads)
         layers = _number(config, "num_hidden_layers")
         rows = config.get("moe_intermediate_size") or config.get("intermediate_size")
         return cls(
@@ -417,7 +421,7 @@ class Decoder:
             heads,
             kv_heads,
             int(size),
-            int(config["vocab_size"]),
+            vocab,
             layers,
             _number(config, "num_nextn_predict_layers"),
             tuple(layer for layer in range(layers) if not _has_experts(config, layer)),
@@ -432,7 +436,13 @@ class Decoder:
             (_number(config, "linear_key_head_dim", 1), _number(config, "linear_value_head_dim", 1)),
             text,
             _number(seen, "hidden_size"),
+            missing,
         )
+
+
+_WITHIN = ("num_key_value_heads", "num_hidden_layers")
+"""Each family has its own defaults for these, which configs on the Hub omit if they are within
+another."""
 
 
 def _number(config: Dict[str, Any], key: str, otherwise: int = 0) -> int:

@@ -301,22 +301,22 @@ def to_plain(model: Decoder, fill: float | None) -> Mapping:
 
 
 _TITAN = {
-    "kv_a_proj_with_mqa.weight": "wkv_a.weight",
+    "kv_a_proj_with_mqa.{kind}": "wkv_a.{kind}",
     "kv_a_layernorm.weight": "kv_norm.weight",
-    "kv_b_proj.weight": "wkv_b.weight",
-    "q_proj.weight": "wq.weight",
-    "q_a_proj.weight": "wq_a.weight",
+    "kv_b_proj.{kind}": "wkv_b.{kind}",
+    "q_proj.{kind}": "wq.{kind}",
+    "q_a_proj.{kind}": "wq_a.{kind}",
     "q_a_layernorm.weight": "q_norm.weight",
-    "q_b_proj.weight": "wq_b.weight",
-    "o_proj.weight": "wo.weight",
+    "q_b_proj.{kind}": "wq_b.{kind}",
+    "o_proj.{kind}": "wo.{kind}",
 }
 _MEGATRON = {
-    "kv_a_proj_with_mqa.weight": "linear_kv_down_proj.weight",
-    "kv_b_proj.weight": "linear_kv_up_proj.weight",
-    "q_proj.weight": "linear_q_proj.weight",
-    "q_a_proj.weight": "linear_q_down_proj.weight",
-    "q_b_proj.weight": "linear_q_up_proj.weight",
-    "o_proj.weight": "linear_proj.weight",
+    "kv_a_proj_with_mqa.{kind}": "linear_kv_down_proj.{kind}",
+    "kv_b_proj.{kind}": "linear_kv_up_proj.{kind}",
+    "q_proj.{kind}": "linear_q_proj.{kind}",
+    "q_a_proj.{kind}": "linear_q_down_proj.{kind}",
+    "q_b_proj.{kind}": "linear_q_up_proj.{kind}",
+    "o_proj.{kind}": "linear_proj.{kind}",
 }
 
 
@@ -329,7 +329,7 @@ def latent_to_megatron(*, transformer_engine: bool) -> list[Rule]:
             "kv_a_layernorm.weight": "linear_kv_up_proj.layer_norm_weight",
             "q_a_layernorm.weight": "linear_q_up_proj.layer_norm_weight",
         }
-    names = {**_MEGATRON, **norms}
+    names = {**norms, **_MEGATRON}
     indexer = {"wq_b": "linear_wq_b", "wk": "linear_wk", "k_norm": "k_norm", "weights_proj": "linear_weights_proj"}
     for old, new in indexer.items():  # of sparse attention
         names[f"indexer.{old}.{{kind}}"] = f"core_attention.indexer.{new}.{{kind}}"
@@ -657,6 +657,13 @@ def _check(model: Decoder, source: str, target: str, titan: str) -> None:
             raise NormalizationError(
                 f"there is no ready mapping of {model.family!r} to {naming}, only to {', '.join((*_ON_HUB, *known))}"
             )
+    is_renamed = {source, target} <= {*_ON_HUB} and model.architecture.experts != "transposed"
+    if model.missing and not is_renamed:
+        raise NormalizationError(
+            f"the model's config lacks {', '.join(model.missing)}: its text_config omits what is at its "
+            f"default, and the mapping from {source} to {target} needs it. Pass transformers' "
+            "AutoConfig.from_pretrained(folder).to_dict() as config"
+        )
     if titan not in ("0.2", "0.3"):
         raise NormalizationError(f"torchtitan's names are known as of '0.2' and '0.3', not {titan!r}")
 

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping as Dict, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from planners.errors import PlanError
@@ -23,8 +24,10 @@ from planners.geometry.layout import TensorSpec
 from planners.geometry.views import View
 from reshard.checkpoint import Checkpoint
 from reshard.errors import KeyMismatchError, NormalizationError
+from reshard.live.dtypes import refused_codes
 from reshard.live.state import same_value
-from reshard.mapping.rules import Computing, Drop, Rename, Rule, Site, sites, views_of
+from reshard.mapping.quantized import check_plain
+from reshard.mapping.rules import Cast, Computing, Drop, Rename, Rule, Site, States, sites, views_of
 from reshard.mapping.tensors import assembled, constant
 from reshard.stored.contents import Contents, LazyMapping
 from reshard.stored.tensor import LazyTensor, StoredTensor
@@ -72,12 +75,12 @@ class Mapping:
         Raises:
             KeyMismatchError: a tensor that a rule combines with others is missing, or two tensors
                 get the same name.
-            PlanError, NormalizationError: shapes do not fit a rule. Some of these errors are raised
-                when the tensor is read.
+            PlanError, NormalizationError: shapes do not fit a rule, or it would rearrange
+                quantized weights. Some of these errors are raised when the tensor is read.
         """
         contents = checkpoint.contents
         for stage in self.stages:
-            contents = MappingStage(Matcher(stage), contents, checkpoint.url).contents()
+            contents = MappingStage(Matcher(stage, *_names_of(contents)), contents, checkpoint.url).contents()
         known = checkpoint.contents
         mapped = Checkpoint(replace(contents, checking=known.checking, files=known.files), checkpoint.url)
         mapped.derivation = f"{checkpoint.derivation}{self}"
@@ -100,7 +103,7 @@ class Mapping:
         out: dict[str, tuple[str, ...]] = {name: (name,) for name in names}
         taken: set[str] = set()
         for stage in self.stages:
-            matcher = Matcher(stage)
+            matcher = Matcher(stage, chain.from_iterable(out.values()))
             for name, now in out.items():
                 follow: list[str] = []
                 for current in now:
@@ -167,7 +170,9 @@ def apply_dict(names: Dict[str, str], checkpoint: Checkpoint) -> Checkpoint:
     first: dict[str, str] = {}
     for new, old in names.items():
         first.setdefault(old, new)
-    made = MappingStage(_ExactMatcher(first), checkpoint.contents, checkpoint.url).contents()
+    made = MappingStage(
+        _ExactMatcher(first, *_names_of(checkpoint.contents)), checkpoint.contents, checkpoint.url
+    ).contents()
     aliases, paths = dict(made.aliases), dict(made.paths)
     plain = {*made.objects, *made.per_rank}
     for new, old in names.items():
@@ -186,20 +191,25 @@ def apply_dict(names: Dict[str, str], checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _stage_views(rules: Sequence[Rule], specs: Dict[str, TensorSpec]) -> dict[str, View]:
-    matcher = Matcher(rules)
+    matcher = Matcher(rules, specs)
     groups, rest = matcher.groups(specs)
     out = {name: View.of(specs[name]) for name in rest}
     shapes = {hit.site.name: specs[name].shape for name, hit in matcher.parameters(specs)}
     for group in groups:
-        sources = [specs[name] for name in group.members]
-        for name, view in _group_views(group, sources, shapes).items():
+        for name, view in _group_views(group, specs, shapes, matcher).items():
             if name in out:
                 raise KeyMismatchError(f"two tensors would be called {name!r}")
             out[name] = view
     return out
 
 
-def _group_views(group: RuleGroup, sources: Sequence[TensorSpec], shapes: Dict[str, Shape]) -> dict[str, View]:
+def _group_views(
+    group: RuleGroup,
+    specs: Dict[str, TensorSpec],
+    shapes: Dict[str, Shape],
+    matcher: Matcher,
+) -> dict[str, View]:
+    sources = [specs[name] for name in group.members]
     if group.is_carried([s.shape for s in sources], shapes):
         count = None
         if group.rule.numbers_targets:
@@ -207,6 +217,8 @@ def _group_views(group: RuleGroup, sources: Sequence[TensorSpec], shapes: Dict[s
                 raise KeyMismatchError(_no_parameter(group.members[0], "the state"))
             count = len(views_of(group.rule, (shapes[group.site.name],), sources[0].dtype))
         return {name: View.of(sources[0]).rename(name) for name in group.target_names(count)}
+    for name in () if group.site.is_state else group.members:
+        check_plain(group.rule, name, specs.__getitem__, specs, matcher.as_in(group))
     given = [View.of(source) for source in sources]
     if group.missing:
         assert group.rule.fill is not None
@@ -342,7 +354,10 @@ class MappingStage:
 
     def _views(self, group: RuleGroup, sources: Sequence[StoredTensor]) -> tuple[View, ...]:
         """The targets of the rule. Raises NormalizationError, naming the tensors, for shapes that
-        do not fit it."""
+        do not fit it, and for quantized weights."""
+        known, takes = self.tensors, self.matcher.as_in(group)
+        for source in [] if group.site.is_state else sources:
+            check_plain(group.rule, source.fqn, lambda name: known[name]().spec, known, takes)
         try:
             return views_of(group.rule, tuple(s.spec.shape for s in sources), sources[0].spec.dtype)
         except (PlanError, NormalizationError) as error:
@@ -351,7 +366,12 @@ class MappingStage:
 
     def _computed(self, group: RuleGroup, new: str) -> StoredTensor:
         assert isinstance(group.rule, Computing)
-        return group.rule.compute([self.tensors[name]() for name in group.members], new, group.site.state)
+        sources = [self.tensors[name]() for name in group.members]
+        if isinstance(group.rule, Cast):
+            name, dtype = group.members[0], sources[0].spec.dtype
+            if why := refused_codes(name, dtype, group.rule.dtype, self.tensors):
+                raise NormalizationError(f"{name!r} of {dtype} cannot become {group.rule.dtype}: {why}")
+        return group.rule.compute(sources, new, group.site.state)
 
     def _check_equal(self, group: RuleGroup, sources: Sequence[StoredTensor]) -> None:
         """States that go along, such as steps, become one: then they must be one."""
@@ -408,7 +428,7 @@ class MappingStage:
         """A list of parameters under their new names, each once."""
         out: dict[str, None] = {}
         for name in names:
-            hit = self.matcher.match(name)
+            hit = self.matcher.match_listed(name)
             found = (name,) if hit is None else hit.target_names(self._counted(hit.site.name, hit.rule))
             out.update(dict.fromkeys(found))
         return list(out)
@@ -418,6 +438,18 @@ class MappingStage:
             return None
         spec = self.tensors[self._parameters[name]]().spec
         return len(views_of(rule, (spec.shape,), spec.dtype))
+
+
+def _names_of(contents: Contents) -> tuple[list[str], list[str]]:
+    """The keys, and the names in lists of parameters."""
+    objects = contents.objects
+    listed: list[Any] = []
+    for key in objects:
+        if key.endswith(".params") or _LIST_ITEM.fullmatch(key):
+            value = objects[key]
+            listed += value if isinstance(value, list | tuple) else [value]
+    keys = [*contents.tensors, *contents.aliases, *objects, *contents.per_rank]
+    return keys, [name for name in listed if isinstance(name, str)]
 
 
 def _no_parameter(key: str, where: str) -> str:
@@ -530,10 +562,15 @@ class RuleGroup(Application):
 
 
 class Matcher:
-    """The rules of a stage."""
+    """The rules of a stage. `keys` and `listed`: see `States`."""
 
-    def __init__(self, rules: Sequence[Rule]) -> None:
-        self.rules = tuple(rules)
+    def __init__(
+        self,
+        rules: Sequence[Rule],
+        keys: Iterable[str] = (),
+        listed: Iterable[str] = (),
+    ) -> None:
+        self.rules, self._states = tuple(rules), States(keys, listed)
         self._sources = [(n, s, p) for n, rule in enumerate(rules) for s, p in enumerate(rule.sources)]
         bare = [re.sub(r"\?P<\w+>", "?:", pattern.regex.pattern) for _, _, pattern in self._sources]
         # one look for all patterns: named by their place
@@ -541,12 +578,41 @@ class Matcher:
 
     def match(self, key: str) -> Hit | None:
         """The first rule that takes the key, as itself or at any other site."""
-        return self._best(sites(key))
+        own = self._best(site for site in self._states.sites(key) if not site.is_state)
+        hits = [hit for hit in (self._as_state(key), own) if hit is not None]
+        return min(hits, key=lambda hit: hit.number, default=None)
 
     def match_object(self, key: str) -> Hit | None:
         """The same for a value that is no tensor: a key of an optimizer, or one that a Rename or Drop has in full."""
-        hit, of_state = self.match(key), self._best(site for site in sites(key) if site.is_state)
+        hit, of_state = self.match(key), self._as_state(key)
         return hit if of_state or (hit and not hit.words and isinstance(hit.rule, Rename | Drop)) else None
+
+    def as_in(self, group: RuleGroup) -> Callable[[str], bool]:
+        """Return what says whether the group's rule takes a key."""
+        return lambda key: (hit := self.match(key)) is not None and hit.number == group.number
+
+    def match_listed(self, name: str) -> Hit | None:
+        """The rule that takes a parameter that an optimizer calls so."""
+        return self._with_parameter(Site("", name))
+
+    def _as_state(self, key: str) -> Hit | None:
+        site = self._states.of(key)
+        if site is not None:
+            return self._with_parameter(site)
+        return self._best(site for site in sites(key) if site.is_state)
+
+    def _with_parameter(self, site: Site) -> Hit | None:
+        """The rule that takes the parameter of a state, at the state's site: states follow their
+        parameters."""
+        key = self._states.parameters.get(site.name) or site.name
+        hit = self._best(self._states.sites(key))
+        if hit is None:
+            return None
+        name = hit.site.name
+        inner = site.name.removesuffix(name) if site.name.endswith(name) else ""
+        section = name.removesuffix(site.name) if name.endswith(site.name) else ""
+        site = replace(site, prefix=site.prefix + inner, name=name, section=section)
+        return replace(hit, site=site)
 
     def _best(self, found: Iterable[Site]) -> Hit | None:
         best: Hit | None = None
@@ -584,6 +650,7 @@ class Matcher:
             if hit is None:
                 rest.append(key)
                 continue
+            self._check_parameter(key, hit)
             over = hit.rule.sources[hit.source].number
             place = (hit.source, int(hit.words[over]) if over else 0)
             own = found.setdefault((hit.site.prefix, hit.site.suffix, hit.identity), {})
@@ -598,6 +665,20 @@ class Matcher:
             else:
                 groups.append(group)
         return groups, rest
+
+    def _check_parameter(self, key: str, hit: Hit) -> None:
+        """Raise KeyMismatchError for a state that a rule would rearrange though its parameter,
+        unlike others, is neither there nor in a list: it may have another shape. torchtitan lists
+        fused parameters, whose states are fused, and stores them split."""
+        site, states = hit.site, self._states
+        if not site.is_state or isinstance(hit.rule, Rename | Drop | Computing):
+            return
+        if states.sections and site.name not in states.parameters:
+            raise KeyMismatchError(
+                f"{hit.rule} takes {key!r}, but there is no parameter {site.name!r} whose state "
+                f"it could be: leave it out by a rule before that one, Drop({key!r}), or have the "
+                "parameter in the checkpoint"
+            )
 
     def counts(self, keys: Iterable[str]) -> Counts:
         """Return how many numbered parameters among the keys belong together, by rule and words."""
@@ -638,15 +719,23 @@ class _ExactMatcher(Matcher):
     Rules are made when they match.
     """
 
-    def __init__(self, names: Dict[str, str]) -> None:
-        super().__init__(())
+    def __init__(
+        self,
+        names: Dict[str, str],
+        keys: Iterable[str],
+        listed: Iterable[str],
+    ) -> None:
+        super().__init__((), keys, listed)
         self._names = names
+
+    def match(self, key: str) -> Hit | None:
+        return self._best([Site("", key)]) or self._as_state(key)  # a state may be named itself
 
     def match_object(self, key: str) -> Hit | None:
         return self.match(key)
 
     def _best(self, found: Iterable[Site]) -> Hit | None:
-        for site in sorted(found, key=lambda site: site.is_state):  # a state may be named itself
+        for site in found:
             if site.name in self._names and (site.is_state or not site.prefix):
                 return Hit(0, Rename(site.name, self._names[site.name]), site, {"": site.name}, 0)
         return None

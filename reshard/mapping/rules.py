@@ -30,7 +30,8 @@ from reshard.stored.tensor import StoredTensor
 
 __all__ = [
     "Cast", "Computing", "Concat", "Dequantize", "Drop", "Mxfp4", "Offset", "Pattern", "Rename", "Reshape",
-    "Resize", "Rope", "Rule", "Site", "Split", "Stack", "Transpose", "Unstack", "renames", "sites", "views_of",
+    "Resize", "Rope", "Rule", "Site", "Split", "Stack", "States", "Transpose", "Unstack", "renames", "sites",
+    "views_of",
 ]  # fmt: skip
 
 
@@ -631,6 +632,8 @@ class Site:
     suffix: str = ""
     is_state: bool = False
     """Whether the value belongs to an optimizer and may have another shape than the parameter."""
+    section: str = ""
+    """What the name begins with, but not the key: states of `model.w` are often those of `w`."""
 
     @property
     def state(self) -> str:
@@ -641,25 +644,39 @@ class Site:
 
     def key(self, name: str) -> str:
         """The key of another parameter at the same site."""
+        if self.section:
+            inner = name.removeprefix(self.section)
+            name = inner if inner != name else _ONE_SECTION.sub("", name)
         return f"{self.prefix}{name}{self.suffix}"
 
 
+_ONE_SECTION = re.compile(r"^(?:model|module|state_dict|app|net)\.")
 _SECTION = re.compile(r"(?:(?:model|module|state_dict|app|net)\.)+")
 _STATE = re.compile(r"(.*?\b(?:optim|optimizers?|optimizer_\d+)(?:\.\d+)?\.(?:state|param_groups)\.)(.+)(\.[^.]+)")
 _GROUP = re.compile(r"\d+(\.|$)")
 _STATE_FIRST = re.compile(r"(.*?\b(?:optim|optimizers?|optimizer_\d+)(?:\.\d+)?\.state\.[^.]+\.(?:module\.)?)(.+)")
 
 
-def sites(key: str) -> Iterator[Site]:
-    """Every way in which a key can be read: as a state of a parameter, as a name, as a name within
-    a section."""
+def state_sites(key: str) -> Iterator[Site]:
+    """Every way in which a key can be read as a state of a parameter: `w.Q.0` is the state `0` of
+    `w.Q`, or the state `Q.0` of `w`."""
     state = _STATE.fullmatch(key)
     numbered = state is not None and state[1].endswith(".param_groups.") and _GROUP.match(state[2])
     if state is not None and not numbered:  # settings of a numbered group belong to no parameter
-        yield Site(state[1], state[2], state[3], True)
+        name, suffix = state[2], state[3]
+        while name:
+            yield Site(state[1], name, suffix, True)
+            name, _, last = name.rpartition(".")
+            suffix = f".{last}{suffix}"
     first = _STATE_FIRST.fullmatch(key)
     if first is not None:
         yield Site(first[1], first[2], "", True)
+
+
+def sites(key: str) -> Iterator[Site]:
+    """Every way in which a key can be read: as a state of a parameter, as a name, as a name within
+    a section. The last part of a state's name is taken for that of the state."""
+    yield from (site for site in state_sites(key) if site.suffix.count(".") < 2)
     yield Site("", key)
     section = _SECTION.match(key)
     while section is not None:
@@ -668,3 +685,39 @@ def sites(key: str) -> Iterator[Site]:
             yield Site(prefix, key[len(prefix) :])
         shorter = prefix.rstrip(".").rpartition(".")[0]
         section = _SECTION.fullmatch(shorter + ".") if shorter else None
+
+
+class States:
+    """Which parameter each optimizer state of a checkpoint belongs to, and within which sections
+    optimizers know parameters. `listed`: names in an optimizer's lists of parameters."""
+
+    def __init__(self, keys: Iterable[str], listed: Iterable[str] = ()) -> None:
+        names = dict.fromkeys(listed, "")
+        states, others = list[str](), list[str]()
+        for key in keys:
+            is_state = next(state_sites(key), None) is not None
+            (states if is_state else others).append(key)
+        self.parameters: dict[str, str] = {}
+        """Names of parameters as an optimizer may know them, and their keys; "" if only an
+        optimizer knows one."""
+        if not names and not states:
+            self.sections = frozenset[str]()
+            return
+        for key in others:
+            for site in sites(key):
+                if not site.prefix or site.name not in self.parameters:
+                    self.parameters[site.name] = key
+        self.parameters = names | self.parameters
+        used = {*names, *(site.name for site in map(self.of, states) if site)}
+        found = ((self.parameters[name], name) for name in used)
+        self.sections = frozenset(key.removesuffix(name) for key, name in found if key)
+
+    def of(self, key: str) -> Site | None:
+        """The site of a known parameter within a state's key, if there is one."""
+        return next((site for site in state_sites(key) if site.name in self.parameters), None)
+
+    def sites(self, key: str) -> list[Site]:
+        """Every way in which a key can be read. Those as an optimizer knows it come first, so that
+        words of rules stand for the same of parameters and states."""
+        found = list(sites(key))
+        return sorted(found, key=lambda site: -len(site.prefix) if site.prefix in self.sections else 1)

@@ -118,6 +118,17 @@ def test_values_of_each_rank_have_no_canonical_names(tmp_path: Path) -> None:
     assert not report.omitted, "only the model was asked for"
 
 
+def test_tensors_beside_the_model_are_in_the_report(tmp_path: Path) -> None:
+    """They may be a part of it that has a section of its own."""
+    optimizer = {"state": {"w": {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": ["w"]}]}
+    state = {"model": {"w": torch.ones(2)}, "head": {"w": torch.ones(3)}, "optimizer": optimizer, "epoch": 3}
+    reshard.save(state, tmp_path / "saved")
+
+    report = reshard.convert(tmp_path / "saved", tmp_path / "model", model_only=True)
+
+    assert (set(reshard.open(tmp_path / "model")), report.omitted) == ({"w"}, ("head.w",))
+
+
 def test_an_empty_list_is_a_value_and_the_report_names_it_where_it_is_lost(tmp_path: Path) -> None:
     state = {"w": torch.ones(2), "none": [], "deep": [torch.ones(1), (), {}], "x": 3}
     reshard.save(state, tmp_path / "saved")

@@ -217,6 +217,32 @@ def test_a_decoder_with_experts_in_a_model_of_dense_ones() -> None:
         ready({**config, "text_config": {**text, "model_type": "gpt_oss"}}, "huggingface", "plain")
 
 
+HUB_GEMMA = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}
+HUB_LLAVA = {"model_type": "llama", "vocab_size": 32064}
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "more"),
+    [("gemma3", HUB_GEMMA, {}), ("llava", HUB_LLAVA, {}), ("gemma3", HUB_GEMMA, {"num_attention_heads": 8})],
+)
+def test_configs_that_omit_what_is_at_its_default(family: str, text: dict[str, Any], more: dict[str, Any]) -> None:
+    """As on the Hub. Names need no numbers; else those of another family's defaults would be taken."""
+    full = {"num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 2, "vocab_size": 9}
+    config = {"model_type": family, "text_config": {**text, **more}}
+
+    for target in ("transformers", "plain"):
+        made = ready(config, "huggingface", target)
+        assert made == ready({**config, "text_config": {**full, **text}}, "huggingface", target)
+    message = (
+        "lacks .*num_key_value_heads.* needs it. Pass transformers' AutoConfig" if family == "gemma3" else "no ready"
+    )
+    with pytest.raises(NormalizationError, match=message):
+        ready(config, "huggingface", "megatron")
+    lacking = "lacks .*num_attention_heads" if not more else "lacks .*num_key_value_heads"
+    with pytest.raises(NormalizationError, match=lacking):
+        ready({"model_type": "qwen3_vl_moe", "text_config": {**more, "intermediate_size": 8}}, "hf", "transformers")
+
+
 def test_a_config_that_is_not_there_or_is_none(tmp_path: Path) -> None:
     for path in (tmp_path / "config.json", tmp_path):
         with pytest.raises(FileNotFoundError, match=r"there is no .*config.json: pass") as info:
