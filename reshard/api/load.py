@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -46,7 +47,7 @@ from reshard.ranks.progress import Progress, current, phase
 from reshard.stored.checksums import Checking, CheckTime
 from reshard.stored.contents import LazyMapping
 from reshard.stored.source import Source
-from reshard.stored.tensor import read_value
+from reshard.stored.tensor import StoredTensor, read_value
 
 if TYPE_CHECKING:
     from reshard.execute.exchange import SharedReading
@@ -388,7 +389,7 @@ def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, sh
     casts: dict[str, list[int]] = {key: [] for key in match.cast}
     landings = _landings(items, targets, wanted, shared, uploads, casts)
     copies = find_copies(items, match.stored, lambda item: landings[item.fqn][item.part])
-    computed = dict.fromkeys((copy.fqn, copy.place.source) for copy in copies if checkpoint.derivation)
+    computed = dict.fromkeys((one.fqn, one.place.source) for one in copies if checkpoint.derivation)
     for key, source in computed:
         casts.setdefault(key, []).append(-source.overflowed)
     return ReadPlan(copies, items.nbytes, casts, computed)
@@ -450,7 +451,8 @@ def own_values(
 
 
 def _value(saved: Mapping[int, Any], rank: int) -> Any:
-    return read_value(saved[rank])
+    found = saved[rank]
+    return read_value(found) if isinstance(found, StoredTensor) else copy.deepcopy(found)
 
 
 # `LoadReport`: the truth about every key of a load.

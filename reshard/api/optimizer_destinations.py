@@ -64,7 +64,8 @@ def optimizer_destinations(
             f"{checkpoint.url} has nothing under {prefix!r}; its keys begin with {', '.join(names)}. "
             "Pass prefix=, the key under which the optimizer's state dict was saved"
         )
-    rows = [row if row.shape is not None else row._replace(value=checkpoint.objects[row.key]) for row in rows]
+    values = copy.deepcopy({row.key: checkpoint.objects[row.key] for row in rows if row.shape is None})
+    rows = [row._replace(value=values[row.key]) if row.key in values else row for row in rows]
     parameters = get_model_state_dict(model)
     numbered = [row.key for row in rows if NUMBERED.fullmatch(row.key)]
     if numbered and not any(name.isdecimal() for name in parameters):
