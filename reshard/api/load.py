@@ -467,7 +467,7 @@ class LoadReport(FilledReport, CheckedReport):
     """Keys of the tensors and objects that were filled."""
     outside: tuple[str, ...]
     """Keys of the target that the checkpoint does not have because the `select` of its save
-    excludes them."""
+    excludes them. They keep their values. `ok` allows them."""
     mismatched: tuple[str, ...]
     """Keys whose shapes differ, with both shapes. With dtype_policy "error", also keys whose
     dtypes differ."""
@@ -512,9 +512,10 @@ class LoadReport(FilledReport, CheckedReport):
     def ok(self) -> bool:
         """True if both sides have the same keys, shapes, and types, and if `dropped` and
         `overflowed` are empty. Unexpected keys make it False, unless strict="subset" allows
-        them. A saved plain value replaces the target's even if the classes differ. Then
-        `retyped` lists it, and `ok` is False. Numbers other than bools count as one class, and
-        None fits every class."""
+        them. Keys that the `select` of the save excludes are allowed. They were not loaded, and
+        `outside` lists them: to require all keys, also check that it is empty. A saved plain value
+        replaces the target's even if the classes differ. Then `retyped` lists it, and `ok` is
+        False. Numbers other than bools count as one class, and None fits every class."""
         extra = set(self.unexpected).difference(self.not_requested)
         return not (self.missing or extra or self.mismatched or self.dropped or self.retyped or self.overflowed)
 

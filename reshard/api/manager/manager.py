@@ -32,6 +32,7 @@ from reshard.errors import (
     CorruptCheckpointError,
     OptionError,
     ReshardError,
+    format_names,
     format_value,
 )
 from reshard.mapping import Mapping as StateMapping
@@ -102,12 +103,11 @@ class RestoreReport(Tabled):
 
     def __repr__(self) -> str:
         """One line."""
-        odd = f", {len(self.skipped)} skipped" if self.skipped else ""
-        told = self.load.unchecked if self.load.ok else f"{self.load!r}"
-        return (
-            f"RestoreReport(step {self.step} from {'memory' if self.from_memory else 'storage'}, {self.path!r}{odd}"
-            f"{told and f', {told}'})"
-        )
+        odd = [f"{len(self.skipped)} skipped"] if self.skipped else []
+        odd += self.load._first_of_each("outside") if self.load.ok else [f"{self.load!r}"]
+        odd += [self.load.unchecked] if self.load.ok and self.load.unchecked else []
+        where = f"step {self.step} from {'memory' if self.from_memory else 'storage'}"
+        return f"RestoreReport({', '.join([where, repr(self.path), *odd])})"
 
 
 def _schedule(every: Every | None, read_only: bool) -> Every:
@@ -431,7 +431,8 @@ class CheckpointManager:
     ) -> RestoreReport | None:
         """Collective: load the newest complete step, from memory or storage, into `state`. Ranks and layouts may
         differ. With `strict=True`, optimizer state that is not in the checkpoint is removed. Returns None and changes
-        nothing if no save was completed. `skipped` lists steps that are damaged or foreign.
+        nothing if no save was completed. `skipped` lists steps that are damaged or foreign. If the step was saved with
+        `select`, a warning names keys of the state that it excludes.
 
         Args:
             state: has the structure that you pass to `save`, and is filled in place.
@@ -478,6 +479,11 @@ class CheckpointManager:
         self._saved_at = self._kept_at = time.monotonic()
         if ledger is not None:
             _log.info("%s: restored step %d", self.root, report.step)
+            if report.load.outside:
+                _log.warning(
+                    "%s: step %d was saved with select=, so the state keeps its own values of %s",
+                    self.root, report.step, format_names(report.load.outside),
+                )  # fmt: skip
         return report
 
     def _newest_whole(

@@ -1115,3 +1115,22 @@ def test_a_step_that_could_not_be_read_for_a_while_is_not_lost(tmp_path: Path) -
         assert (root / "step-30").exists()  # until the run has passed it
         one.save(35, {**state, "step": 35})
     assert [step.step for step in reshard.steps(root)] == [35]
+
+
+def test_a_restore_tells_what_the_save_did_not_select(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"model": {"w": torch.ones(2)}, "optim": {"m": torch.ones(2)}, "step": 7}
+    with reshard.CheckpointManager(tmp_path, every=Every(steps=1), select="model.*") as manager:
+        manager.save(7, state)
+
+    other = {"model": {"w": torch.zeros(2)}, "optim": {"m": torch.zeros(2)}, "step": 0}
+    with reshard.CheckpointManager(tmp_path, every=Every(steps=1)) as manager:
+        report = manager.restore(other)
+
+    assert report is not None
+    assert report.load.ok  # as after each load of a part
+    assert set(report.load.outside) == {"optim.m", "step"}
+    told = "outside 2 ('optim.m', 'step')"
+    assert repr(report) == f"RestoreReport(step 7 from storage, {str(tmp_path / 'step-7')!r}, {told})"
+    assert [row.message for row in caplog.records if "select" in row.message] == [
+        f"{tmp_path}: step 7 was saved with select=, so the state keeps its own values of 2 ('optim.m', 'step')"
+    ]
