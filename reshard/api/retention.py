@@ -34,6 +34,7 @@ from reshard.native.commit import folder_of, generations_in, is_alive, remove_de
 from reshard.native.manifest import GENERATION, MANIFEST, is_generation, refuse_newer, without_claim
 from reshard.native.reader import NativeFacts, detect
 from reshard.storage import AnyPath, Storage, open_storage
+from reshard.storage.opening import place_of
 
 __all__ = [
     "Keep", "Seen", "Step", "complete", "is_count", "latest_complete", "leftovers", "prune", "published",
@@ -111,8 +112,7 @@ class Step:
     """A checkpoint of a run."""
 
     step: int | None
-    """The number in its name. None for Lightning's `last.ckpt`, and if no name in the folder has a
-    number."""
+    """The number in its name. None for `last`, and if no name in the folder has a number."""
     path: str
     format: str | None
     """Its format. None if it cannot be opened."""
@@ -160,7 +160,8 @@ def steps(folder: AnyPath) -> list[Step]:
 def latest_complete(folder: AnyPath) -> str | None:
     """Return the path of the newest complete checkpoint of a run, in any format, or None.
 
-    The newest is the one with the highest step. `reshard.open` chooses the same one. If no name has a
+    The newest is the one with the highest step, or a native `last` whose save began after it.
+    Lightning's `last.ckpt` is always the newest. `reshard.open` chooses the same one. If no name has a
     step number, the newest is the native checkpoint, at or directly below `folder`, whose save began
     last. `reshard.open` does not choose among these. The result is None if the folder does not exist.
 
@@ -196,8 +197,9 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
     run continues from these.
 
     Some checkpoints stay and do not count: those in other formats, those whose names have no step
-    number, such as `best`, those that a save is replacing now, and damaged ones, even if their
-    manifest was lost. `prune` does not know the rules of a `CheckpointManager`, so a warning names
+    number, such as `best` and `last`, those that a save is replacing now, and damaged ones, even if
+    their manifest was lost. Steps that are links count. They stay, and so does each checkpoint that
+    a link in `folder` leads to, such as `best -> step-100`. `prune` does not know the rules of a `CheckpointManager`, so a warning names
     the deleted steps of its run.
 
     `prune` also deletes files that killed saves and conversions left. The command `reshard prune`
@@ -231,7 +233,7 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
             "yourself"
         )
     kept = sorted(found, key=lambda one: one.created_unix_s)[-keep_last:]
-    gone, done = [one.path for one in found[:-keep_last] if one not in kept], "would delete"
+    gone, done = _unlinked(folder, [one.path for one in found[:-keep_last] if one not in kept]), "would delete"
     if not dry_run:
         saves = {one.path: one.save_id for one in found}
         gone, done = remove_checkpoints(folder, gone, executor, saves), "deleted"
@@ -295,7 +297,8 @@ def remove_checkpoints(
 ) -> list[str]:
     """Remove these of the checkpoints directly below `folder`, and what killed saves have left
     there, as `prune` does. Returns the paths of what was removed: what a save replaces just now
-    stays, and so does what is no longer of the save that `saves` has for its path."""
+    stays, and so does what a link leads to, and what is no longer of the save that `saves` has for
+    its path."""
     storage = open_storage(folder)
     names = storage.names()
     remove_dead_jobs(storage, names)
@@ -304,7 +307,7 @@ def remove_checkpoints(
         below = open_storage(path_below(folder, place))
         remove_dead_jobs(below, below.names())
     places, gone = _places(names), []
-    for path in paths:
+    for path in _unlinked(folder, paths):
         inner = open_storage(path)
         by_id = generations_in(inner)
         if any(is_alive(inner, save_id, names) for save_id, names in by_id.items()):
@@ -316,6 +319,17 @@ def remove_checkpoints(
     run_tasks(work, sorted(places), executor, lambda place, done: None, here=functools.partial(_remove_in, str(folder)))
     remove_empty(storage, places | {path.rpartition("/")[2] for path in gone})  # some had no data files
     return gone
+
+
+def _unlinked(folder: AnyPath, paths: Iterable[str]) -> list[str]:
+    """Those of the checkpoints directly below `folder` to which, or into which, no link in it leads. Neither are they
+    links, whose targets need not be of this run."""
+    if (local := local_path(folder)) is None or not os.path.isdir(local):
+        return [*paths]
+    with os.scandir(local) as entries:
+        targets = [f"{os.path.realpath(entry.path)}/" for entry in entries if entry.is_symlink()]
+    places = {path: f"{place_of(open_storage(path))}/" for path in paths}
+    return [path for path, place in places.items() if not any(target.startswith(place) for target in targets)]
 
 
 @dataclass(frozen=True)
@@ -338,7 +352,7 @@ def complete(folder: AnyPath) -> list[_Published]:
     gone = {path_below(folder, name) for name in discarded_in(open_storage(folder))}
     known = [one for one in published(folder) if not one.problem and one.path not in gone]
     by_time = sorted(known, key=lambda one: (one.created_unix_s, one.path))
-    steps = [(one.step.age, one) for one in by_time if one.step]
+    steps = [(one.step.age, one) for one in by_time if one.step and one.step.step is not None]
     if not steps and run_in(open_storage(folder).names()):
         return []
     return [one for _, one in sorted(steps, key=itemgetter(0))] or by_time
@@ -362,6 +376,10 @@ def published(folder: AnyPath, seen: Seen | None = None) -> list[_Published]:
     for name in storage.names():
         place = "" if GENERATION.match(name) else name.rpartition("/")[0] and name.partition("/")[0]
         inside.setdefault(place, []).append(name.removeprefix(f"{place}/"))
+    for name in storage.top() or ():  # a folder without files, or a link to one, which `names` does not follow
+        if name.endswith("/") and (place := name[:-1]) not in inside:
+            linked = open_storage(path_below(folder, place))
+            inside[place] = linked.names() if MANIFEST in (linked.top() or ()) else []  # there can be much elsewhere
     known: Seen = {}
     for place, names in inside.items():
         if MANIFEST not in names and not without_claim(names):

@@ -31,7 +31,7 @@ from reshard.formats.format import Format
 from reshard.formats.table import FORMATS, formats
 from reshard.live.garbage_collection import gc_paused
 from reshard.native import reader as native
-from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation, without_claim
+from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation, read_manifest, without_claim
 from reshard.storage.base import AnyPath, Storage, is_temporary
 from reshard.storage.local import LocalStorage
 from reshard.storage.opening import StoragePath, open_storage, path_text
@@ -164,6 +164,8 @@ def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *
     if steps and LEDGER in look(inner)[1]:
         gone = discarded_in(found[0] if found is not None else open_storage(path), inner)
         steps = [replace(step, is_discarded=step.name in gone) for step in steps]
+    if any(step.step is None for step in steps) and not isinstance(path, Storage):
+        steps = _with_last_placed(path, steps)
     if not steps and not marks and found is None and shows_nothing(look):
         folders, files = look("")
         raise FormatError(
@@ -188,6 +190,34 @@ def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *
             f"{_listed(steps)}. Choose one: pass step=, the path of a step, or {path_below(_text(path), owned[0])}"
         )
     return _Run(steps, [name for name in marks if name not in _OF_TREES])
+
+
+def _with_last_placed(path: AnyPath, steps: list[RunStep]) -> list[RunStep]:
+    """The same, with a native `last` behind the highest step whose save did not begin after its own. What others call
+    so says nothing of its age, and stays the newest."""
+    places: dict[str, tuple[int, float]] = {}
+    for last in steps:
+        if last.step is not None or (made := _begun(path, last)) is None:
+            continue
+        for step in reversed(steps):
+            if step.step is not None and (begun := _begun(path, step)) is not None:
+                places[last.name] = step.step if begun <= made else -1, made
+                if begun <= made:
+                    break
+    rows = [(*places.get(step.name, (step.step, 0.0)), step.name, step) for step in steps]
+    return [step for *_, step in sorted(rows, key=lambda row: (row[0] is None, row[0] or 0, *row[1:3]))]
+
+
+class _Begun(msgspec.Struct):
+    created_unix_s: float
+
+
+def _begun(path: AnyPath, step: RunStep) -> float | None:
+    """When the save of a native step began; None of any other, and of one that is damaged."""
+    with suppress(CheckpointError, StorageError):
+        begun: _Begun = read_manifest(open_storage(path_below(path, step.name)), _Begun)
+        return begun.created_unix_s
+    return None
 
 
 def _owns_all(storage: Storage, names: Mapping[str, int], preferred: Format | None) -> bool:
@@ -581,7 +611,7 @@ class RunStep:
     """A checkpoint of a run, as its name says."""
 
     step: int | None
-    """None for Lightning's `last.ckpt`, which is the newest whatever its step."""
+    """None for `last`: Lightning's `last.ckpt` is the newest whatever its step, see `_with_last_placed`."""
     name: str
     """Its path within the folder of the run."""
     is_discarded: bool = False

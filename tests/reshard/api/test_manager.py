@@ -1134,3 +1134,24 @@ def test_a_restore_tells_what_the_save_did_not_select(tmp_path: Path, caplog: py
     assert [row.message for row in caplog.records if "select" in row.message] == [
         f"{tmp_path}: step 7 was saved with select=, so the state keeps its own values of 2 ('optim.m', 'step')"
     ]
+
+
+def test_a_step_that_was_moved_elsewhere_and_linked_back_is_a_step(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert run(root, range(3), keep=Keep(last=3)) == [0, 1, 2]
+    shutil.move(root / "step-2", tmp_path / "archive")
+    (root / "step-2").symlink_to("../archive")
+
+    report, value = value_at(root)
+
+    assert (report.step, report.skipped, value) == (2, (), 2.0)
+    assert run(root, range(3, 7), keep=Keep(last=1)) == [2, 6]  # the policy deletes nothing elsewhere
+    assert reshard.verify(tmp_path / "archive").ok
+
+
+def test_a_step_that_a_link_leads_to_outlives_the_policy(tmp_path: Path) -> None:
+    run(tmp_path, range(2))
+    (tmp_path / "best").symlink_to("step-0")
+
+    assert run(tmp_path, range(2, 5), keep=Keep(last=1)) == [0, 4]
+    assert reshard.verify(tmp_path / "best").ok
