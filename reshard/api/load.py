@@ -25,8 +25,8 @@ from reshard.api.reports import CheckedReport, FilledReport
 from reshard.arguments import check_arguments, renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource, log_skipped, open_among, stored_layout
 from reshard.errors import (
-    CheckpointError,
     CheckpointNotFoundError,
+    CheckpointReplacedError,
     CorruptCheckpointError,
     KeyMismatchError,
     OptionError,
@@ -176,7 +176,7 @@ def load_with(
             if native is not None and isinstance(error, CorruptCheckpointError):
                 native.naming_tensors(error)
             raise
-        raise CheckpointError(
+        raise CheckpointReplacedError(
             f"{checkpoint.url} was replaced by a later save, or deleted, while it was read: load again ({error})"
         ) from error
 

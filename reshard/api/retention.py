@@ -37,7 +37,7 @@ from reshard.storage import AnyPath, Storage, open_storage
 from reshard.storage.opening import place_of
 
 __all__ = [
-    "Keep", "Seen", "Step", "complete", "is_count", "latest_complete", "leftovers", "prune", "published",
+    "Keep", "Seen", "Step", "complete", "files_of", "is_count", "latest_complete", "leftovers", "prune", "published",
     "remove_checkpoints", "steps",
 ]  # fmt: skip
 
@@ -359,15 +359,17 @@ def complete(folder: AnyPath) -> list[_Published]:
 
 
 Seen = dict[str, tuple[object, _Published]]
-"""Complete checkpoints by path, with what `_files_of` said of them."""
+"""Complete checkpoints by path, with what `files_of` said of them."""
 
 
-def published(folder: AnyPath, seen: Seen | None = None) -> list[_Published]:
+def published(folder: AnyPath, seen: Seen | None = None, tries: int = 3) -> list[_Published]:
     """The checkpoints at and directly below `folder` whose save has ended, also those whose
     manifest was lost.
 
     Args:
         seen: what an earlier call found, which is updated: of these, only what has changed is opened again.
+        tries: so often all is listed again where one was removed meanwhile: the save that took its place may have come
+            after the list.
     """
     if isinstance(folder, Storage):
         raise CheckpointError(f"expected a path or URL, got the storage {folder.url}")
@@ -381,11 +383,12 @@ def published(folder: AnyPath, seen: Seen | None = None) -> list[_Published]:
             linked = open_storage(path_below(folder, place))
             inside[place] = linked.names() if MANIFEST in (linked.top() or ()) else []  # there can be much elsewhere
     known: Seen = {}
+    is_gone = False
     for place, names in inside.items():
         if MANIFEST not in names and not without_claim(names):
             continue
         path = path_below(folder, place)
-        files = None if seen is None or not place else _files_of(path)
+        files = None if seen is None or not place else files_of(path)
         if seen and files is not None and seen.get(path, ())[:1] == (files,):
             one: _Published | None = seen[path][1]
         else:
@@ -394,13 +397,17 @@ def published(folder: AnyPath, seen: Seen | None = None) -> list[_Published]:
             found.append(one)
             if files is not None and not one.problem:
                 known[path] = files, one
+        elif MANIFEST in names and MANIFEST not in open_storage(path).names(MANIFEST):
+            is_gone = True
+    if is_gone and tries:
+        return published(folder, seen, tries - 1)
     if seen is not None:
         seen.clear()
         seen.update(known)
     return found
 
 
-def _files_of(path: str) -> object:
+def files_of(path: str) -> object:
     """All that decides whether a checkpoint is complete: its manifest, by a digest, and names and sizes of its files.
     None if it has no manifest that can be read."""
     storage = open_storage(path)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from reshard.api.retention import Seen, published, remove_checkpoints
+from reshard.api.retention import Seen, files_of, published, remove_checkpoints
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError
 from reshard.formats.detect import LEDGER, StepRecord, StepRecords, path_below, records_in, refuse_first_step, steps_at
@@ -105,12 +105,18 @@ class Ledger:
         return {step: why for step, why in published_steps(self.root, self._seen).items() if step not in self.aside()}
 
     def foreign(self) -> dict[str, int]:
-        """Complete checkpoints in the root that no manager saved: path -> step, which is -1 for `last`."""
-        own, seen = {f"step-{step}" for step in published_steps(self.root, self._seen)}, []
+        """Complete checkpoints in the root that no manager saved: path -> step, which is -1 for `last`. Steps that
+        `published` has just found are not opened again."""
+        own, seen = {path for path in self._seen if _NAME.fullmatch(path.rpartition("/")[2])}, []
         with suppress(FormatError):  # a root may hold anything besides
-            seen = [one for one in steps_at(self.root, is_sure=True) if "/" not in one.name and one.name not in own]
+            seen = [one for one in steps_at(self.root, is_sure=True) if "/" not in one.name]
         steps = {path_below(self.root, one.name): -1 if one.step is None else one.step for one in seen}
-        return {path: step for path, step in steps.items() if _opens(path)}
+        return {path: step for path, step in steps.items() if path not in own and _is_foreign(path)}
+
+    def has_changed(self, step: int) -> bool:
+        """Return True if a step that `published` found was replaced or removed since."""
+        path = step_path(self.root, step)
+        return self._seen.get(path, ())[:1] != (files_of(path),)
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """The metrics of the complete steps that count."""
@@ -155,12 +161,14 @@ class Ledger:
         return self.steps.get(step, StepRecord())
 
 
-def _opens(path: str) -> bool:
+def _is_foreign(path: str) -> bool:
+    """Return whether there is a complete checkpoint that no manager saved: a native one that is called as a manager's
+    step is one that was just published."""
     try:
-        open_checkpoint(path)
+        format = open_checkpoint(path).format
     except CheckpointError:
         return False
-    return True
+    return format != "native" or not _NAME.fullmatch(path.rpartition("/")[2])
 
 
 class RootClaim:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, Unpack
 
 import torch.distributed as dist
 
@@ -29,6 +29,7 @@ from reshard.arguments import no_attribute, options_of, renamed, with_options
 from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    CheckpointReplacedError,
     CorruptCheckpointError,
     OptionError,
     ReshardError,
@@ -108,6 +109,19 @@ class RestoreReport(Tabled):
         odd += [self.load.unchecked] if self.load.ok and self.load.unchecked else []
         where = f"step {self.step} from {'memory' if self.from_memory else 'storage'}"
         return f"RestoreReport({', '.join([where, repr(self.path), *odd])})"
+
+
+class _Known(NamedTuple):
+    """What a manager finds in storage when it restores."""
+
+    ledger: Ledger | None
+    """On the first rank."""
+    steps: dict[int, str]
+    """Those that count, in order, and why a damaged one cannot be opened."""
+    foreign: dict[str, int]
+    """Checkpoints that no manager saved."""
+    aside: list[int]
+    """Steps that could not be read before."""
 
 
 def _schedule(every: Every | None, read_only: bool) -> Every:
@@ -452,16 +466,14 @@ class CheckpointManager:
                 raise CheckpointError(f"the manager of {self.root} is closed: create a new one")
             wanted = None if step is None else checked_step(step)
             group.same_options("restore", {"step": step, "discard_newer": discard_newer})
-            ledger = self._read() if group.rank == 0 else None
-            known = (ledger.published(), ledger.foreign(), ledger.skipped()) if ledger is not None else None
-            found, foreign, aside = group.share(known, kind=tuple[dict[int, str], dict[str, int], list[int]])
+            known = self._known(group)
             taken = LiveObjects(state, to_fill=True, strict=strict)
         options = {"strict": strict, "dtype_policy": dtype_policy, "mapping": mapping}
-        report = self._newest_whole(found, foreign, aside, wanted, taken.state, options)
+        report, found = self._newest_whole(known, wanted, taken.state, options)
         if report is None:
             with group.together("CheckpointManager.restore"):
-                if ledger is not None:
-                    ledger.refuse_discarded()
+                if known.ledger is not None:
+                    known.ledger.refuse_discarded()
                     _log.info("%s has no step to restore: the state is unchanged", self.root)
             return None
         with group.together("CheckpointManager.restore"):
@@ -477,27 +489,35 @@ class CheckpointManager:
         self._newest = max({*found}.difference(newer if discard_newer else self._skipped), default=-1)
         self._before = self._here = report.step
         self._saved_at = self._kept_at = time.monotonic()
-        if ledger is not None:
-            _log.info("%s: restored step %d", self.root, report.step)
-            if report.load.outside:
-                _log.warning(
-                    "%s: step %d was saved with select=, so the state keeps its own values of %s",
-                    self.root, report.step, format_names(report.load.outside),
-                )  # fmt: skip
+        if known.ledger is not None:
+            self._say_restored(report.step, report.load.outside)
         return report
 
+    def _say_restored(self, step: int, outside: tuple[str, ...]) -> None:
+        _log.info("%s: restored step %d", self.root, step)
+        if outside:
+            words = "was saved with select=, so the state keeps its own values of"
+            _log.warning("%s: step %d %s %s", self.root, step, words, format_names(outside))
+
+    def _known(self, group: Group) -> _Known:
+        """Collective: what the first rank finds in storage."""
+        ledger = self._read() if group.rank == 0 else None
+        found = None if ledger is None else (ledger.published(), ledger.foreign(), ledger.skipped())
+        return _Known(ledger, *group.share(found, kind=tuple[dict[int, str], dict[str, int], list[int]]))
+
+    def _known_since(self, known: _Known, step: int) -> _Known | None:
+        """Collective: what there is now, if a step was replaced or removed since it was listed."""
+        group = self._group()
+        with group.together("CheckpointManager.restore"):
+            changed = None if known.ledger is None else known.ledger.has_changed(step)
+            return self._known(group) if group.share(changed, kind=bool) else None
+
     def _newest_whole(
-        self,
-        steps: dict[int, str],
-        foreign: dict[str, int],
-        aside: list[int],
-        wanted: int | None,
-        state: Any,
-        options: dict[str, Any],
-    ) -> RestoreReport | None:
-        """Collective: try candidates from the newest to the oldest. `steps` also says why one
-        cannot be opened, `foreign` which checkpoints no manager saved, and `aside` which steps
-        could not be read before."""
+        self, known: _Known, wanted: int | None, state: Any, options: dict[str, Any], tries: int = 10
+    ) -> tuple[RestoreReport | None, dict[int, str]]:
+        """Collective: try candidates from the newest to the oldest. Also returns the steps that there were then, which
+        are looked for again, at most `tries` times, if one that was tried is gone."""
+        _, steps, foreign, aside = known
         chosen = [*reversed(steps)] if wanted is None else [wanted] if wanted in steps else []
         candidates: list[int | None] = [*chosen, None] if self._memory is not None else [*chosen]
         passed = [
@@ -512,18 +532,21 @@ class CheckpointManager:
             problem = "" if one is None else steps[one]
             found = problem or self._attempt(partial(self._load, one, wanted, state, options, tuple(passed)))
             if isinstance(found, RestoreReport):
-                return found
+                return found, steps
+            if one is not None and not problem and tries and (now := self._known_since(known, one)) is not None:
+                return self._newest_whole(now, wanted, state, options, tries - 1)
             passed.append(found if one is None else f"step {one}: {found}")
             if self._claim is not None:
                 level = logging.WARNING if steps else logging.INFO  # nothing at all is where a run begins
                 _log.log(level, "%s: skipped %s", self.root, passed[-1])
         if wanted is None and not steps and not foreign:
-            return None
+            return None, steps
         what = f"step {wanted} in {self.root} cannot" if wanted is not None else f"no step in {self.root} can"
         if not passed:
             whole = [str(one) for one, problem in steps.items() if not problem]
-            known = ", ".join(whole) or "none"
-            raise CheckpointNotFoundError(f"{self.root} has no step {wanted}: its complete steps are {known}")
+            raise CheckpointNotFoundError(
+                f"{self.root} has no step {wanted}: its complete steps are {', '.join(whole) or 'none'}"
+            )
         fix = "" if steps else ". To continue from it, choose another root, and reshard.load it in the first job"
         kind = CorruptCheckpointError if chosen else CheckpointNotFoundError
         raise kind(f"{what} be restored: {'; '.join(passed)}{fix * bool(foreign)}")
@@ -549,7 +572,7 @@ class CheckpointManager:
         error: Exception | None = None
         try:
             found = load()
-        except (CheckpointNotFoundError, CorruptCheckpointError) as caught:
+        except (CheckpointNotFoundError, CheckpointReplacedError, CorruptCheckpointError) as caught:
             error, problem = caught, str(caught)
         except Exception as caught:  # the others wait for this rank's result
             error = caught

@@ -1155,3 +1155,78 @@ def test_a_step_that_a_link_leads_to_outlives_the_policy(tmp_path: Path) -> None
 
     assert run(tmp_path, range(2, 5), keep=Keep(last=1)) == [0, 4]
     assert reshard.verify(tmp_path / "best").ok
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Any:
+    with reshard.CheckpointManager(tmp_path, every=Every(steps=1), keep=Keep(last=1)) as manager:
+        save_and_wait(manager, 1)
+        yield manager
+
+
+def save_and_wait(manager: reshard.CheckpointManager, step: int) -> None:
+    manager.save(step, {"w": torch.full((3,), float(step))})
+    manager.wait()
+
+
+def once_before(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, do: Any) -> None:
+    """Do something once, just before a function is called the next time."""
+    real = getattr(owner, name)
+
+    def hook(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(owner, name, real)
+        do()
+        return real(*args, **options)
+
+    monkeypatch.setattr(owner, name, hook)
+
+
+def test_a_step_that_is_saved_during_a_restore_is_not_foreign(trainer, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(trainer, "keep", Keep())
+    once_before(monkeypatch, ledger, "steps_at", lambda: save_and_wait(trainer, 2))
+
+    report, value = value_at(tmp_path)
+
+    assert (report.step, report.skipped, value) == (1, (), 1.0)
+
+
+@pytest.mark.parametrize("native", ["last", "step-007"])
+def test_a_native_checkpoint_that_is_not_called_as_a_step_of_a_manager_is_foreign(native, tmp_path) -> None:
+    reshard.save({"w": torch.ones(3)}, tmp_path / native)
+
+    with pytest.raises(CheckpointNotFoundError, match=rf"{native} was not saved by a manager"):
+        value_at(tmp_path)
+
+
+# where a restore is when the run saves another step, and removes the one that it was about to read
+MOMENTS = [
+    pytest.param(retention, "_opened", id="after the list of steps"),
+    pytest.param(deciding, "load", id="before the load"),
+    pytest.param(reshard.api.load, "plan_rank", id="during the load"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name"), MOMENTS)
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_restore_takes_the_step_that_took_the_place_of_one(
+    owner, name, times, trainer, tmp_path, monkeypatch
+) -> None:
+    """It once raised CorruptCheckpointError or CheckpointError, or found no step at all."""
+
+    def save() -> None:
+        newest = trainer.latest_step()
+        save_and_wait(trainer, newest + 1)
+        if newest < times:
+            once_before(monkeypatch, owner, name, save)
+
+    once_before(monkeypatch, owner, name, save)
+    report, value = value_at(tmp_path)
+
+    assert (report.step, report.skipped, value) == (times + 1, (), times + 1.0)
+
+
+def test_a_step_that_is_asked_for_and_removed_meanwhile_is_none(trainer, tmp_path, monkeypatch) -> None:
+    once_before(monkeypatch, deciding, "load", lambda: save_and_wait(trainer, 2))
+
+    with pytest.raises(CheckpointNotFoundError, match="has no step 1: its complete steps are 2"):
+        value_at(tmp_path, 1)
