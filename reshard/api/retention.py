@@ -144,7 +144,8 @@ def steps(folder: AnyPath) -> list[Step]:
             checkpoint = open_checkpoint(path)
             checkpoint.contents.refuse_incomplete()
         except CheckpointError as error:
-            found.append(Step(seen.step, path, None, 0, str(error)))
+            if not (isinstance(error, CheckpointNotFoundError) and _is_gone(path)):
+                found.append(Step(seen.step, path, None, 0, str(error)))
         else:
             aside = "the run went back to an earlier step and discarded this one" if seen.is_discarded else None
             nbytes = sum(tensor.nbytes for tensor in checkpoint.values())
@@ -154,6 +155,12 @@ def steps(folder: AnyPath) -> list[Step]:
             nbytes = sum(tensor.nbytes for tensor in open_checkpoint(one.path).values())
             found.append(Step(None, one.path, "native", nbytes, None))
     return found
+
+
+def _is_gone(path: str) -> bool:
+    """Return whether nothing is left of a step, such as of one that was removed since it was listed."""
+    local = local_path(path)
+    return not (open_storage(path).names() if local is None else os.path.lexists(local))
 
 
 @renamed()

@@ -144,12 +144,13 @@ class Ledger:
         """Remove all complete steps except these, and leftovers of killed saves. Damaged ones
         that do not count stay so. A step that a restore skipped stays while it is newer than all
         of `kept`, or while no other is removed."""
-        published, keeps_all = published_steps(self.root, self._seen), set(kept).issuperset(self.current())
-        newest = max(kept, default=-1)
+        published, newest = published_steps(self.root, self._seen), max(kept, default=-1)
+        saves = {path: one.save_id for path, (_, one) in self._seen.items()}  # a later one of a step stays
+        keeps_all = self.aside().union(kept).issuperset(step for step, why in published.items() if not why)
         skipped = {step for step in self.skipped() if step in published and (keeps_all or step > newest)}
         old = [step for step, why in published.items() if not why and step not in kept and step not in skipped]
         paths = {step_path(self.root, step): step for step in old}
-        gone = remove_checkpoints(self.root, paths)
+        gone = remove_checkpoints(self.root, paths, saves=saves)
         damaged = {step for step in self.aside() if published.get(step)}
         stay = {*kept, *damaged, *skipped, *(step for path, step in paths.items() if path not in gone)}
         if gone_before := self.steps.keys() - stay:

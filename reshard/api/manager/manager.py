@@ -290,7 +290,8 @@ class CheckpointManager:
             is_saved = step == self._newest
             due = self._due(group, step, force)
         if due.has_ended:
-            self._settle()
+            with group.together("CheckpointManager.save"):  # only the first rank removes older steps, and may fail
+                self._settle()
         unranked = ""
         if due.storage:
             unranked = self._save(step, state, its_metrics)
@@ -364,9 +365,9 @@ class CheckpointManager:
 
     def _save(self, step: int, state: Any, metrics: dict[str, float]) -> str:
         """Collective: save to storage. Returns the metric that the first rank lacks, or ""."""
-        self._settle("storage")
         group = self._group()
         with group.together("CheckpointManager.save"):
+            self._settle("storage")
             based, unranked = None, "" if self.keep.metric in metrics else self.keep.metric
             if self._claim is not None:
                 self._claim.check()
@@ -390,7 +391,8 @@ class CheckpointManager:
         options |= {"process_group": self._process_group, "timeout": self._timeout}
         if not self._background:
             save(taken, path, **options)
-            self._tidy()
+            with group.together("CheckpointManager.save"):
+                self._tidy()
             return unranked
         pending = async_save(taken, path, **options)
         if self._claim is not None:
@@ -424,8 +426,8 @@ class CheckpointManager:
     def _keep(self, step: int, state: Any) -> None:
         """Collective: save to memory."""
         assert self._memory is not None
-        self._settle("memory")
         with self._group().together("CheckpointManager.save"):
+            self._settle("memory")
             taken = LiveObjects(state).state
         if self._background:
             self._pending["memory"] = self._memory.async_save(taken, step, bytes_per_s=self._bytes_per_s)

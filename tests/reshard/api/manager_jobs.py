@@ -20,11 +20,12 @@ from torch.distributed.fsdp import fully_shard
 
 import reshard
 from reshard.api.manager import manager as deciding
+from reshard.api.manager.ledger import Ledger
 from reshard.errors import CheckpointError, KeyMismatchError, RankFailedError, StorageError
 from reshard.native.commit import Generation
 
 __all__ = [
-    "Loader", "disagreed", "failing", "failing_in_memory", "loaders", "one_is_asked", "staged", "stateless_stages",
+    "Loader", "disagreed", "failing", "failing_in_memory", "failing_to_tidy", "loaders", "one_is_asked", "staged", "stateless_stages",
     "trained",
 ]  # fmt: skip
 
@@ -225,6 +226,27 @@ def failing(root: str) -> tuple[list[str], list[int], list[str]]:
     except CheckpointError as error:
         said.append(str(error))
     return said, manager.all_steps(), sorted(os.listdir(root))
+
+
+def failing_to_tidy(root: str, background: bool) -> list[str]:
+    """A defect in the removal of older steps, which only the first rank does: what each rank is told, and when."""
+    said, state = [], {"w": torch.arange(8.0), "step": 0}
+    with reshard.CheckpointManager(root, every=reshard.Every(steps=1), background=background, timeout=60.0) as manager:
+        manager.save(1, state)
+        manager.wait()
+        with mock.patch.object(Ledger, "tidy", side_effect=RuntimeError("a defect")):
+            for step in (2, 3):
+                try:
+                    manager.save(step, state)
+                    for pending in manager._pending.values() if step == 2 else ():
+                        while not pending.done():
+                            time.sleep(0.01)
+                    dist.barrier()
+                except (RuntimeError, reshard.ReshardError) as error:
+                    said.append(f"{step} {type(error).__name__}: {error}".splitlines()[0])
+                    break
+        manager._pending.clear()
+        return said
 
 
 def failing_in_memory(root: str) -> str:

@@ -957,6 +957,18 @@ def test_a_save_that_fails_in_the_background_is_told_by_the_next_call_of_all(tmp
         assert files == ["manager.json", "step-2", "step-6"]
 
 
+@pytest.mark.gloo
+@pytest.mark.parametrize("background", [True, False])
+def test_a_defect_in_the_removal_of_older_steps_is_told_to_all_ranks(background: bool, tmp_path: Path) -> None:
+    """The others once waited for the first rank, which alone removes steps."""
+    first, second = gloo.run(jobs.failing_to_tidy, 2, str(tmp_path / "run"), background)
+
+    step = 3 if background else 2
+    assert first == [f"{step} RuntimeError: a defect"]
+    assert len(second) == 1
+    assert second[0].startswith(f"{step} RankFailedError: rank 0 failed in 'CheckpointManager.save': RuntimeError")
+
+
 LOADERS = [
     (2, "error", [6, 7], 3, "the same number: each goes on where it was"),
     (3, "error", "was saved per rank by 2 ranks, but this is rank", -1, "refused"),
@@ -1230,3 +1242,20 @@ def test_a_step_that_is_asked_for_and_removed_meanwhile_is_none(trainer, tmp_pat
 
     with pytest.raises(CheckpointNotFoundError, match="has no step 1: its complete steps are 2"):
         value_at(tmp_path, 1)
+
+
+def test_a_step_that_was_saved_anew_since_it_was_listed_stays(tmp_path: Path) -> None:
+    """By another process, which took the root over."""
+    run(tmp_path, range(2))
+    mine = ledger.Ledger.read(str(tmp_path))
+    real = ledger.remove_checkpoints
+
+    def late(*args: Any, **options: Any) -> Any:
+        reshard.save({"w": torch.full((3,), 9.0)}, tmp_path / "step-0")
+        return real(*args, **options)
+
+    with mock.patch.object(ledger, "remove_checkpoints", late):
+        mine.tidy({1})
+
+    assert reshard.open(tmp_path / "step-0")["w"][...].tolist() == [9.0] * 3
+    assert mine.current() == [0, 1]

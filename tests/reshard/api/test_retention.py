@@ -104,3 +104,19 @@ def test_a_native_last_stays_and_does_not_count(tmp_path) -> None:
 
     assert len(reshard.prune(tmp_path, keep_last=1)) == 2
     assert left(tmp_path) == {"step-3", "last"}
+
+
+@pytest.mark.parametrize("place", ["", "memory://a-run-that-is-pruned"])
+def test_a_step_that_is_removed_while_steps_are_listed_is_left_out(place, tmp_path, monkeypatch) -> None:
+    place = place or str(tmp_path)
+    for step in (1, 2):
+        reshard.save({"w": torch.ones(4)}, f"{place}/step-{step}")
+    real = retention.open_checkpoint
+
+    def late(path):
+        monkeypatch.setattr(retention, "open_checkpoint", real)
+        reshard.prune(place, keep_last=1)
+        return real(path)
+
+    monkeypatch.setattr(retention, "open_checkpoint", late)
+    assert [(step.step, step.problem) for step in reshard.steps(place)] == [(2, None)]
