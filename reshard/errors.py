@@ -23,9 +23,9 @@ from planners.errors import (
 
 __all__ = [
     "CheckpointError", "CheckpointExistsError", "CheckpointNotFoundError", "CheckpointReplacedError", "CodecError",
-    "CorruptCheckpointError", "CoverageError", "DeadlineError", "FormatError", "KeyMismatchError", "LayoutError", "LayoutMismatchError",
-    "MissingPackageError", "NewerVersionError", "NormalizationError", "OptionError", "PlanError", "ProofError",
-    "RankFailedError", "ReplicaDriftError", "ReshardError", "StorageError",
+    "CorruptCheckpointError", "CoverageError", "DeadlineError", "FormatError", "KeyMismatchError", "LayoutError",
+    "LayoutMismatchError", "MissingPackageError", "NewerVersionError", "NormalizationError", "OptionError",
+    "PlanError", "ProofError", "RankFailedError", "ReplicaDriftError", "ReshardError", "StorageError",
     "UndefinedTargetsError", "UnsafeDataError", "VerificationError",
 ]  # fmt: skip
 

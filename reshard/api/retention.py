@@ -206,8 +206,8 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
     Some checkpoints stay and do not count: those in other formats, those whose names have no step
     number, such as `best` and `last`, those that a save is replacing now, and damaged ones, even if
     their manifest was lost. Steps that are links count. They stay, and so does each checkpoint that
-    a link in `folder` leads to, such as `best -> step-100`. `prune` does not know the rules of a `CheckpointManager`, so a warning names
-    the deleted steps of its run.
+    a link in `folder` leads to, such as `best -> step-100`. `prune` does not know the rules of a
+    `CheckpointManager`, so a warning names the deleted steps of its run.
 
     `prune` also deletes files that killed saves and conversions left. The command `reshard prune`
     lists those of saves. Only files that saves and conversions wrote are deleted. Other files stay,

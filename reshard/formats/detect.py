@@ -208,15 +208,15 @@ def _with_last_placed(path: AnyPath, steps: list[RunStep]) -> list[RunStep]:
     return [step for *_, step in sorted(rows, key=lambda row: (row[0] is None, row[0] or 0, *row[1:3]))]
 
 
-class _Begun(msgspec.Struct):
+class _SaveTime(msgspec.Struct):
     created_unix_s: float
 
 
 def _begun(path: AnyPath, step: RunStep) -> float | None:
     """When the save of a native step began; None of any other, and of one that is damaged."""
     with suppress(CheckpointError, StorageError):
-        begun: _Begun = read_manifest(open_storage(path_below(path, step.name)), _Begun)
-        return begun.created_unix_s
+        found: _SaveTime = read_manifest(open_storage(path_below(path, step.name)), _SaveTime)
+        return found.created_unix_s
     return None
 
 

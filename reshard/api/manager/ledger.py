@@ -73,8 +73,8 @@ class Ledger:
         path = step_path(self.root, step)
         if step in self.aside() and not remove_checkpoints(self.root, [path]):
             raise CheckpointError(
-                f"step {step} was discarded, but a job that may still be running is writing it, or a link leads to {path}: "
-                "nothing was saved. End that job. If it has ended, delete the folder, or the link"
+                f"step {step} was discarded, but a job that may still be running is writing it, or a link leads to "
+                f"{path}: nothing was saved. End that job. If it has ended, delete the folder, or the link"
             )
         told = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
         self.steps[step] = StepRecord(told, is_based=is_based)

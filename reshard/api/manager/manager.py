@@ -498,8 +498,8 @@ class CheckpointManager:
     def _say_restored(self, step: int, outside: tuple[str, ...]) -> None:
         _log.info("%s: restored step %d", self.root, step)
         if outside:
-            words = "was saved with select=, so the state keeps its own values of"
-            _log.warning("%s: step %d %s %s", self.root, step, words, format_names(outside))
+            kept = format_names(outside)
+            _log.warning("%s: step %d was saved with select=, so the state keeps its values of %s", self.root, step, kept)
 
     def _known(self, group: Group) -> _Known:
         """Collective: what the first rank finds in storage."""
@@ -508,7 +508,7 @@ class CheckpointManager:
         return _Known(ledger, *group.share(found, kind=tuple[dict[int, str], dict[str, int], list[int]]))
 
     def _known_since(self, known: _Known, step: int) -> _Known | None:
-        """Collective: what there is now, if a step was replaced or removed since it was listed."""
+        """Collective: what is in storage now, if a step was replaced or removed since it was listed."""
         group = self._group()
         with group.together("CheckpointManager.restore"):
             changed = None if known.ledger is None else known.ledger.has_changed(step)

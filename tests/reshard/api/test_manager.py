@@ -969,6 +969,11 @@ def test_a_defect_in_the_removal_of_older_steps_is_told_to_all_ranks(background:
     assert second[0].startswith(f"{step} RankFailedError: rank 0 failed in 'CheckpointManager.save': RuntimeError")
 
 
+@pytest.mark.gloo
+def test_all_ranks_look_again_if_a_step_is_removed_during_a_restore(tmp_path: Path) -> None:
+    assert gloo.run(jobs.restored_while_pruned, 2, str(tmp_path / "run")) == [(1, (), 1.0)] * 2
+
+
 LOADERS = [
     (2, "error", [6, 7], 3, "the same number: each goes on where it was"),
     (3, "error", "was saved per rank by 2 ranks, but this is rank", -1, "refused"),
@@ -1144,7 +1149,7 @@ def test_a_restore_tells_what_the_save_did_not_select(tmp_path: Path, caplog: py
     told = "outside 2 ('optim.m', 'step')"
     assert repr(report) == f"RestoreReport(step 7 from storage, {str(tmp_path / 'step-7')!r}, {told})"
     assert [row.message for row in caplog.records if "select" in row.message] == [
-        f"{tmp_path}: step 7 was saved with select=, so the state keeps its own values of 2 ('optim.m', 'step')"
+        f"{tmp_path}: step 7 was saved with select=, so the state keeps its values of 2 ('optim.m', 'step')"
     ]
 
 
