@@ -57,7 +57,8 @@ def optimizer_destinations(
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     rows = [*saved_in(checkpoint)]
-    above = next((at for row in rows for i in range(len(row.path)) if key_of(at := row.path[:i]) == prefix), None)
+    places = (row.path[:i] for row in rows for i in range(len(row.path)))
+    above = next((place for place in places if key_of(place) == prefix), None)
     rows = [row for row in rows if row.path[: len(above or ())] == above]
     if above is None:
         names = sorted({str(checkpoint.contents.path_of(key)[0]) for key in checkpoint})[:8]
@@ -65,8 +66,9 @@ def optimizer_destinations(
             f"{checkpoint.url} has nothing under {prefix!r}; its keys begin with {', '.join(names)}. "
             "Pass prefix=, the key under which the optimizer's state dict was saved"
         )
-    values = copy.deepcopy({row.key: checkpoint.objects[row.key] for row in rows if row.shape is None})
-    rows = [row._replace(value=values[row.key]) if row.key in values else row for row in rows]
+    rows = [
+        row if row.shape is not None else row._replace(value=copy.deepcopy(checkpoint.objects[row.key])) for row in rows
+    ]
     parameters = get_model_state_dict(model)
     numbered = [row.key for row in rows if NUMBERED.fullmatch(row.key)]
     if numbered and not any(name.isdecimal() for name in parameters):

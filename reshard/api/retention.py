@@ -158,9 +158,11 @@ def steps(folder: AnyPath) -> list[Step]:
 
 
 def _is_gone(path: str) -> bool:
-    """Return whether nothing is left of a step, such as of one that was removed since it was listed."""
+    """Return whether nothing is left of a step, as of one that was removed since it was listed."""
     local = local_path(path)
-    return not (open_storage(path).names() if local is None else os.path.lexists(local))
+    if local is None:
+        return not open_storage(path).names()
+    return not os.path.lexists(local)
 
 
 @renamed()
@@ -240,7 +242,8 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
             "yourself"
         )
     kept = sorted(found, key=lambda one: one.created_unix_s)[-keep_last:]
-    gone, done = _unlinked(folder, [one.path for one in found[:-keep_last] if one not in kept]), "would delete"
+    old = [one.path for one in found[:-keep_last] if one not in kept]
+    gone, done = _unlinked(folder, old), "would delete"
     if not dry_run:
         saves = {one.path: one.save_id for one in found}
         gone, done = remove_checkpoints(folder, gone, executor, saves), "deleted"
@@ -329,14 +332,20 @@ def remove_checkpoints(
 
 
 def _unlinked(folder: AnyPath, paths: Iterable[str]) -> list[str]:
-    """Those of the checkpoints directly below `folder` to which, or into which, no link in it leads. Neither are they
-    links, whose targets need not be of this run."""
+    """Those of the checkpoints directly below `folder` to which, or into which, no link in it leads.
+
+    Neither are they links, whose targets need not be of this run.
+    """
     if (local := local_path(folder)) is None or not os.path.isdir(local):
         return [*paths]
     with os.scandir(local) as entries:
         targets = [f"{os.path.realpath(entry.path)}/" for entry in entries if entry.is_symlink()]
-    places = {path: f"{place_of(open_storage(path))}/" for path in paths}
-    return [path for path, place in places.items() if not any(target.startswith(place) for target in targets)]
+    found = []
+    for path in paths:
+        place = f"{place_of(open_storage(path))}/"
+        if not any(target.startswith(place) for target in targets):
+            found.append(path)
+    return found
 
 
 @dataclass(frozen=True)
@@ -359,7 +368,7 @@ def complete(folder: AnyPath) -> list[_Published]:
     gone = {path_below(folder, name) for name in discarded_in(open_storage(folder))}
     known = [one for one in published(folder) if not one.problem and one.path not in gone]
     by_time = sorted(known, key=lambda one: (one.created_unix_s, one.path))
-    steps = [(one.step.age, one) for one in by_time if one.step and one.step.step is not None]
+    steps = [(one.step.age, one) for one in by_time if one.step]
     if not steps and run_in(open_storage(folder).names()):
         return []
     return [one for _, one in sorted(steps, key=itemgetter(0))] or by_time
@@ -375,8 +384,8 @@ def published(folder: AnyPath, seen: Seen | None = None, tries: int = 3) -> list
 
     Args:
         seen: what an earlier call found, which is updated: of these, only what has changed is opened again.
-        tries: so often all is listed again where one was removed meanwhile: the save that took its place may have come
-            after the list.
+        tries: so often all is listed again where one was removed meanwhile. The save that took its
+            place may have come after the list.
     """
     if isinstance(folder, Storage):
         raise CheckpointError(f"expected a path or URL, got the storage {folder.url}")
@@ -385,10 +394,15 @@ def published(folder: AnyPath, seen: Seen | None = None, tries: int = 3) -> list
     for name in storage.names():
         place = "" if GENERATION.match(name) else name.rpartition("/")[0] and name.partition("/")[0]
         inside.setdefault(place, []).append(name.removeprefix(f"{place}/"))
-    for name in storage.top() or ():  # a folder without files, or a link to one, which `names` does not follow
-        if name.endswith("/") and (place := name[:-1]) not in inside:
-            linked = open_storage(path_below(folder, place))
-            inside[place] = linked.names() if MANIFEST in (linked.top() or ()) else []  # there can be much elsewhere
+    for name in storage.top() or ():
+        place = name.removesuffix("/")
+        if place == name or place in inside:
+            continue
+        # a link to a folder, which `names` does not follow, or an empty one
+        linked = open_storage(path_below(folder, place))
+        with suppress(StorageError):  # not ours to read
+            if MANIFEST in (linked.top() or ()):  # there can be much elsewhere
+                inside[place] = linked.names()
     known: Seen = {}
     is_gone = False
     for place, names in inside.items():
@@ -426,6 +440,8 @@ def files_of(path: str) -> object:
 def _opened(path: str, place: str, names: Collection[str]) -> _Published | None:
     """Open the checkpoint at `path`, which had files of these names; None if it was removed meanwhile."""
     step = step_of(place) if place else None
+    if step is not None and step.step is None:  # `last`
+        step = None
     try:
         if MANIFEST not in names:
             open_checkpoint(path)  # it looks again: a save may have published since

@@ -193,19 +193,26 @@ def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *
 
 
 def _with_last_placed(path: AnyPath, steps: list[RunStep]) -> list[RunStep]:
-    """The same, with a native `last` behind the highest step whose save did not begin after its own. What others call
-    so says nothing of its age, and stays the newest."""
-    places: dict[str, tuple[int, float]] = {}
+    """The same, with a native `last` behind the highest step whose save did not begin after its own.
+
+    What others call so says nothing of its age, and stays the newest.
+    """
+    places: dict[str, tuple[bool, int, float]] = {}
     for last in steps:
         if last.step is not None or (made := _begun(path, last)) is None:
             continue
         for step in reversed(steps):
-            if step.step is not None and (begun := _begun(path, step)) is not None:
-                places[last.name] = step.step if begun <= made else -1, made
-                if begun <= made:
-                    break
-    rows = [(*places.get(step.name, (step.step, 0.0)), step.name, step) for step in steps]
-    return [step for *_, step in sorted(rows, key=lambda row: (row[0] is None, row[0] or 0, *row[1:3]))]
+            if step.step is None or (begun := _begun(path, step)) is None:
+                continue
+            is_older = begun <= made
+            places[last.name] = False, step.step if is_older else -1, made
+            if is_older:
+                break
+
+    def age(step: RunStep) -> tuple[bool, int, float]:
+        return places.get(step.name, (step.step is None, step.step or 0, 0.0))
+
+    return sorted(steps, key=age)
 
 
 class _SaveTime(msgspec.Struct):
@@ -215,7 +222,8 @@ class _SaveTime(msgspec.Struct):
 def _begun(path: AnyPath, step: RunStep) -> float | None:
     """When the save of a native step began; None of any other, and of one that is damaged."""
     with suppress(CheckpointError, StorageError):
-        found: _SaveTime = read_manifest(open_storage(path_below(path, step.name)), _SaveTime)
+        storage = open_storage(path_below(path, step.name))
+        found: _SaveTime = read_manifest(storage, _SaveTime)
         return found.created_unix_s
     return None
 
@@ -611,7 +619,7 @@ class RunStep:
     """A checkpoint of a run, as its name says."""
 
     step: int | None
-    """None for `last`: Lightning's `last.ckpt` is the newest whatever its step, see `_with_last_placed`."""
+    """None for `last`. Lightning's `last.ckpt` is the newest whatever its step."""
     name: str
     """Its path within the folder of the run."""
     is_discarded: bool = False

@@ -68,7 +68,9 @@ class LocalStorage(Storage):
             with suppress(FileNotFoundError, NotADirectoryError):  # `_list` finds nothing there
                 mode = os.stat(self.root).st_mode  # once: it may be removed meanwhile
                 if not stat.S_ISDIR(mode):
-                    kind = "a file, not a folder" if stat.S_ISREG(mode) else "not a regular file or folder"
+                    kind = "not a regular file or folder"
+                    if stat.S_ISREG(mode):
+                        kind = "a file, not a folder"
                     raise StorageError(f"{self.url} is {kind}: use another path")
             _list(os.fspath(top), f"{folder}/" if folder else "", found, prefix, sized=sized)
         return dict(sorted(found.items()))

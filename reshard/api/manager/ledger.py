@@ -105,9 +105,12 @@ class Ledger:
         return {step: why for step, why in published_steps(self.root, self._seen).items() if step not in self.aside()}
 
     def foreign(self) -> dict[str, int]:
-        """Complete checkpoints in the root that no manager saved: path -> step, which is -1 for `last`. Steps that
-        `published` has just found are not opened again."""
-        own, seen = {path for path in self._seen if _NAME.fullmatch(path.rpartition("/")[2])}, []
+        """Complete checkpoints in the root that no manager saved: path -> step, which is -1 for `last`.
+
+        Steps that `published` has just found are not opened again.
+        """
+        own = {path for path in self._seen if _is_step(path)}
+        seen = []
         with suppress(FormatError):  # a root may hold anything besides
             seen = [one for one in steps_at(self.root, is_sure=True) if "/" not in one.name]
         steps = {path_below(self.root, one.name): -1 if one.step is None else one.step for one in seen}
@@ -144,11 +147,13 @@ class Ledger:
         """Remove all complete steps except these, and leftovers of killed saves. Damaged ones
         that do not count stay so. A step that a restore skipped stays while it is newer than all
         of `kept`, or while no other is removed."""
-        published, newest = published_steps(self.root, self._seen), max(kept, default=-1)
-        saves = {path: one.save_id for path, (_, one) in self._seen.items()}  # a later one of a step stays
-        keeps_all = self.aside().union(kept).issuperset(step for step, why in published.items() if not why)
+        published = published_steps(self.root, self._seen)
+        # a later save of a step stays
+        saves = {path: one.save_id for path, (_, one) in self._seen.items()}
+        newest, complete = max(kept, default=-1), {step for step, why in published.items() if not why}
+        keeps_all = complete <= self.aside().union(kept)
         skipped = {step for step in self.skipped() if step in published and (keeps_all or step > newest)}
-        old = [step for step, why in published.items() if not why and step not in kept and step not in skipped]
+        old = complete.difference(kept, skipped)
         paths = {step_path(self.root, step): step for step in old}
         gone = remove_checkpoints(self.root, paths, saves=saves)
         damaged = {step for step in self.aside() if published.get(step)}
@@ -163,13 +168,19 @@ class Ledger:
 
 
 def _is_foreign(path: str) -> bool:
-    """Return whether there is a complete checkpoint that no manager saved: a native one that is called as a manager's
-    step is one that was just published."""
+    """Return whether there is a complete checkpoint that no manager saved.
+
+    A native one that is called as a manager's step was just published.
+    """
     try:
         format = open_checkpoint(path).format
     except CheckpointError:
         return False
-    return format != "native" or not _NAME.fullmatch(path.rpartition("/")[2])
+    return format != "native" or not _is_step(path)
+
+
+def _is_step(path: str) -> bool:
+    return _NAME.fullmatch(path.rpartition("/")[2]) is not None
 
 
 class RootClaim:

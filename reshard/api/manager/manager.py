@@ -104,11 +104,16 @@ class RestoreReport(Tabled):
 
     def __repr__(self) -> str:
         """One line."""
-        odd = [f"{len(self.skipped)} skipped"] if self.skipped else []
-        odd += self.load._first_of_each("outside") if self.load.ok else [f"{self.load!r}"]
-        odd += [self.load.unchecked] if self.load.ok and self.load.unchecked else []
-        where = f"step {self.step} from {'memory' if self.from_memory else 'storage'}"
-        return f"RestoreReport({', '.join([where, repr(self.path), *odd])})"
+        where = "memory" if self.from_memory else "storage"
+        words = [f"step {self.step} from {where}", repr(self.path)]
+        if self.skipped:
+            words.append(f"{len(self.skipped)} skipped")
+        if not self.load.ok:
+            words.append(repr(self.load))
+        else:
+            words += self.load._first_of_each("outside")
+            words += filter(None, [self.load.unchecked])
+        return f"RestoreReport({', '.join(words)})"
 
 
 class _Known(NamedTuple):
@@ -290,7 +295,8 @@ class CheckpointManager:
             is_saved = step == self._newest
             due = self._due(group, step, force)
         if due.has_ended:
-            with group.together("CheckpointManager.save"):  # only the first rank removes older steps, and may fail
+            # only the first rank removes older steps, and may fail
+            with group.together("CheckpointManager.save"):
                 self._settle()
         unranked = ""
         if due.storage:
@@ -498,27 +504,41 @@ class CheckpointManager:
     def _say_restored(self, step: int, outside: tuple[str, ...]) -> None:
         _log.info("%s: restored step %d", self.root, step)
         if outside:
-            kept = format_names(outside)
-            _log.warning("%s: step %d was saved with select=, so the state keeps its values of %s", self.root, step, kept)
+            _log.warning(
+                "%s: step %d was saved with select=, so the state keeps its values of %s",
+                self.root,
+                step,
+                format_names(outside),
+            )
 
     def _known(self, group: Group) -> _Known:
         """Collective: what the first rank finds in storage."""
         ledger = self._read() if group.rank == 0 else None
-        found = None if ledger is None else (ledger.published(), ledger.foreign(), ledger.skipped())
-        return _Known(ledger, *group.share(found, kind=tuple[dict[int, str], dict[str, int], list[int]]))
+        found = None
+        if ledger is not None:
+            found = ledger.published(), ledger.foreign(), ledger.skipped()
+        kind = tuple[dict[int, str], dict[str, int], list[int]]
+        return _Known(ledger, *group.share(found, kind=kind))
 
     def _known_since(self, known: _Known, step: int) -> _Known | None:
-        """Collective: what is in storage now, if a step was replaced or removed since it was listed."""
+        """Collective: what is in storage now, if a step that was listed was replaced or removed."""
         group = self._group()
         with group.together("CheckpointManager.restore"):
             changed = None if known.ledger is None else known.ledger.has_changed(step)
             return self._known(group) if group.share(changed, kind=bool) else None
 
     def _newest_whole(
-        self, known: _Known, wanted: int | None, state: Any, options: dict[str, Any], tries: int = 10
+        self,
+        known: _Known,
+        wanted: int | None,
+        state: Any,
+        options: dict[str, Any],
+        tries: int = 10,
     ) -> tuple[RestoreReport | None, dict[int, str]]:
-        """Collective: try candidates from the newest to the oldest. Also returns the steps that there were then, which
-        are looked for again, at most `tries` times, if one that was tried is gone."""
+        """Collective: try candidates from the newest to the oldest. Also returns all steps.
+
+        If one that was tried is gone, looks for steps again, at most `tries` times.
+        """
         _, steps, foreign, aside = known
         chosen = [*reversed(steps)] if wanted is None else [wanted] if wanted in steps else []
         candidates: list[int | None] = [*chosen, None] if self._memory is not None else [*chosen]
@@ -535,8 +555,10 @@ class CheckpointManager:
             found = problem or self._attempt(partial(self._load, one, wanted, state, options, tuple(passed)))
             if isinstance(found, RestoreReport):
                 return found, steps
-            if one is not None and not problem and tries and (now := self._known_since(known, one)) is not None:
-                return self._newest_whole(now, wanted, state, options, tries - 1)
+            if one is not None and not problem and tries:
+                now = self._known_since(known, one)
+                if now is not None:
+                    return self._newest_whole(now, wanted, state, options, tries - 1)
             passed.append(found if one is None else f"step {one}: {found}")
             if self._claim is not None:
                 level = logging.WARNING if steps else logging.INFO  # nothing at all is where a run begins

@@ -120,3 +120,11 @@ def test_a_step_that_is_removed_while_steps_are_listed_is_left_out(place, tmp_pa
 
     monkeypatch.setattr(retention, "open_checkpoint", late)
     assert [(step.step, step.problem) for step in reshard.steps(place)] == [(2, None)]
+
+
+def test_of_names_without_numbers_nothing_is_pruned(tmp_path) -> None:
+    saved(tmp_path, "last", "best")
+
+    with pytest.raises(reshard.errors.FormatError, match="have no step numbers"):
+        reshard.prune(tmp_path, keep_last=1)
+    assert left(tmp_path) == {"last", "best"}
