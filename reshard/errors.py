@@ -22,10 +22,10 @@ from planners.errors import (
 )
 
 __all__ = [
-    "CheckpointError", "CheckpointExistsError", "CheckpointNotFoundError", "CodecError", "CorruptCheckpointError",
-    "CoverageError", "DeadlineError", "FormatError", "KeyMismatchError", "LayoutError", "LayoutMismatchError",
-    "MissingPackageError", "NewerVersionError", "NormalizationError", "OptionError", "PlanError", "ProofError",
-    "RankFailedError", "ReplicaDriftError", "ReshardError", "StorageError",
+    "CheckpointError", "CheckpointExistsError", "CheckpointNotFoundError", "CheckpointReplacedError", "CodecError",
+    "CorruptCheckpointError", "CoverageError", "DeadlineError", "FormatError", "KeyMismatchError", "LayoutError",
+    "LayoutMismatchError", "MissingPackageError", "NewerVersionError", "NormalizationError", "OptionError",
+    "PlanError", "ProofError", "RankFailedError", "ReplicaDriftError", "ReshardError", "StorageError",
     "UndefinedTargetsError", "UnsafeDataError", "VerificationError",
 ]  # fmt: skip
 
@@ -45,6 +45,10 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
     """There is no complete checkpoint at the path."""
 
     __str__ = Exception.__str__
+
+
+class CheckpointReplacedError(CheckpointError):
+    """A later save replaced the checkpoint while it was read, or it was deleted. Load again."""
 
 
 class FormatError(CheckpointError, ValueError):

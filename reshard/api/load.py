@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,8 +25,8 @@ from reshard.api.reports import CheckedReport, FilledReport
 from reshard.arguments import check_arguments, renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource, log_skipped, open_among, stored_layout
 from reshard.errors import (
-    CheckpointError,
     CheckpointNotFoundError,
+    CheckpointReplacedError,
     CorruptCheckpointError,
     KeyMismatchError,
     OptionError,
@@ -46,7 +47,7 @@ from reshard.ranks.progress import Progress, current, phase
 from reshard.stored.checksums import Checking, CheckTime
 from reshard.stored.contents import LazyMapping
 from reshard.stored.source import Source
-from reshard.stored.tensor import read_value
+from reshard.stored.tensor import StoredTensor, read_value
 
 if TYPE_CHECKING:
     from reshard.execute.exchange import SharedReading
@@ -175,7 +176,7 @@ def load_with(
             if native is not None and isinstance(error, CorruptCheckpointError):
                 native.naming_tensors(error)
             raise
-        raise CheckpointError(
+        raise CheckpointReplacedError(
             f"{checkpoint.url} was replaced by a later save, or deleted, while it was read: load again ({error})"
         ) from error
 
@@ -388,7 +389,7 @@ def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, sh
     casts: dict[str, list[int]] = {key: [] for key in match.cast}
     landings = _landings(items, targets, wanted, shared, uploads, casts)
     copies = find_copies(items, match.stored, lambda item: landings[item.fqn][item.part])
-    computed = dict.fromkeys((copy.fqn, copy.place.source) for copy in copies if checkpoint.derivation)
+    computed = dict.fromkeys((one.fqn, one.place.source) for one in copies if checkpoint.derivation)
     for key, source in computed:
         casts.setdefault(key, []).append(-source.overflowed)
     return ReadPlan(copies, items.nbytes, casts, computed)
@@ -450,7 +451,8 @@ def own_values(
 
 
 def _value(saved: Mapping[int, Any], rank: int) -> Any:
-    return read_value(saved[rank])
+    found = saved[rank]
+    return read_value(found) if isinstance(found, StoredTensor) else copy.deepcopy(found)
 
 
 # `LoadReport`: the truth about every key of a load.
@@ -465,7 +467,7 @@ class LoadReport(FilledReport, CheckedReport):
     """Keys of the tensors and objects that were filled."""
     outside: tuple[str, ...]
     """Keys of the target that the checkpoint does not have because the `select` of its save
-    excludes them."""
+    excludes them. They keep their values. `ok` allows them."""
     mismatched: tuple[str, ...]
     """Keys whose shapes differ, with both shapes. With dtype_policy "error", also keys whose
     dtypes differ."""
@@ -510,9 +512,10 @@ class LoadReport(FilledReport, CheckedReport):
     def ok(self) -> bool:
         """True if both sides have the same keys, shapes, and types, and if `dropped` and
         `overflowed` are empty. Unexpected keys make it False, unless strict="subset" allows
-        them. A saved plain value replaces the target's even if the classes differ. Then
-        `retyped` lists it, and `ok` is False. Numbers other than bools count as one class, and
-        None fits every class."""
+        them. Keys that the `select` of the save excludes are allowed. They were not loaded, and
+        `outside` lists them: to require all keys, also check that it is empty. A saved plain value
+        replaces the target's even if the classes differ. Then `retyped` lists it, and `ok` is
+        False. Numbers other than bools count as one class, and None fits every class."""
         extra = set(self.unexpected).difference(self.not_requested)
         return not (self.missing or extra or self.mismatched or self.dropped or self.retyped or self.overflowed)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import socket
 from collections import defaultdict
@@ -278,6 +279,7 @@ class KeyMatch:
             self.mismatched.append(f"{key}: {needs_code(kind)}")
             return
         live = self.targets.live(key)
+        value = copy.deepcopy(value)  # the checkpoint's own may fill other states, too
         made = restore_types(_as_nested(value, live, self.checkpoint.contents.keys_are_text), live)
         if (name := unresolved_class(made)) is not None:
             self.mismatched.append(f"{key}: {needs_class(name)}")

@@ -19,7 +19,7 @@ from reshard.arguments import renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint
 from reshard.errors import KeyMismatchError
 from reshard.live.optimizer_state import LazyOptimizerState, fill, is_flat_key
-from reshard.state import NUMBERED, KeyPath
+from reshard.state import NUMBERED, key_of
 from reshard.state_dict.api import get_model_state_dict, get_optimizer_state_dict
 from reshard.state_dict.live_model import Models
 
@@ -56,15 +56,19 @@ def optimizer_destinations(
             parameters and not by names.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    above: KeyPath = tuple(prefix.split(".")) if prefix else ()
-    rows = [row for row in saved_in(checkpoint) if row.path[: len(above)] == above]
-    if not rows:
+    rows = [*saved_in(checkpoint)]
+    places = (row.path[:i] for row in rows for i in range(len(row.path)))
+    above = next((place for place in places if key_of(place) == prefix), None)
+    rows = [row for row in rows if row.path[: len(above or ())] == above]
+    if above is None:
         names = sorted({str(checkpoint.contents.path_of(key)[0]) for key in checkpoint})[:8]
         raise KeyMismatchError(
             f"{checkpoint.url} has nothing under {prefix!r}; its keys begin with {', '.join(names)}. "
             "Pass prefix=, the key under which the optimizer's state dict was saved"
         )
-    rows = [row if row.shape is not None else row._replace(value=checkpoint.objects[row.key]) for row in rows]
+    rows = [
+        row if row.shape is not None else row._replace(value=copy.deepcopy(checkpoint.objects[row.key])) for row in rows
+    ]
     parameters = get_model_state_dict(model)
     numbered = [row.key for row in rows if NUMBERED.fullmatch(row.key)]
     if numbered and not any(name.isdecimal() for name in parameters):

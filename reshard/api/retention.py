@@ -34,9 +34,10 @@ from reshard.native.commit import folder_of, generations_in, is_alive, remove_de
 from reshard.native.manifest import GENERATION, MANIFEST, is_generation, refuse_newer, without_claim
 from reshard.native.reader import NativeFacts, detect
 from reshard.storage import AnyPath, Storage, open_storage
+from reshard.storage.opening import place_of
 
 __all__ = [
-    "Keep", "Seen", "Step", "complete", "is_count", "latest_complete", "leftovers", "prune", "published",
+    "Keep", "Seen", "Step", "complete", "files_of", "is_count", "latest_complete", "leftovers", "prune", "published",
     "remove_checkpoints", "steps",
 ]  # fmt: skip
 
@@ -111,8 +112,7 @@ class Step:
     """A checkpoint of a run."""
 
     step: int | None
-    """The number in its name. None for Lightning's `last.ckpt`, and if no name in the folder has a
-    number."""
+    """The number in its name. None for `last`, and if no name in the folder has a number."""
     path: str
     format: str | None
     """Its format. None if it cannot be opened."""
@@ -144,7 +144,8 @@ def steps(folder: AnyPath) -> list[Step]:
             checkpoint = open_checkpoint(path)
             checkpoint.contents.refuse_incomplete()
         except CheckpointError as error:
-            found.append(Step(seen.step, path, None, 0, str(error)))
+            if not (isinstance(error, CheckpointNotFoundError) and _is_gone(path)):
+                found.append(Step(seen.step, path, None, 0, str(error)))
         else:
             aside = "the run went back to an earlier step and discarded this one" if seen.is_discarded else None
             nbytes = sum(tensor.nbytes for tensor in checkpoint.values())
@@ -156,11 +157,20 @@ def steps(folder: AnyPath) -> list[Step]:
     return found
 
 
+def _is_gone(path: str) -> bool:
+    """Return whether nothing is left of a step, as of one that was removed since it was listed."""
+    local = local_path(path)
+    if local is None:
+        return not open_storage(path).names()
+    return not os.path.lexists(local)
+
+
 @renamed()
 def latest_complete(folder: AnyPath) -> str | None:
     """Return the path of the newest complete checkpoint of a run, in any format, or None.
 
-    The newest is the one with the highest step. `reshard.open` chooses the same one. If no name has a
+    The newest is the one with the highest step, or a native `last` whose save began after it.
+    Lightning's `last.ckpt` is always the newest. `reshard.open` chooses the same one. If no name has a
     step number, the newest is the native checkpoint, at or directly below `folder`, whose save began
     last. `reshard.open` does not choose among these. The result is None if the folder does not exist.
 
@@ -196,9 +206,10 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
     run continues from these.
 
     Some checkpoints stay and do not count: those in other formats, those whose names have no step
-    number, such as `best`, those that a save is replacing now, and damaged ones, even if their
-    manifest was lost. `prune` does not know the rules of a `CheckpointManager`, so a warning names
-    the deleted steps of its run.
+    number, such as `best` and `last`, those that a save is replacing now, and damaged ones, even if
+    their manifest was lost. Steps that are links count. They stay, and so does each checkpoint that
+    a link in `folder` leads to, such as `best -> step-100`. `prune` does not know the rules of a
+    `CheckpointManager`, so a warning names the deleted steps of its run.
 
     `prune` also deletes files that killed saves and conversions left. The command `reshard prune`
     lists those of saves. Only files that saves and conversions wrote are deleted. Other files stay,
@@ -231,7 +242,8 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
             "yourself"
         )
     kept = sorted(found, key=lambda one: one.created_unix_s)[-keep_last:]
-    gone, done = [one.path for one in found[:-keep_last] if one not in kept], "would delete"
+    old = [one.path for one in found[:-keep_last] if one not in kept]
+    gone, done = _unlinked(folder, old), "would delete"
     if not dry_run:
         saves = {one.path: one.save_id for one in found}
         gone, done = remove_checkpoints(folder, gone, executor, saves), "deleted"
@@ -295,7 +307,8 @@ def remove_checkpoints(
 ) -> list[str]:
     """Remove these of the checkpoints directly below `folder`, and what killed saves have left
     there, as `prune` does. Returns the paths of what was removed: what a save replaces just now
-    stays, and so does what is no longer of the save that `saves` has for its path."""
+    stays, and so does what a link leads to, and what is no longer of the save that `saves` has for
+    its path."""
     storage = open_storage(folder)
     names = storage.names()
     remove_dead_jobs(storage, names)
@@ -304,7 +317,7 @@ def remove_checkpoints(
         below = open_storage(path_below(folder, place))
         remove_dead_jobs(below, below.names())
     places, gone = _places(names), []
-    for path in paths:
+    for path in _unlinked(folder, paths):
         inner = open_storage(path)
         by_id = generations_in(inner)
         if any(is_alive(inner, save_id, names) for save_id, names in by_id.items()):
@@ -316,6 +329,23 @@ def remove_checkpoints(
     run_tasks(work, sorted(places), executor, lambda place, done: None, here=functools.partial(_remove_in, str(folder)))
     remove_empty(storage, places | {path.rpartition("/")[2] for path in gone})  # some had no data files
     return gone
+
+
+def _unlinked(folder: AnyPath, paths: Iterable[str]) -> list[str]:
+    """Those of the checkpoints directly below `folder` to which, or into which, no link in it leads.
+
+    Neither are they links, whose targets need not be of this run.
+    """
+    if (local := local_path(folder)) is None or not os.path.isdir(local):
+        return [*paths]
+    with os.scandir(local) as entries:
+        targets = [f"{os.path.realpath(entry.path)}/" for entry in entries if entry.is_symlink()]
+    found = []
+    for path in paths:
+        place = f"{place_of(open_storage(path))}/"
+        if not any(target.startswith(place) for target in targets):
+            found.append(path)
+    return found
 
 
 @dataclass(frozen=True)
@@ -345,15 +375,17 @@ def complete(folder: AnyPath) -> list[_Published]:
 
 
 Seen = dict[str, tuple[object, _Published]]
-"""Complete checkpoints by path, with what `_files_of` said of them."""
+"""Complete checkpoints by path, with what `files_of` said of them."""
 
 
-def published(folder: AnyPath, seen: Seen | None = None) -> list[_Published]:
+def published(folder: AnyPath, seen: Seen | None = None, tries: int = 3) -> list[_Published]:
     """The checkpoints at and directly below `folder` whose save has ended, also those whose
     manifest was lost.
 
     Args:
         seen: what an earlier call found, which is updated: of these, only what has changed is opened again.
+        tries: so often all is listed again where one was removed meanwhile. The save that took its
+            place may have come after the list.
     """
     if isinstance(folder, Storage):
         raise CheckpointError(f"expected a path or URL, got the storage {folder.url}")
@@ -362,12 +394,22 @@ def published(folder: AnyPath, seen: Seen | None = None) -> list[_Published]:
     for name in storage.names():
         place = "" if GENERATION.match(name) else name.rpartition("/")[0] and name.partition("/")[0]
         inside.setdefault(place, []).append(name.removeprefix(f"{place}/"))
+    for name in storage.top() or ():
+        place = name.removesuffix("/")
+        if place == name or place in inside:
+            continue
+        # a link to a folder, which `names` does not follow, or an empty one
+        linked = open_storage(path_below(folder, place))
+        with suppress(StorageError):  # not ours to read
+            if MANIFEST in (linked.top() or ()):  # there can be much elsewhere
+                inside[place] = linked.names()
     known: Seen = {}
+    is_gone = False
     for place, names in inside.items():
         if MANIFEST not in names and not without_claim(names):
             continue
         path = path_below(folder, place)
-        files = None if seen is None or not place else _files_of(path)
+        files = None if seen is None or not place else files_of(path)
         if seen and files is not None and seen.get(path, ())[:1] == (files,):
             one: _Published | None = seen[path][1]
         else:
@@ -376,13 +418,17 @@ def published(folder: AnyPath, seen: Seen | None = None) -> list[_Published]:
             found.append(one)
             if files is not None and not one.problem:
                 known[path] = files, one
+        elif MANIFEST in names and MANIFEST not in open_storage(path).names(MANIFEST):
+            is_gone = True
+    if is_gone and tries:
+        return published(folder, seen, tries - 1)
     if seen is not None:
         seen.clear()
         seen.update(known)
     return found
 
 
-def _files_of(path: str) -> object:
+def files_of(path: str) -> object:
     """All that decides whether a checkpoint is complete: its manifest, by a digest, and names and sizes of its files.
     None if it has no manifest that can be read."""
     storage = open_storage(path)
@@ -394,6 +440,8 @@ def _files_of(path: str) -> object:
 def _opened(path: str, place: str, names: Collection[str]) -> _Published | None:
     """Open the checkpoint at `path`, which had files of these names; None if it was removed meanwhile."""
     step = step_of(place) if place else None
+    if step is not None and step.step is None:  # `last`
+        step = None
     try:
         if MANIFEST not in names:
             open_checkpoint(path)  # it looks again: a save may have published since

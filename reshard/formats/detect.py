@@ -31,7 +31,7 @@ from reshard.formats.format import Format
 from reshard.formats.table import FORMATS, formats
 from reshard.live.garbage_collection import gc_paused
 from reshard.native import reader as native
-from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation, without_claim
+from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation, read_manifest, without_claim
 from reshard.storage.base import AnyPath, Storage, is_temporary
 from reshard.storage.local import LocalStorage
 from reshard.storage.opening import StoragePath, open_storage, path_text
@@ -164,6 +164,8 @@ def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *
     if steps and LEDGER in look(inner)[1]:
         gone = discarded_in(found[0] if found is not None else open_storage(path), inner)
         steps = [replace(step, is_discarded=step.name in gone) for step in steps]
+    if any(step.step is None for step in steps) and not isinstance(path, Storage):
+        steps = _with_last_placed(path, steps)
     if not steps and not marks and found is None and shows_nothing(look):
         folders, files = look("")
         raise FormatError(
@@ -188,6 +190,42 @@ def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *
             f"{_listed(steps)}. Choose one: pass step=, the path of a step, or {path_below(_text(path), owned[0])}"
         )
     return _Run(steps, [name for name in marks if name not in _OF_TREES])
+
+
+def _with_last_placed(path: AnyPath, steps: list[RunStep]) -> list[RunStep]:
+    """The same, with a native `last` behind the highest step whose save did not begin after its own.
+
+    What others call so says nothing of its age, and stays the newest.
+    """
+    places: dict[str, tuple[bool, int, float]] = {}
+    for last in steps:
+        if last.step is not None or (made := _begun(path, last)) is None:
+            continue
+        for step in reversed(steps):
+            if step.step is None or (begun := _begun(path, step)) is None:
+                continue
+            is_older = begun <= made
+            places[last.name] = False, step.step if is_older else -1, made
+            if is_older:
+                break
+
+    def age(step: RunStep) -> tuple[bool, int, float]:
+        return places.get(step.name, (step.step is None, step.step or 0, 0.0))
+
+    return sorted(steps, key=age)
+
+
+class _SaveTime(msgspec.Struct):
+    created_unix_s: float
+
+
+def _begun(path: AnyPath, step: RunStep) -> float | None:
+    """When the save of a native step began; None of any other, and of one that is damaged."""
+    with suppress(CheckpointError, StorageError):
+        storage = open_storage(path_below(path, step.name))
+        found: _SaveTime = read_manifest(storage, _SaveTime)
+        return found.created_unix_s
+    return None
 
 
 def _owns_all(storage: Storage, names: Mapping[str, int], preferred: Format | None) -> bool:
@@ -597,7 +635,7 @@ class RunStep:
     """A checkpoint of a run, as its name says."""
 
     step: int | None
-    """None for Lightning's `last.ckpt`, which is the newest whatever its step."""
+    """None for `last`. Lightning's `last.ckpt` is the newest whatever its step."""
     name: str
     """Its path within the folder of the run."""
     is_discarded: bool = False

@@ -65,11 +65,13 @@ class LocalStorage(Storage):
         top = self.root / folder
         found: dict[str, int] = {}
         with self._errors("list", folder or "."):
-            if self.root.exists() and not self.root.is_dir():
-                kind = "not a regular file or folder"
-                if self.root.is_file():
-                    kind = "a file, not a folder"
-                raise StorageError(f"{self.url} is {kind}: use another path")
+            with suppress(FileNotFoundError, NotADirectoryError):  # `_list` finds nothing there
+                mode = os.stat(self.root).st_mode  # once: it may be removed meanwhile
+                if not stat.S_ISDIR(mode):
+                    kind = "not a regular file or folder"
+                    if stat.S_ISREG(mode):
+                        kind = "a file, not a folder"
+                    raise StorageError(f"{self.url} is {kind}: use another path")
             _list(os.fspath(top), f"{folder}/" if folder else "", found, prefix, sized=sized)
         return dict(sorted(found.items()))
 

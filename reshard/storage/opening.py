@@ -41,7 +41,7 @@ def open_storage(path: StoragePath) -> Storage:
     if not separator:
         if re.match(rf"({'|'.join(_OBJECT_STORES)}|file|memory):/", text):  # pathlib removes a slash
             raise StorageError(f"{text} has one slash after its scheme: pass the URL as a string, with two")
-        if text.startswith("~/"):
+        if text.startswith("~/") or os.path.expanduser(text) != text:
             raise StorageError(f"{text} begins with ~, which only shells expand: pass os.path.expanduser({text!r})")
         return LocalStorage(text)
     if scheme in ("file", *_OBJECT_STORES) and ("#" in rest or "?" in rest):

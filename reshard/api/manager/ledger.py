@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from reshard.api.retention import Seen, published, remove_checkpoints
+from reshard.api.retention import Seen, files_of, published, remove_checkpoints
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError
 from reshard.formats.detect import LEDGER, StepRecord, StepRecords, path_below, records_in, refuse_first_step, steps_at
@@ -73,8 +73,8 @@ class Ledger:
         path = step_path(self.root, step)
         if step in self.aside() and not remove_checkpoints(self.root, [path]):
             raise CheckpointError(
-                f"step {step} was discarded, but a job that may still be running is writing {path}: nothing was saved. "
-                "End that job. If it has ended, delete the folder"
+                f"step {step} was discarded, but a job that may still be running is writing it, or a link leads to "
+                f"{path}: nothing was saved. End that job. If it has ended, delete the folder, or the link"
             )
         told = {name: value if math.isfinite(value) else str(value) for name, value in metrics.items()}
         self.steps[step] = StepRecord(told, is_based=is_based)
@@ -105,12 +105,21 @@ class Ledger:
         return {step: why for step, why in published_steps(self.root, self._seen).items() if step not in self.aside()}
 
     def foreign(self) -> dict[str, int]:
-        """Complete checkpoints in the root that no manager saved: path -> step, which is -1 for `last`."""
-        own, seen = {f"step-{step}" for step in published_steps(self.root, self._seen)}, []
+        """Complete checkpoints in the root that no manager saved: path -> step, which is -1 for `last`.
+
+        Steps that `published` has just found are not opened again.
+        """
+        own = {path for path in self._seen if _is_step(path)}
+        seen = []
         with suppress(FormatError):  # a root may hold anything besides
-            seen = [one for one in steps_at(self.root, is_sure=True) if "/" not in one.name and one.name not in own]
+            seen = [one for one in steps_at(self.root, is_sure=True) if "/" not in one.name]
         steps = {path_below(self.root, one.name): -1 if one.step is None else one.step for one in seen}
-        return {path: step for path, step in steps.items() if _opens(path)}
+        return {path: step for path, step in steps.items() if path not in own and _is_foreign(path)}
+
+    def has_changed(self, step: int) -> bool:
+        """Return True if a step that `published` found was replaced or removed since."""
+        path = step_path(self.root, step)
+        return self._seen.get(path, ())[:1] != (files_of(path),)
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """The metrics of the complete steps that count."""
@@ -138,12 +147,15 @@ class Ledger:
         """Remove all complete steps except these, and leftovers of killed saves. Damaged ones
         that do not count stay so. A step that a restore skipped stays while it is newer than all
         of `kept`, or while no other is removed."""
-        published, keeps_all = published_steps(self.root, self._seen), set(kept).issuperset(self.current())
-        newest = max(kept, default=-1)
+        published = published_steps(self.root, self._seen)
+        # a later save of a step stays
+        saves = {path: one.save_id for path, (_, one) in self._seen.items()}
+        newest, complete = max(kept, default=-1), {step for step, why in published.items() if not why}
+        keeps_all = complete <= self.aside().union(kept)
         skipped = {step for step in self.skipped() if step in published and (keeps_all or step > newest)}
-        old = [step for step, why in published.items() if not why and step not in kept and step not in skipped]
+        old = complete.difference(kept, skipped)
         paths = {step_path(self.root, step): step for step in old}
-        gone = remove_checkpoints(self.root, paths)
+        gone = remove_checkpoints(self.root, paths, saves=saves)
         damaged = {step for step in self.aside() if published.get(step)}
         stay = {*kept, *damaged, *skipped, *(step for path, step in paths.items() if path not in gone)}
         if gone_before := self.steps.keys() - stay:
@@ -155,12 +167,20 @@ class Ledger:
         return self.steps.get(step, StepRecord())
 
 
-def _opens(path: str) -> bool:
+def _is_foreign(path: str) -> bool:
+    """Return whether there is a complete checkpoint that no manager saved.
+
+    A native one that is called as a manager's step was just published.
+    """
     try:
-        open_checkpoint(path)
+        format = open_checkpoint(path).format
     except CheckpointError:
         return False
-    return True
+    return format != "native" or not _is_step(path)
+
+
+def _is_step(path: str) -> bool:
+    return _NAME.fullmatch(path.rpartition("/")[2]) is not None
 
 
 class RootClaim:

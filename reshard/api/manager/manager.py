@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, Self, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, Unpack
 
 import torch.distributed as dist
 
@@ -29,9 +29,11 @@ from reshard.arguments import no_attribute, options_of, renamed, with_options
 from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    CheckpointReplacedError,
     CorruptCheckpointError,
     OptionError,
     ReshardError,
+    format_names,
     format_value,
 )
 from reshard.mapping import Mapping as StateMapping
@@ -102,12 +104,29 @@ class RestoreReport(Tabled):
 
     def __repr__(self) -> str:
         """One line."""
-        odd = f", {len(self.skipped)} skipped" if self.skipped else ""
-        told = self.load.unchecked if self.load.ok else f"{self.load!r}"
-        return (
-            f"RestoreReport(step {self.step} from {'memory' if self.from_memory else 'storage'}, {self.path!r}{odd}"
-            f"{told and f', {told}'})"
-        )
+        where = "memory" if self.from_memory else "storage"
+        words = [f"step {self.step} from {where}", repr(self.path)]
+        if self.skipped:
+            words.append(f"{len(self.skipped)} skipped")
+        if not self.load.ok:
+            words.append(repr(self.load))
+        else:
+            words += self.load._first_of_each("outside")
+            words += filter(None, [self.load.unchecked])
+        return f"RestoreReport({', '.join(words)})"
+
+
+class _Known(NamedTuple):
+    """What a manager finds in storage when it restores."""
+
+    ledger: Ledger | None
+    """On the first rank."""
+    steps: dict[int, str]
+    """Those that count, in order, and why a damaged one cannot be opened."""
+    foreign: dict[str, int]
+    """Checkpoints that no manager saved."""
+    aside: list[int]
+    """Steps that could not be read before."""
 
 
 def _schedule(every: Every | None, read_only: bool) -> Every:
@@ -276,7 +295,9 @@ class CheckpointManager:
             is_saved = step == self._newest
             due = self._due(group, step, force)
         if due.has_ended:
-            self._settle()
+            # only the first rank removes older steps, and may fail
+            with group.together("CheckpointManager.save"):
+                self._settle()
         unranked = ""
         if due.storage:
             unranked = self._save(step, state, its_metrics)
@@ -350,9 +371,9 @@ class CheckpointManager:
 
     def _save(self, step: int, state: Any, metrics: dict[str, float]) -> str:
         """Collective: save to storage. Returns the metric that the first rank lacks, or ""."""
-        self._settle("storage")
         group = self._group()
         with group.together("CheckpointManager.save"):
+            self._settle("storage")
             based, unranked = None, "" if self.keep.metric in metrics else self.keep.metric
             if self._claim is not None:
                 self._claim.check()
@@ -376,7 +397,8 @@ class CheckpointManager:
         options |= {"process_group": self._process_group, "timeout": self._timeout}
         if not self._background:
             save(taken, path, **options)
-            self._tidy()
+            with group.together("CheckpointManager.save"):
+                self._tidy()
             return unranked
         pending = async_save(taken, path, **options)
         if self._claim is not None:
@@ -410,8 +432,8 @@ class CheckpointManager:
     def _keep(self, step: int, state: Any) -> None:
         """Collective: save to memory."""
         assert self._memory is not None
-        self._settle("memory")
         with self._group().together("CheckpointManager.save"):
+            self._settle("memory")
             taken = LiveObjects(state).state
         if self._background:
             self._pending["memory"] = self._memory.async_save(taken, step, bytes_per_s=self._bytes_per_s)
@@ -431,7 +453,8 @@ class CheckpointManager:
     ) -> RestoreReport | None:
         """Collective: load the newest complete step, from memory or storage, into `state`. Ranks and layouts may
         differ. With `strict=True`, optimizer state that is not in the checkpoint is removed. Returns None and changes
-        nothing if no save was completed. `skipped` lists steps that are damaged or foreign.
+        nothing if no save was completed. `skipped` lists steps that are damaged or foreign. If the step was saved with
+        `select`, a warning names keys of the state that it excludes.
 
         Args:
             state: has the structure that you pass to `save`, and is filled in place.
@@ -451,16 +474,14 @@ class CheckpointManager:
                 raise CheckpointError(f"the manager of {self.root} is closed: create a new one")
             wanted = None if step is None else checked_step(step)
             group.same_options("restore", {"step": step, "discard_newer": discard_newer})
-            ledger = self._read() if group.rank == 0 else None
-            known = (ledger.published(), ledger.foreign(), ledger.skipped()) if ledger is not None else None
-            found, foreign, aside = group.share(known, kind=tuple[dict[int, str], dict[str, int], list[int]])
+            known = self._known(group)
             taken = LiveObjects(state, to_fill=True, strict=strict)
         options = {"strict": strict, "dtype_policy": dtype_policy, "mapping": mapping}
-        report = self._newest_whole(found, foreign, aside, wanted, taken.state, options)
+        report, found = self._newest_whole(known, wanted, taken.state, options)
         if report is None:
             with group.together("CheckpointManager.restore"):
-                if ledger is not None:
-                    ledger.refuse_discarded()
+                if known.ledger is not None:
+                    known.ledger.refuse_discarded()
                     _log.info("%s has no step to restore: the state is unchanged", self.root)
             return None
         with group.together("CheckpointManager.restore"):
@@ -476,22 +497,49 @@ class CheckpointManager:
         self._newest = max({*found}.difference(newer if discard_newer else self._skipped), default=-1)
         self._before = self._here = report.step
         self._saved_at = self._kept_at = time.monotonic()
-        if ledger is not None:
-            _log.info("%s: restored step %d", self.root, report.step)
+        if known.ledger is not None:
+            self._say_restored(report.step, report.load.outside)
         return report
+
+    def _say_restored(self, step: int, outside: tuple[str, ...]) -> None:
+        _log.info("%s: restored step %d", self.root, step)
+        if outside:
+            _log.warning(
+                "%s: step %d was saved with select=, so the state keeps its values of %s",
+                self.root,
+                step,
+                format_names(outside),
+            )
+
+    def _known(self, group: Group) -> _Known:
+        """Collective: what the first rank finds in storage."""
+        ledger = self._read() if group.rank == 0 else None
+        found = None
+        if ledger is not None:
+            found = ledger.published(), ledger.foreign(), ledger.skipped()
+        kind = tuple[dict[int, str], dict[str, int], list[int]]
+        return _Known(ledger, *group.share(found, kind=kind))
+
+    def _known_since(self, known: _Known, step: int) -> _Known | None:
+        """Collective: what is in storage now, if a step that was listed was replaced or removed."""
+        group = self._group()
+        with group.together("CheckpointManager.restore"):
+            changed = None if known.ledger is None else known.ledger.has_changed(step)
+            return self._known(group) if group.share(changed, kind=bool) else None
 
     def _newest_whole(
         self,
-        steps: dict[int, str],
-        foreign: dict[str, int],
-        aside: list[int],
+        known: _Known,
         wanted: int | None,
         state: Any,
         options: dict[str, Any],
-    ) -> RestoreReport | None:
-        """Collective: try candidates from the newest to the oldest. `steps` also says why one
-        cannot be opened, `foreign` which checkpoints no manager saved, and `aside` which steps
-        could not be read before."""
+        tries: int = 10,
+    ) -> tuple[RestoreReport | None, dict[int, str]]:
+        """Collective: try candidates from the newest to the oldest. Also returns all steps.
+
+        If one that was tried is gone, looks for steps again, at most `tries` times.
+        """
+        _, steps, foreign, aside = known
         chosen = [*reversed(steps)] if wanted is None else [wanted] if wanted in steps else []
         candidates: list[int | None] = [*chosen, None] if self._memory is not None else [*chosen]
         passed = [
@@ -506,18 +554,23 @@ class CheckpointManager:
             problem = "" if one is None else steps[one]
             found = problem or self._attempt(partial(self._load, one, wanted, state, options, tuple(passed)))
             if isinstance(found, RestoreReport):
-                return found
+                return found, steps
+            if one is not None and not problem and tries:
+                now = self._known_since(known, one)
+                if now is not None:
+                    return self._newest_whole(now, wanted, state, options, tries - 1)
             passed.append(found if one is None else f"step {one}: {found}")
             if self._claim is not None:
                 level = logging.WARNING if steps else logging.INFO  # nothing at all is where a run begins
                 _log.log(level, "%s: skipped %s", self.root, passed[-1])
         if wanted is None and not steps and not foreign:
-            return None
+            return None, steps
         what = f"step {wanted} in {self.root} cannot" if wanted is not None else f"no step in {self.root} can"
         if not passed:
             whole = [str(one) for one, problem in steps.items() if not problem]
-            known = ", ".join(whole) or "none"
-            raise CheckpointNotFoundError(f"{self.root} has no step {wanted}: its complete steps are {known}")
+            raise CheckpointNotFoundError(
+                f"{self.root} has no step {wanted}: its complete steps are {', '.join(whole) or 'none'}"
+            )
         fix = "" if steps else ". To continue from it, choose another root, and reshard.load it in the first job"
         kind = CorruptCheckpointError if chosen else CheckpointNotFoundError
         raise kind(f"{what} be restored: {'; '.join(passed)}{fix * bool(foreign)}")
@@ -543,7 +596,7 @@ class CheckpointManager:
         error: Exception | None = None
         try:
             found = load()
-        except (CheckpointNotFoundError, CorruptCheckpointError) as caught:
+        except (CheckpointNotFoundError, CheckpointReplacedError, CorruptCheckpointError) as caught:
             error, problem = caught, str(caught)
         except Exception as caught:  # the others wait for this rank's result
             error = caught

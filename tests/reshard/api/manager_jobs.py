@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
 import time
 from contextlib import nullcontext
@@ -20,12 +21,13 @@ from torch.distributed.fsdp import fully_shard
 
 import reshard
 from reshard.api.manager import manager as deciding
+from reshard.api.manager.ledger import Ledger
 from reshard.errors import CheckpointError, KeyMismatchError, RankFailedError, StorageError
 from reshard.native.commit import Generation
 
 __all__ = [
-    "Loader", "disagreed", "failing", "failing_in_memory", "loaders", "one_is_asked", "staged", "stateless_stages",
-    "trained",
+    "Loader", "disagreed", "failing", "failing_in_memory", "failing_to_tidy", "loaders", "one_is_asked",
+    "restored_while_pruned", "staged", "stateless_stages", "trained",
 ]  # fmt: skip
 
 
@@ -225,6 +227,49 @@ def failing(root: str) -> tuple[list[str], list[int], list[str]]:
     except CheckpointError as error:
         said.append(str(error))
     return said, manager.all_steps(), sorted(os.listdir(root))
+
+
+def restored_while_pruned(root: str) -> tuple[int, tuple[str, ...], float]:
+    """The newest step is removed by another job after the first rank listed it: what each rank restores."""
+    with reshard.CheckpointManager(root, every=reshard.Every(steps=1), timeout=60.0) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": torch.full((3,), float(step))})
+        manager.wait()
+    real, state = deciding.load, {"w": torch.zeros(3)}
+
+    def late(*args: Any, **options: Any) -> Any:
+        if dist.get_rank() == 0:
+            shutil.rmtree(f"{root}/step-2", ignore_errors=True)
+        return real(*args, **options)
+
+    with (
+        mock.patch.object(deciding, "load", late),
+        reshard.CheckpointManager(root, read_only=True, timeout=60.0) as reader,
+    ):
+        report = reader.restore(state)
+    assert report is not None
+    return report.step, report.skipped, state["w"][0].item()
+
+
+def failing_to_tidy(root: str, background: bool) -> list[str]:
+    """A defect in the removal of older steps, which only the first rank does: what each rank is told, and when."""
+    said, state = [], {"w": torch.arange(8.0), "step": 0}
+    with reshard.CheckpointManager(root, every=reshard.Every(steps=1), background=background, timeout=60.0) as manager:
+        manager.save(1, state)
+        manager.wait()
+        with mock.patch.object(Ledger, "tidy", side_effect=RuntimeError("a defect")):
+            for step in (2, 3):
+                try:
+                    manager.save(step, state)
+                    for pending in manager._pending.values() if step == 2 else ():
+                        while not pending.done():
+                            time.sleep(0.01)
+                    dist.barrier()
+                except (RuntimeError, reshard.ReshardError) as error:
+                    said.append(f"{step} {type(error).__name__}: {error}".splitlines()[0])
+                    break
+        manager._pending.clear()
+        return said
 
 
 def failing_in_memory(root: str) -> str:

@@ -957,6 +957,23 @@ def test_a_save_that_fails_in_the_background_is_told_by_the_next_call_of_all(tmp
         assert files == ["manager.json", "step-2", "step-6"]
 
 
+@pytest.mark.gloo
+@pytest.mark.parametrize("background", [True, False])
+def test_a_defect_in_the_removal_of_older_steps_is_told_to_all_ranks(background: bool, tmp_path: Path) -> None:
+    """The others once waited for the first rank, which alone removes steps."""
+    first, second = gloo.run(jobs.failing_to_tidy, 2, str(tmp_path / "run"), background)
+
+    step = 3 if background else 2
+    assert first == [f"{step} RuntimeError: a defect"]
+    assert len(second) == 1
+    assert second[0].startswith(f"{step} RankFailedError: rank 0 failed in 'CheckpointManager.save': RuntimeError")
+
+
+@pytest.mark.gloo
+def test_all_ranks_look_again_if_a_step_is_removed_during_a_restore(tmp_path: Path) -> None:
+    assert gloo.run(jobs.restored_while_pruned, 2, str(tmp_path / "run")) == [(1, (), 1.0)] * 2
+
+
 LOADERS = [
     (2, "error", [6, 7], 3, "the same number: each goes on where it was"),
     (3, "error", "was saved per rank by 2 ranks, but this is rank", -1, "refused"),
@@ -1115,3 +1132,135 @@ def test_a_step_that_could_not_be_read_for_a_while_is_not_lost(tmp_path: Path) -
         assert (root / "step-30").exists()  # until the run has passed it
         one.save(35, {**state, "step": 35})
     assert [step.step for step in reshard.steps(root)] == [35]
+
+
+def test_a_restore_tells_what_the_save_did_not_select(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"model": {"w": torch.ones(2)}, "optim": {"m": torch.ones(2)}, "step": 7}
+    with reshard.CheckpointManager(tmp_path, every=Every(steps=1), select="model.*") as manager:
+        manager.save(7, state)
+
+    other = {"model": {"w": torch.zeros(2)}, "optim": {"m": torch.zeros(2)}, "step": 0}
+    with reshard.CheckpointManager(tmp_path, every=Every(steps=1)) as manager:
+        report = manager.restore(other)
+
+    assert report is not None
+    assert report.load.ok  # as after each load of a part
+    assert set(report.load.outside) == {"optim.m", "step"}
+    told = "outside 2 ('optim.m', 'step')"
+    assert repr(report) == f"RestoreReport(step 7 from storage, {str(tmp_path / 'step-7')!r}, {told})"
+    assert [row.message for row in caplog.records if "select" in row.message] == [
+        f"{tmp_path}: step 7 was saved with select=, so the state keeps its values of 2 ('optim.m', 'step')"
+    ]
+
+
+def test_a_step_that_was_moved_elsewhere_and_linked_back_is_a_step(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    assert run(root, range(3), keep=Keep(last=3)) == [0, 1, 2]
+    shutil.move(root / "step-2", tmp_path / "archive")
+    (root / "step-2").symlink_to("../archive")
+
+    report, value = value_at(root)
+
+    assert (report.step, report.skipped, value) == (2, (), 2.0)
+    assert run(root, range(3, 7), keep=Keep(last=1)) == [2, 6]  # the policy deletes nothing elsewhere
+    assert reshard.verify(tmp_path / "archive").ok
+
+
+def test_a_step_that_a_link_leads_to_outlives_the_policy(tmp_path: Path) -> None:
+    run(tmp_path, range(2))
+    (tmp_path / "best").symlink_to("step-0")
+
+    assert run(tmp_path, range(2, 5), keep=Keep(last=1)) == [0, 4]
+    assert reshard.verify(tmp_path / "best").ok
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Any:
+    with reshard.CheckpointManager(tmp_path, every=Every(steps=1), keep=Keep(last=1)) as manager:
+        save_and_wait(manager, 1)
+        yield manager
+
+
+def save_and_wait(manager: reshard.CheckpointManager, step: int) -> None:
+    manager.save(step, {"w": torch.full((3,), float(step))})
+    manager.wait()
+
+
+def once_before(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, do: Any) -> None:
+    """Do something once, just before a function is called the next time."""
+    real = getattr(owner, name)
+
+    def hook(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(owner, name, real)
+        do()
+        return real(*args, **options)
+
+    monkeypatch.setattr(owner, name, hook)
+
+
+def test_a_step_that_is_saved_during_a_restore_is_not_foreign(trainer, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(trainer, "keep", Keep())
+    once_before(monkeypatch, ledger, "steps_at", lambda: save_and_wait(trainer, 2))
+
+    report, value = value_at(tmp_path)
+
+    assert (report.step, report.skipped, value) == (1, (), 1.0)
+
+
+@pytest.mark.parametrize("native", ["last", "step-007"])
+def test_a_native_checkpoint_that_is_not_called_as_a_step_of_a_manager_is_foreign(native, tmp_path) -> None:
+    reshard.save({"w": torch.ones(3)}, tmp_path / native)
+
+    with pytest.raises(CheckpointNotFoundError, match=rf"{native} was not saved by a manager"):
+        value_at(tmp_path)
+
+
+# where a restore is when the run saves another step, and removes the one that it was about to read
+MOMENTS = [
+    pytest.param(retention, "_opened", id="after the list of steps"),
+    pytest.param(deciding, "load", id="before the load"),
+    pytest.param(reshard.api.load, "plan_rank", id="during the load"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name"), MOMENTS)
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_restore_takes_the_step_that_took_the_place_of_one(
+    owner, name, times, trainer, tmp_path, monkeypatch
+) -> None:
+    """It once raised CorruptCheckpointError or CheckpointError, or found no step at all."""
+
+    def save() -> None:
+        newest = trainer.latest_step()
+        save_and_wait(trainer, newest + 1)
+        if newest < times:
+            once_before(monkeypatch, owner, name, save)
+
+    once_before(monkeypatch, owner, name, save)
+    report, value = value_at(tmp_path)
+
+    assert (report.step, report.skipped, value) == (times + 1, (), times + 1.0)
+
+
+def test_a_step_that_is_asked_for_and_removed_meanwhile_is_none(trainer, tmp_path, monkeypatch) -> None:
+    once_before(monkeypatch, deciding, "load", lambda: save_and_wait(trainer, 2))
+
+    with pytest.raises(CheckpointNotFoundError, match="has no step 1: its complete steps are 2"):
+        value_at(tmp_path, 1)
+
+
+def test_a_step_that_was_saved_anew_since_it_was_listed_stays(tmp_path: Path) -> None:
+    """By another process, which took the root over."""
+    run(tmp_path, range(2))
+    mine = ledger.Ledger.read(str(tmp_path))
+    real = ledger.remove_checkpoints
+
+    def late(*args: Any, **options: Any) -> Any:
+        reshard.save({"w": torch.full((3,), 9.0)}, tmp_path / "step-0")
+        return real(*args, **options)
+
+    with mock.patch.object(ledger, "remove_checkpoints", late):
+        mine.tidy({1})
+
+    assert reshard.open(tmp_path / "step-0")["w"][...].tolist() == [9.0] * 3
+    assert mine.current() == [0, 1]

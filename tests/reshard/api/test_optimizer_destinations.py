@@ -255,3 +255,19 @@ def test_state_in_lists_gets_places_in_lists(tmp_path):
     for pair in ((model, optimizer), (fresh, other)):
         step(*pair)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("nest", "prefix"),
+    [(lambda its: {"my.optim": its}, "my.optim"), (lambda its: {"all": {"optims": [its]}}, "all.optims.0")],
+)
+def test_a_prefix_is_the_name_of_its_place_however_it_is_nested(nest, prefix, tmp_path) -> None:
+    model, optimizer = _trained()
+    saved = reshard.get_optimizer_state_dict(model, optimizer)
+    reshard.save(nest(saved), tmp_path)
+
+    state = reshard.optimizer_destinations(model, torch.optim.AdamW(model.parameters()), tmp_path, prefix=prefix)
+    reshard.load(nest(state), tmp_path)
+
+    assert state["state"].keys() == saved["state"].keys()
+    assert torch.equal(state["state"]["0.weight"]["exp_avg"], saved["state"]["0.weight"]["exp_avg"])

@@ -439,3 +439,40 @@ def test_a_part_is_a_checkpoint_as_well(tmp_path: Path) -> None:
         whole.select("!*")
     with pytest.raises(OptionError, match=r"a glob or a list of globs"):
         whole.select(7)  # type: ignore[arg-type]
+
+
+def values_of_training() -> dict[str, Any]:
+    return {
+        "array": np.zeros(2),
+        "set": {1},
+        "bytes": bytearray(b"x"),
+        "dict": {"list": [1, np.zeros(1)]},
+        "own": reshard.PerRank({"seen": [1], "array": np.zeros(1)}),
+        "weight": torch.ones(2),
+    }
+
+
+def test_states_filled_from_one_open_checkpoint_share_nothing(tmp_path: Path) -> None:
+    reshard.save(values_of_training(), tmp_path / "saved")
+    checkpoint, first, second = reshard.open(tmp_path / "saved"), values_of_training(), values_of_training()
+    reshard.load(first, checkpoint)
+
+    first["array"] += 1
+    first["set"].add(2)
+    first["bytes"] += b"y"
+    first["dict"]["list"][1][:] = 9
+    first["own"].value["seen"].append(9)
+    first["own"].value["array"][:] = 9
+
+    assert reshard.load(second, checkpoint).ok
+    assert repr(second) == repr(values_of_training())
+    assert reshard.compare(checkpoint, tmp_path / "saved").ok
+
+
+def test_two_keys_filled_from_one_saved_value_do_not_share_it(tmp_path: Path) -> None:
+    reshard.save({"rng": np.arange(4), "weight": torch.ones(1)}, tmp_path / "saved")
+    state = {"a": np.zeros(4, dtype=int), "b": np.zeros(4, dtype=int), "weight": torch.ones(1)}
+
+    reshard.load(state, tmp_path / "saved", mapping={"a": "rng", "b": "rng"})
+
+    assert state["a"] is not state["b"]

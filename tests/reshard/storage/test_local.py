@@ -509,3 +509,35 @@ def test_a_shared_file_that_cannot_have_its_size_is_closed(tmp_path: Path) -> No
         storage.open_shared("a", 8)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(opened[0])
+
+
+def test_a_folder_that_is_removed_while_it_is_listed_holds_nothing(tmp_path, monkeypatch) -> None:
+    """It was once taken for a device file."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    real, asked = os.stat, []
+
+    def late(path, **options):
+        found = real(path, **options)
+        if os.fspath(path) == str(folder) and not asked:
+            asked.append(path)
+            folder.rmdir()
+        return found
+
+    monkeypatch.setattr(os, "stat", late)
+    assert LocalStorage(folder).list() == {}
+    assert asked
+
+
+@pytest.mark.parametrize("path", ["~", "~/run", "~root/run"])
+def test_a_path_that_only_a_shell_expands_is_refused(path, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StorageError, match="begins with ~, which only shells expand"):
+        reshard.save({"w": torch.ones(1)}, path)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_that_no_shell_expands_may_begin_with_a_tilde(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    reshard.save({"w": torch.ones(1)}, "~no-such-user/run")
+    assert reshard.verify(tmp_path / "~no-such-user" / "run").ok
