@@ -26,7 +26,7 @@ from reshard.api.reports import FilledReport
 from reshard.api.transfer_matching import Agreed, TensorMatches, TransferSide, Values, agree, check_replicas
 from reshard.api.transfer_memory import Steps, TransferMemory, held_parts, plan_steps, refuse_shared_memory, turned
 from reshard.arguments import renamed
-from reshard.errors import LayoutError, RankFailedError, ReshardError, UndefinedTargetsError
+from reshard.errors import KeyMismatchError, LayoutError, RankFailedError, ReshardError, UndefinedTargetsError
 from reshard.execute.delta import DeltaExchange
 from reshard.execute.exchange import Exchange, Waiter
 from reshard.live.copy_streams import device_module, has_copy_streams
@@ -250,9 +250,7 @@ class Prepared:
         self._places_checked()
         self._values.check_places(self._options["strict"])
         refuse_shared_memory(pairing, self._source.state.tensors, self._target.state.tensors)
-        its = self._target.state
-        tied = its.tied_in_place
-        refuse_overlaps(replace(t) for key, t in its.tensors.items() if key in pairing.views and key not in tied)
+        self._ties_checked()
         memory = TransferMemory(self._steps, self._source.state, self._target.state, rank)
         for name in pairing.transfers:  # also what this rank neither sends nor gets must be as its layout says
             memory.given(name)
@@ -294,6 +292,16 @@ class Prepared:
         self._target.state.assign({})
         self._memory = self._places()
         self._others = {tensor.device for tensor in self._tensors()} - {self._device}
+
+    def _ties_checked(self) -> None:
+        """Raise KeyMismatchError where this rank alone has one memory for targets that do not get the same."""
+        pairing, its, filled = self.pairing, self._target.state, dict[str, str]()
+        for key in (key for key in its.tensors if key in pairing.views):
+            first = filled.setdefault(its.aliases.get(key, key), key)
+            a, b = (pairing.ties.get(one, one) for one in (key, first))
+            if a != b and (why := pairing.refused_tie(a, b, self._rank)):
+                raise KeyMismatchError(f"the target on rank {self._rank} does not match the source: {why}")
+        refuse_overlaps(replace(its.tensors[key]) for key in filled.values())
 
     def _places_checked(self) -> None:
         for transfer in self.pairing.transfers.values():
