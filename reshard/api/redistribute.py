@@ -289,7 +289,6 @@ class Prepared:
             for piece, _ in _taken(pairing, key, self._source, rank)
             if piece.is_cpu  # the host does not wait for a device
         ]
-        self._target.state.assign({})
         self._memory = self._places()
         self._others = {tensor.device for tensor in self._tensors()} - {self._device}
 

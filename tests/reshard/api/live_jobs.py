@@ -221,7 +221,12 @@ def kinds_job() -> dict[str, Any]:
     out["to sharded"] = all(torch.equal(shard.tensor, _slice(w, shard)) for shard in empty.local_shards())
 
     meta = {"w": torch.empty(9, 4, device="meta")}
-    reshard.redistribute({"w": rows(w)}, meta)
+    prepared = reshard.prepare({"w": rows(w)}, meta)
+    try:
+        reshard.redistribute({"w": w + rank}, meta)  # replicas that differ
+    except reshard.errors.KeyMismatchError:
+        out["refused meta"] = meta["w"].is_meta
+    prepared.run()
     out["meta"] = torch.equal(meta["w"], w)
 
     lazy = torch.zeros(9, 4, dtype=torch.complex64)

@@ -80,6 +80,7 @@ def test_casts_names_ties_and_all_kinds_of_tensors():
         assert found["from sharded"]
         assert found["to sharded"]
         assert found["meta"]
+        assert found["refused meta"]
         assert found["conjugate"]
         assert found["per rank"] == (True, ("w", "seed"))
         assert found["lone"] == (("own",) if rank == 1 else (), ("seed",), [1.0] * 3)
