@@ -13,9 +13,10 @@ from typing import Any, Unpack
 import torch
 import torch.distributed as dist
 
+from planners.errors import PlanError
 from planners.findings import Finding, Report
 from planners.geometry.box import Box
-from planners.geometry.layout import Part, TensorSpec
+from planners.geometry.layout import BoxesForm, Part, ProductForm, TensorSpec
 from planners.geometry.views import Patch, filled_slots
 from planners.plans.schedule import Schedule
 from planners.plans.transfer import TransferPlan
@@ -415,6 +416,8 @@ def redistribute(
     Raises UndefinedTargetsError if a rank fails while bytes move.
     """
     prepared = prepare(source, target, process_group, **options)
+    if check:
+        _refuse_uncounted(prepared.pairing)
     prepared._first = False  # all ranks were ready a moment ago
     report = prepared.run()
     if check:
@@ -453,6 +456,7 @@ def verify_live(
         given = complete(options)
         mine, wanted, agreed = agree(source, target, given, group, process_group)
         pairing = agreed.pair(given)
+        _refuse_uncounted(pairing)
         there = [held for key in pairing.views for held in _as_it_is(pairing, key, wanted, rank)]
         here = [held for key in pairing.views for held in _as_target(pairing, key, mine, rank)]
         sums = [sum_up(here, rank), sum_up(there, rank)]
@@ -469,6 +473,25 @@ def verify_live(
     ]
     covers = "every target tensor that has a source has the same fingerprint as it; plain values were not compared"
     return Report("the redistributed state", tuple(findings), len(pairing.views), covers=covers)
+
+
+def _refuse_uncounted(pairing: TensorMatches) -> None:
+    """Raise LayoutError for layouts by which a fingerprint would lack elements, or have some twice."""
+    sources = dict.fromkeys(spec.fqn for view in pairing.views.values() for spec in view.sources)
+    held = [("target", pairing.after[key]) for key in pairing.views] + [("source", pairing.before[k]) for k in sources]
+    for side, layout in held:
+        if isinstance(layout.form, ProductForm):  # which has each element, and in parts that are equal or disjoint
+            continue
+        boxes, spec, why = [box for _, box in layout.chunks()], layout.spec, ""
+        try:
+            BoxesForm.make({0: boxes}).check(spec.shape)
+        except PlanError as error:
+            why = f"has some elements in several places, such as {error.box}"
+        if not why and side == "target" and sum(box.numel for box in boxes) < spec.numel:
+            why = "does not have all elements"
+        if why:
+            fix = "leave out check=True, or compare the values"
+            raise LayoutError(f"the layout of the {side} {spec.fqn!r} {why}, which fingerprints cannot compare: {fix}")
 
 
 def _as_it_is(pairing: TensorMatches, key: str, wanted: TransferSide, rank: int) -> Iterator[Holding]:

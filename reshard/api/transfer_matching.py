@@ -19,7 +19,7 @@ from planners.geometry.views import TargetSlot, View, pull_back
 from reshard.api.key_suggestions import section
 from reshard.api.options import TransferOptions, shared
 from reshard.errors import FormatError, KeyMismatchError, LayoutError, did_you_mean, format_names, format_ranks
-from reshard.live.dtypes import refused_cast
+from reshard.live.dtypes import dtype_from_name, holds, refused_cast
 from reshard.live.plain_data import decode_plain, encode_plain
 from reshard.live.state import Targets
 from reshard.live.tensors import OVERWRITTEN_BY, LiveTensor
@@ -167,6 +167,9 @@ class _Pairer:
         if view.fills and (why := refused_cast("", spec.dtype)):
             self.mismatched.append(f"{key}: cannot be filled with constants: {why}")
             return False
+        if lost := [fill.value for fill in view.fills if not holds(dtype_from_name(spec.dtype), fill.value)]:
+            self.mismatched.append(f"{key}: is filled with {lost[0]}, which {spec.dtype} cannot hold")
+            return False
         if view.shape != spec.shape:
             self.mismatched.append(
                 f"{key}: has shape {list(view.shape)} in the source, but {list(spec.shape)} in the target"
@@ -290,7 +293,8 @@ class TransferSide:
         """Describe it without values."""
         tensors = self.state.tensors
         empty = [key for key, tensor in tensors.items() if tensor.is_elsewhere]
-        return _SideDescription(describe(tensors, self.layouts), self.objects, dict(self.state.aliases), empty)
+        described = describe(tensors, self.layouts)
+        return _SideDescription(described, self.objects, dict(self.state.aliases), empty, bool(self.state.per_rank))
 
 
 class _SideDescription(msgspec.Struct, frozen=True):
@@ -298,9 +302,11 @@ class _SideDescription(msgspec.Struct, frozen=True):
     objects: list[str]
     tied: dict[str, str]
     empty: list[str]
+    has_own: bool
+    """Whether it has a value that is this rank's own."""
 
     def __bool__(self) -> bool:
-        return bool(self.tensors.tensors or self.objects)
+        return bool(self.tensors.tensors or self.objects or self.has_own)
 
 
 class _TransferDescription(msgspec.Struct, frozen=True):

@@ -827,6 +827,14 @@ def test_every_function_says_what_to_write_for_an_argument_that_it_does_not_have
             verb(*args, **{name: 1})
 
 
+@pytest.mark.parametrize("verb", [reshard.redistribute, reshard.prepare, reshard.verify_live])
+def test_an_unknown_option_of_a_transfer_is_the_one_that_is_named(verb) -> None:
+    with pytest.raises(TypeError, match="'max_inflight': did you mean 'max_inflight_bytes'"):
+        verb({}, {}, timeout=5, max_inflight=1)
+    with pytest.raises(TypeError, match="'alone': leave it out"):
+        verb({}, {}, timeout=5, alone=True)
+
+
 @pytest.mark.parametrize("verb", [reshard.save, reshard.load, reshard.async_save])
 def test_alone_is_a_flag(verb, tmp_path) -> None:
     with pytest.raises(OptionError, match="alone must be True or False, got 'no'"):

@@ -159,7 +159,7 @@ def remove(folder: Path, keep: Sequence[GenerationFolder] = ()) -> None:
     for name in sorted(ours, key=lambda name: (not name.endswith(f"/{MANIFEST}"), name.endswith(f"/{LINEAGE}"))):
         (storage.retract if name.endswith(f"/{MANIFEST}") else storage.delete)(name)
     for name in storage.empty_folders():
-        if name.partition("/")[0] not in kept:
+        if name.partition("/")[0] not in kept and _OURS.match(f"{name}/"):
             storage.delete(f"{name}/{NOTHING}")
 
 

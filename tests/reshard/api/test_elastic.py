@@ -184,6 +184,16 @@ def test_a_job_that_has_ended_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_folders_of_others_stay(tmp_path: Path) -> None:
+    (tmp_path / "a" / "mine").mkdir(parents=True)
+    tier = Tier(tmp_path, host="a", copies=0)
+    for step in (1, 2):
+        tier.save({"w": torch.ones(3)}, step)
+    assert len(list((tmp_path / "a").glob("*-step-*"))) == 1
+    tier.clear()
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["mine"]
+
+
 def test_a_job_whose_folder_was_taken_over_clears_nothing(tmp_path: Path) -> None:
     tier = Tier(tmp_path, host="a", copies=0)
     tier.save({"w": torch.ones(3)}, 1)
