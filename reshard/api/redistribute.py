@@ -294,7 +294,7 @@ class Prepared:
         self._others = {tensor.device for tensor in self._tensors()} - {self._device}
 
     def _ties_checked(self) -> None:
-        """Raise KeyMismatchError where this rank alone has one memory for targets that do not get the same."""
+        """Raise KeyMismatchError where this rank alone has one memory for different targets."""
         pairing, its, filled = self.pairing, self._target.state, dict[str, str]()
         for key in (key for key in its.tensors if key in pairing.views):
             first = filled.setdefault(its.aliases.get(key, key), key)
@@ -478,9 +478,11 @@ def verify_live(
 def _refuse_uncounted(pairing: TensorMatches) -> None:
     """Raise LayoutError for layouts by which a fingerprint would lack elements, or have some twice."""
     sources = dict.fromkeys(spec.fqn for view in pairing.views.values() for spec in view.sources)
-    held = [("target", pairing.after[key]) for key in pairing.views] + [("source", pairing.before[k]) for k in sources]
+    held = [("target", pairing.after[key]) for key in pairing.views]
+    held += [("source", pairing.before[key]) for key in sources]
     for side, layout in held:
-        if isinstance(layout.form, ProductForm):  # which has each element, and in parts that are equal or disjoint
+        # a product has each element, and its parts are equal or disjoint
+        if isinstance(layout.form, ProductForm):
             continue
         boxes, spec, why = [box for _, box in layout.chunks()], layout.spec, ""
         try:

@@ -115,7 +115,11 @@ class TensorMatches:
         return out
 
     def refused_tie(self, key: str, first: str, rank: int | None = None) -> str:
-        """Return why one memory cannot be both targets, on `rank` if it is both there alone. Empty if it can."""
+        """Return why one memory cannot be both targets. Empty if it can.
+
+        Args:
+            rank: on which it is both, if it is not on all.
+        """
         mine, its = self.views[key], self.views[first]
         a, b = ([self.tied_sources.get(spec.fqn, spec.fqn) for spec in view.sources] for view in (mine, its))
         why = f"{key!r} takes {_names(mine)}, and {first!r} takes {_names(its)}: map both to the same source"
@@ -293,8 +297,13 @@ class TransferSide:
         """Describe it without values."""
         tensors = self.state.tensors
         empty = [key for key, tensor in tensors.items() if tensor.is_elsewhere]
-        described = describe(tensors, self.layouts)
-        return _SideDescription(described, self.objects, dict(self.state.aliases), empty, bool(self.state.per_rank))
+        return _SideDescription(
+            describe(tensors, self.layouts),
+            self.objects,
+            dict(self.state.aliases),
+            empty,
+            bool(self.state.per_rank),
+        )
 
 
 class _SideDescription(msgspec.Struct, frozen=True):

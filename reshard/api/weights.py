@@ -192,9 +192,10 @@ class WeightSource:
             bucket_bytes: maximum size of a bucket. A larger tensor gets its own bucket.
             everyone: give all buckets to every rank, not only to the first rank of the group.
             layouts: a function from a tensor's spec to its layout over the ranks. All ranks then get
-                buckets, each with its own shards. A flat range and several boxes come as one flat
-                tensor, and a rank that is not in the layout gets an empty one. If the function
-                returns None, each rank gets the full tensor.
+                buckets, each with its own shards.
+                A flat range or several boxes come as one flat tensor.
+                A rank that is not in the layout gets an empty one.
+                If the function returns None, each rank gets the full tensor.
             delta: keep a copy of each pass in host memory on the ranks that get buckets. Later passes
                 yield only tensors that changed. `WeightBucket.changes` lists the elements.
             process_group: the ranks of the trainer. Default: the default group.
@@ -208,13 +209,7 @@ class WeightSource:
         self.rank = group.rank
         """This rank's place in `process_group`; the first one gets the buckets."""
         with group.together("weights"):
-            if bucket_bytes < 1:
-                raise OptionError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
-            if not isinstance(state, Mapping):
-                raise OptionError(f"WeightSource takes the state dict of a model, got {state_instead_of(state)}")
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-                words = f"a floating-point torch.dtype, such as torch.bfloat16, got {dtype!r:.80}"
-                raise OptionError(f"dtype must be {words}")
+            _check_options(state, bucket_bytes, dtype)
             self._live = take_apart(state)
             layout = take_global_state(self._live, group, check_replicas=False).tensors
             if not layout:
@@ -309,12 +304,22 @@ class WeightSource:
         return parts[0].sizes if is_box else (sum(part.numel for part in parts),)
 
 
+def _check_options(state: Any, bucket_bytes: int, dtype: Any) -> None:
+    if bucket_bytes < 1:
+        raise OptionError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+    if not isinstance(state, Mapping):
+        raise OptionError(f"WeightSource takes the state dict of a model, got {state_instead_of(state)}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise OptionError(f"dtype must be a floating-point torch.dtype, such as torch.bfloat16, got {dtype!r:.80}")
+
+
 def _converted(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
     if dtype is None or not dtype_from_name(spec.dtype).is_floating_point:
         return spec
-    if why := refused_cast(spec.dtype, dtype_name(dtype)):
-        raise KeyMismatchError(f"{spec.fqn}: is {spec.dtype}, not {dtype_name(dtype)} ({why}): leave it or dtype= out")
-    return TensorSpec(spec.fqn, spec.shape, dtype_name(dtype))
+    new = dtype_name(dtype)
+    if why := refused_cast(spec.dtype, new):
+        raise KeyMismatchError(f"{spec.fqn}: is {spec.dtype}, not {new} ({why}): leave it or dtype= out")
+    return TensorSpec(spec.fqn, spec.shape, new)
 
 
 def _places(

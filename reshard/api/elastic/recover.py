@@ -182,14 +182,23 @@ class _FallbackEnd(NamedTuple):
 
     @staticmethod
     def join(ends: list[_FallbackEnd]) -> _FallbackEnd:
-        return _FallbackEnd(next((end.why for end in ends if end.why), ""), any(end.is_final for end in ends))
+        why = max(end.why for end in ends)
+        return _FallbackEnd(why, any(end.is_final for end in ends))
 
 
 def _load_fallback(
-    settings: Settings, state: Any, fallback: Any, options: LoadOptions, group: Group, *, is_last: bool
+    settings: Settings,
+    state: Any,
+    fallback: Any,
+    options: LoadOptions,
+    group: Group,
+    *,
+    is_last: bool,
 ) -> LoadReport | str:
-    """Collective: load the complete fallback. If that is damaged, nothing was written, and it is not the last that can
-    be loaded, return the reason."""
+    """Collective: load the complete fallback.
+
+    If it is damaged, nothing was written, and it is not the last candidate, return the reason.
+    """
     if is_last:
         return load_with(group, state, fallback, options, settings.process_group)
     own = Group(settings.process_group, deadline_s=group.allowed_s)  # `group` serves on if this fails
@@ -201,7 +210,8 @@ def _load_fallback(
         error = refused
     is_damaged = isinstance(error, CheckpointError)
     is_other = error is not None and not is_damaged and not isinstance(error, RankFailedError)
-    end = group.merge(_FallbackEnd(str(error) * is_damaged, is_other or own.writes), _FallbackEnd.join, "the fallback")
+    mine = _FallbackEnd(str(error) * is_damaged, is_other or own.writes)
+    end = group.merge(mine, _FallbackEnd.join, "the fallback")
     if end.why and not end.is_final:
         return f"the fallback was not used: {end.why}"
     if load is None:
@@ -264,8 +274,11 @@ def _candidates(
 
 
 def _rank_of(fallback: Any, newest_first: list[ManifestStamp]) -> tuple[int, str]:
-    """The place of a fallback among the generations, newest first: right after one of the same state, else by the
-    time it was made; last if that is unknown, or there is nothing yet. And why it cannot be opened, if it is there."""
+    """The place of a fallback among the generations, newest first: right after one of the same
+    state, else by the time it was made; last if that is unknown, or there is nothing yet.
+
+    And why it cannot be opened, if it is there.
+    """
     native, why = None, ""
     try:
         native = open_checkpoint(fallback).contents.details(NativeFacts)
