@@ -77,10 +77,12 @@ def named_arguments(**names: str) -> Callable[[type[R]], type[R]]:
 def _refuse_call(what: str, it: Callable[..., Any], args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
     """Raises TypeError if the error came from the call: a better one than Python's."""
     known = signature(it).parameters
-    is_open = any(each.kind == each.VAR_KEYWORD for each in known.values())
-    for name in given.keys() - known.keys():
-        if name in _OF_OTHERS or not is_open:
-            raise _unexpected(what, name, known) from None
+    rest = [str(each.annotation) for each in known.values() if each.kind == each.VAR_KEYWORD]
+    kinds = [it.__globals__.get(text.removeprefix("Unpack[").removesuffix("]")) for text in rest]
+    names = [*known, *(name for kind in kinds for name in getattr(kind, "__annotations__", ()))]
+    for name in given.keys() - {*names}:
+        if name in _OF_OTHERS or not rest:
+            raise _unexpected(what, name, names) from None
     by_name = [name for name, each in known.items() if each.kind == each.KEYWORD_ONLY]
     places = [name for name, each in known.items() if each.kind <= each.POSITIONAL_OR_KEYWORD]
     if by_name and len(args) > len(places):

@@ -121,7 +121,8 @@ class Job:
         with ExitStack() as stack:
             stack.enter_context(self.world.clock())
             stack.enter_context(cut_tensors())
-            stack.enter_context(mock.patch("reshard.api.elastic.tier.Group", group))
+            for module in ("tier", "recover"):
+                stack.enter_context(mock.patch(f"reshard.api.elastic.{module}.Group", group))
             stack.enter_context(mock.patch.object(moving, "Exchange", partial(exchange, lambda: self._sources)))
             real = {name: getattr(os, name) for name in (*SystemCalls.NAMES, "posix_fallocate")}
             stack.enter_context(mock.patch.multiple(os, **{name: self._watched(name, real[name]) for name in real}))

@@ -108,6 +108,10 @@ def _equal(match: KeyMatch, first: str, second: str, rank: int) -> bool:
     checkpoint, target = match.checkpoint, match.targets.tensors[second]
     if second in match.objects:  # a number for a tensor
         return first in match.objects and same_value(match.objects[first], match.objects[second])
+    both = (match.targets.tensors[first], target)
+    places = [TensorLayout.of(tensor.spec, tensor.form).boxes(rank) for tensor in both]
+    if places[0] != places[1]:
+        return False
     one, other, names = match.tensors[first], match.tensors[second], checkpoint.aliases
     if names.get(one, one) == names.get(other, other):
         return True
@@ -117,7 +121,7 @@ def _equal(match: KeyMatch, first: str, second: str, rank: int) -> bool:
         return True
     from reshard.stored.streaming import windows
 
-    for region in TensorLayout.of(target.spec, target.form).boxes(rank):
+    for region in places[1]:
         for window in windows(region.sizes, max(a.dtype.itemsize, target.dtype.itemsize)):
             place = (*window.shift(region.offsets).slices, ...)
             x, y = (as_array(tensor[place].to(target.dtype)) for tensor in (a, b))

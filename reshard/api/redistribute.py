@@ -13,9 +13,10 @@ from typing import Any, Unpack
 import torch
 import torch.distributed as dist
 
+from planners.errors import PlanError
 from planners.findings import Finding, Report
 from planners.geometry.box import Box
-from planners.geometry.layout import Part, TensorSpec
+from planners.geometry.layout import BoxesForm, Part, ProductForm, TensorSpec
 from planners.geometry.views import Patch, filled_slots
 from planners.plans.schedule import Schedule
 from planners.plans.transfer import TransferPlan
@@ -26,7 +27,7 @@ from reshard.api.reports import FilledReport
 from reshard.api.transfer_matching import Agreed, TensorMatches, TransferSide, Values, agree, check_replicas
 from reshard.api.transfer_memory import Steps, TransferMemory, held_parts, plan_steps, refuse_shared_memory, turned
 from reshard.arguments import renamed
-from reshard.errors import LayoutError, RankFailedError, ReshardError, UndefinedTargetsError
+from reshard.errors import KeyMismatchError, LayoutError, RankFailedError, ReshardError, UndefinedTargetsError
 from reshard.execute.delta import DeltaExchange
 from reshard.execute.exchange import Exchange, Waiter
 from reshard.live.copy_streams import device_module, has_copy_streams
@@ -250,9 +251,7 @@ class Prepared:
         self._places_checked()
         self._values.check_places(self._options["strict"])
         refuse_shared_memory(pairing, self._source.state.tensors, self._target.state.tensors)
-        its = self._target.state
-        tied = its.tied_in_place
-        refuse_overlaps(replace(t) for key, t in its.tensors.items() if key in pairing.views and key not in tied)
+        self._ties_checked()
         memory = TransferMemory(self._steps, self._source.state, self._target.state, rank)
         for name in pairing.transfers:  # also what this rank neither sends nor gets must be as its layout says
             memory.given(name)
@@ -291,9 +290,18 @@ class Prepared:
             for piece, _ in _taken(pairing, key, self._source, rank)
             if piece.is_cpu  # the host does not wait for a device
         ]
-        self._target.state.assign({})
         self._memory = self._places()
         self._others = {tensor.device for tensor in self._tensors()} - {self._device}
+
+    def _ties_checked(self) -> None:
+        """Raise KeyMismatchError where this rank alone has one memory for different targets."""
+        pairing, its, filled = self.pairing, self._target.state, dict[str, str]()
+        for key in (key for key in its.tensors if key in pairing.views):
+            first = filled.setdefault(its.aliases.get(key, key), key)
+            a, b = (pairing.ties.get(one, one) for one in (key, first))
+            if a != b and (why := pairing.refused_tie(a, b, self._rank)):
+                raise KeyMismatchError(f"the target on rank {self._rank} does not match the source: {why}")
+        refuse_overlaps(replace(its.tensors[key]) for key in filled.values())
 
     def _places_checked(self) -> None:
         for transfer in self.pairing.transfers.values():
@@ -408,6 +416,8 @@ def redistribute(
     Raises UndefinedTargetsError if a rank fails while bytes move.
     """
     prepared = prepare(source, target, process_group, **options)
+    if check:
+        _refuse_uncounted(prepared.pairing)
     prepared._first = False  # all ranks were ready a moment ago
     report = prepared.run()
     if check:
@@ -446,6 +456,7 @@ def verify_live(
         given = complete(options)
         mine, wanted, agreed = agree(source, target, given, group, process_group)
         pairing = agreed.pair(given)
+        _refuse_uncounted(pairing)
         there = [held for key in pairing.views for held in _as_it_is(pairing, key, wanted, rank)]
         here = [held for key in pairing.views for held in _as_target(pairing, key, mine, rank)]
         sums = [sum_up(here, rank), sum_up(there, rank)]
@@ -462,6 +473,27 @@ def verify_live(
     ]
     covers = "every target tensor that has a source has the same fingerprint as it; plain values were not compared"
     return Report("the redistributed state", tuple(findings), len(pairing.views), covers=covers)
+
+
+def _refuse_uncounted(pairing: TensorMatches) -> None:
+    """Raise LayoutError for layouts by which a fingerprint would lack elements, or have some twice."""
+    sources = dict.fromkeys(spec.fqn for view in pairing.views.values() for spec in view.sources)
+    held = [("target", pairing.after[key]) for key in pairing.views]
+    held += [("source", pairing.before[key]) for key in sources]
+    for side, layout in held:
+        # a product has each element, and its parts are equal or disjoint
+        if isinstance(layout.form, ProductForm):
+            continue
+        boxes, spec, why = [box for _, box in layout.chunks()], layout.spec, ""
+        try:
+            BoxesForm.make({0: boxes}).check(spec.shape)
+        except PlanError as error:
+            why = f"has some elements in several places, such as {error.box}"
+        if not why and side == "target" and sum(box.numel for box in boxes) < spec.numel:
+            why = "does not have all elements"
+        if why:
+            fix = "leave out check=True, or compare the values"
+            raise LayoutError(f"the layout of the {side} {spec.fqn!r} {why}, which fingerprints cannot compare: {fix}")
 
 
 def _as_it_is(pairing: TensorMatches, key: str, wanted: TransferSide, rank: int) -> Iterator[Holding]:

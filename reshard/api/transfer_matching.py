@@ -19,7 +19,7 @@ from planners.geometry.views import TargetSlot, View, pull_back
 from reshard.api.key_suggestions import section
 from reshard.api.options import TransferOptions, shared
 from reshard.errors import FormatError, KeyMismatchError, LayoutError, did_you_mean, format_names, format_ranks
-from reshard.live.dtypes import refused_cast, refused_codes
+from reshard.live.dtypes import dtype_from_name, holds, refused_cast, refused_codes
 from reshard.live.plain_data import decode_plain, encode_plain
 from reshard.live.state import Targets
 from reshard.live.tensors import OVERWRITTEN_BY, LiveTensor
@@ -68,6 +68,8 @@ class TensorMatches:
     unexpected: list[str] = field(default_factory=list)
     cast: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Target -> dtypes of source and target, where they differ."""
+    tied_sources: dict[str, str] = field(default_factory=dict)
+    """Source -> the source of the same memory, on every rank."""
 
     @classmethod
     def of(
@@ -99,11 +101,11 @@ class TensorMatches:
         Raises KeyMismatchError: lists all that is missing, unexpected or mismatched.
         """
         given, wanted = dict.fromkeys(source_objects), dict.fromkeys(target_objects)
-        out = cls(before, after)
+        out = cls(before, after, tied_sources=dict(tied_sources or {}))
         work = _Pairer(out, dict(views or {}), dict(mapping or {}), allow_cast)
         for key in after:
             work.take(key)
-        work.take_ties(tied or {}, tied_sources or {})
+        work.take_ties(tied or {})
         work.take_objects(given, wanted)
         work.mismatched.extend(joined)
         out.unexpected.extend((key for key in before if key not in work.used) if left is None else left)
@@ -111,6 +113,21 @@ class TensorMatches:
         stray = [key for key in dict.fromkeys((*work.given, *work.mapping)) if key not in {*after, *wanted}]
         _refuse(out, work.mismatched, stray, strict)
         return out
+
+    def refused_tie(self, key: str, first: str, rank: int | None = None) -> str:
+        """Return why one memory cannot be both targets. Empty if it can.
+
+        Args:
+            rank: on which it is both, if it is not on all.
+        """
+        mine, its = self.views[key], self.views[first]
+        a, b = ([self.tied_sources.get(spec.fqn, spec.fqn) for spec in view.sources] for view in (mine, its))
+        why = f"{key!r} takes {_names(mine)}, and {first!r} takes {_names(its)}: map both to the same source"
+        if (a, mine.geometry) == (b, its.geometry):
+            if rank is None or self.after.parts(key, rank) == self.after.parts(first, rank):
+                return ""
+            why = "their layouts differ: give both the same layout, or each its own memory"
+        return f"{key}: shares memory with {first!r}, but {why}"
 
 
 class _Pairer:
@@ -154,6 +171,9 @@ class _Pairer:
         if view.fills and (why := refused_cast("", spec.dtype)):
             self.mismatched.append(f"{key}: cannot be filled with constants: {why}")
             return False
+        if lost := [fill.value for fill in view.fills if not holds(dtype_from_name(spec.dtype), fill.value)]:
+            self.mismatched.append(f"{key}: is filled with {lost[0]}, which {spec.dtype} cannot hold")
+            return False
         if view.shape != spec.shape:
             self.mismatched.append(
                 f"{key}: has shape {list(view.shape)} in the source, but {list(spec.shape)} in the target"
@@ -185,18 +205,13 @@ class _Pairer:
             wanted = TensorLayout.of(spec, pulled.form)
             self.out.transfers[name] = TensorTransfer(name, key, source.fqn, before, wanted, pulled.turn, pulled.slots)
 
-    def take_ties(self, tied: Mapping[str, str], tied_sources: Mapping[str, str]) -> None:
+    def take_ties(self, tied: Mapping[str, str]) -> None:
         """Drop the transfers of targets that another target's transfers fill."""
         for key, first in tied.items():
             if key not in self.out.views or first not in self.out.views:
                 continue
-            mine, its = self.out.views[key], self.out.views[first]
-            a, b = ([tied_sources.get(spec.fqn, spec.fqn) for spec in view.sources] for view in (mine, its))
-            if (a, mine.geometry) != (b, its.geometry):
-                self.mismatched.append(
-                    f"{key}: shares memory with {first!r}, but {key!r} takes {_names(mine)}, and {first!r} takes "
-                    f"{_names(its)}: map both to the same source"
-                )
+            if why := self.out.refused_tie(key, first):
+                self.mismatched.append(why)
                 continue
             self.out.ties[key] = first
             for name in [name for name, transfer in self.out.transfers.items() if transfer.target == key]:
@@ -284,7 +299,13 @@ class TransferSide:
         """Describe it without values."""
         tensors = self.state.tensors
         empty = [key for key, tensor in tensors.items() if tensor.is_elsewhere]
-        return _SideDescription(describe(tensors, self.layouts), self.objects, dict(self.state.aliases), empty)
+        return _SideDescription(
+            describe(tensors, self.layouts),
+            self.objects,
+            dict(self.state.aliases),
+            empty,
+            bool(self.state.per_rank),
+        )
 
 
 class _SideDescription(msgspec.Struct, frozen=True):
@@ -292,9 +313,11 @@ class _SideDescription(msgspec.Struct, frozen=True):
     objects: list[str]
     tied: dict[str, str]
     empty: list[str]
+    has_own: bool
+    """Whether it has a value that is this rank's own."""
 
     def __bool__(self) -> bool:
-        return bool(self.tensors.tensors or self.objects)
+        return bool(self.tensors.tensors or self.objects or self.has_own)
 
 
 class _TransferDescription(msgspec.Struct, frozen=True):

@@ -21,7 +21,7 @@ from reshard.api.transfer_matching import TensorMatches, TensorTransfer
 from reshard.errors import LayoutError
 from reshard.execute.exchange import RankWork, round_bytes
 from reshard.live.dtypes import dtype_name
-from reshard.live.state import Targets
+from reshard.live.state import Targets, same_memory
 from reshard.live.tensors import LiveTensor, reach_bytes
 
 __all__ = ["Steps", "TransferMemory", "held_parts", "part_tensors", "plan_steps", "refuse_shared_memory", "turned"]
@@ -287,7 +287,7 @@ def refuse_shared_memory(
         source, target, view = transfer.source, transfer.target, pairing.views[transfer.target]
         held = _local(sources.get(source)), _local(targets.get(target))
         stays = transfer.before.form == pairing.after[target].form
-        same = ((a.data_ptr(), a.stride(), a.dtype) == (b.data_ptr(), b.stride(), b.dtype) for a, b in zip(*held))
+        same = (same_memory(a, b) and a.dtype == b.dtype for a, b in zip(*held) if a.numel() or b.numel())
         if stays and view.geometry == View.of(view.spec).geometry and all(same):
             continue
         for tensors, is_target, key in zip(held, (False, True), (source, target)):

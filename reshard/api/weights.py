@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -16,12 +17,12 @@ from reshard.api.redistribute import redistribute
 from reshard.arguments import named_arguments
 from reshard.errors import KeyMismatchError, OptionError
 from reshard.live.copy_streams import batches
-from reshard.live.dtypes import dtype_from_name, dtype_name, raw_elements
+from reshard.live.dtypes import dtype_from_name, dtype_name, raw_elements, refused_cast
 from reshard.live.state import take_apart
 from reshard.live.tensors import resolved_bytes, state_instead_of
 from reshard.mapping.mapping import Mapping as StateMapping
 from reshard.ranks.global_state import take_global_state
-from reshard.ranks.group import Group
+from reshard.ranks.group import DEADLINE_S, Group
 
 __all__ = ["ChangedElements", "SinceLastPass", "WeightBucket", "WeightPlace", "WeightSource", "marked_last"]
 
@@ -178,6 +179,7 @@ class WeightSource:
         layouts: Callable[[TensorSpec], TensorLayout | None] | None = None,
         delta: bool = False,
         process_group: dist.ProcessGroup | None = None,
+        timeout: float | timedelta = DEADLINE_S,
     ) -> None:
         """Create a source. Collective over the ranks of the trainer.
 
@@ -190,37 +192,37 @@ class WeightSource:
             bucket_bytes: maximum size of a bucket. A larger tensor gets its own bucket.
             everyone: give all buckets to every rank, not only to the first rank of the group.
             layouts: a function from a tensor's spec to its layout over the ranks. All ranks then get
-                buckets, each with its own shards. If the function returns None, each rank gets the
-                full tensor.
+                buckets, each with its own shards.
+                A flat range or several boxes come as one flat tensor.
+                A rank that is not in the layout gets an empty one.
+                If the function returns None, each rank gets the full tensor.
             delta: keep a copy of each pass in host memory on the ranks that get buckets. Later passes
                 yield only tensors that changed. `WeightBucket.changes` lists the elements.
             process_group: the ranks of the trainer. Default: the default group.
+            timeout: limit for this call and for each transfer, in seconds or as a `timedelta`.
 
-        The first pass compares replicas. Raises KeyMismatchError for a state without tensors, and
-        the errors of `Mapping.views`.
+        The first pass compares replicas. Raises KeyMismatchError for a state without tensors and for
+        tensors that cannot be converted to `dtype`, and the errors of `Mapping.views`.
         """
-        if bucket_bytes < 1:
-            raise OptionError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
-        if not isinstance(state, Mapping):
-            raise OptionError(f"WeightSource takes the state dict of a model, got {state_instead_of(state)}")
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise OptionError(f"dtype must be a floating-point torch.dtype, such as torch.bfloat16, got {dtype!r:.80}")
-        self._group = Group(process_group)
-        self.rank = self._group.rank
+        group = Group(process_group, deadline_s=timeout)
+        self._job_rank = group.job_rank
+        self.rank = group.rank
         """This rank's place in `process_group`; the first one gets the buckets."""
-        self._live = take_apart(state)
-        with self._group.together("weights"):
-            layout = take_global_state(self._live, self._group, check_replicas=False).tensors
+        with group.together("weights"):
+            _check_options(state, bucket_bytes, dtype)
+            self._live = take_apart(state)
+            layout = take_global_state(self._live, group, check_replicas=False).tensors
             if not layout:
                 raise KeyMismatchError("no rank has a tensor to send: pass the model's state dict on each rank")
             self._views = (mapping or StateMapping()).views(layout.specs)
-        self.specs = {name: _converted(view.spec, dtype) for name, view in self._views.items()}
+            specs = {name: _converted(view.spec, dtype) for name, view in self._views.items()}
+            given = {name: layouts(spec) for name, spec in specs.items()} if layouts else {}
+            self._layouts = {name: layout for name, layout in given.items() if layout is not None}
+        self.specs = specs
         """Name, shape, and dtype of each tensor that is given; the same on every rank."""
-        given = {name: layouts(spec) for name, spec in self.specs.items()} if layouts else {}
-        self._layouts = {name: layout for name, layout in given.items() if layout is not None}
-        self._process_group, self._bucket_bytes = process_group, bucket_bytes
+        self._process_group, self._bucket_bytes, self._timeout = process_group, bucket_bytes, timeout
         self.everyone, self.delta = everyone, delta
-        self._is_mine = everyone or layouts is not None or self._group.rank == 0
+        self._is_mine = everyone or layouts is not None or group.rank == 0
         self._device = next((tensor.device for tensor in self._live.tensors.values()), torch.device("cpu"))
         self._passes, self._since = 0, SinceLastPass() if delta else None
 
@@ -260,7 +262,7 @@ class WeightSource:
                         to(bucket, is_last)
                     except Exception as refused:
                         error = refused
-            with Group(self._process_group).together("sending weights"):
+            with Group(self._process_group, deadline_s=self._timeout).together("sending weights"):
                 if error is not None:
                     raise error
         except BaseException:
@@ -271,13 +273,15 @@ class WeightSource:
         """Go through all batches on every rank. Ranks that get nothing send what they hold."""
         # sizes are those of full tensors, so all ranks make the same transfers
         limit = self._bucket_bytes * max(1, _TRANSFER_BYTES // self._bucket_bytes)
+        group = Group(self._process_group, deadline_s=self._timeout)
         for number, batch in enumerate(batches(self.specs.values(), lambda spec: spec.nbytes, limit)):
             views = [self._views[spec.fqn] for spec in batch]
             wanted = {source.fqn for view in views for source in view.sources}
             given = {key: self._live.tensors[key].value for key in wanted if key in self._live.tensors}
             local = ((spec.fqn, self._local_shape(spec), dtype_from_name(spec.dtype)) for spec in batch)
             placed = _places(local, self._bucket_bytes) if self._is_mine else ()
-            buckets = [WeightBucket.empty(places, self._device) for places in placed]
+            with group.together("weights"):  # a rank without memory for its buckets ends the pass on all
+                buckets = [WeightBucket.empty(places, self._device) for places in placed]
             redistribute(
                 {**given, _BATCH: number},
                 {**{name: tensor for bucket in buckets for name, tensor in bucket.tensors()}, _BATCH: -1},
@@ -286,19 +290,36 @@ class WeightSource:
                 target_layouts={s.fqn: self._layouts[s.fqn] for s in batch if s.fqn in self._layouts},
                 dtype_policy="cast",
                 check_replicas=self._passes == 0,
+                timeout=self._timeout,
             )
             yield from buckets
         self._passes += 1
 
     def _local_shape(self, spec: TensorSpec) -> Shape:
         layout = self._layouts.get(spec.fqn)
-        parts = layout.parts(self._group.job_rank) if layout is not None else ()
-        return parts[0].sizes if parts else spec.shape if layout is None else (0,)
+        if layout is None:
+            return spec.shape
+        parts = layout.parts(self._job_rank) if self._job_rank < layout.world_size else ()
+        is_box = len(parts) == 1 and parts[0].flat_start is None
+        return parts[0].sizes if is_box else (sum(part.numel for part in parts),)
+
+
+def _check_options(state: Any, bucket_bytes: int, dtype: Any) -> None:
+    if bucket_bytes < 1:
+        raise OptionError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
+    if not isinstance(state, Mapping):
+        raise OptionError(f"WeightSource takes the state dict of a model, got {state_instead_of(state)}")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise OptionError(f"dtype must be a floating-point torch.dtype, such as torch.bfloat16, got {dtype!r:.80}")
 
 
 def _converted(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
-    is_number = dtype is not None and dtype_from_name(spec.dtype).is_floating_point
-    return TensorSpec(spec.fqn, spec.shape, dtype_name(dtype) if dtype is not None and is_number else spec.dtype)
+    if dtype is None or not dtype_from_name(spec.dtype).is_floating_point:
+        return spec
+    new = dtype_name(dtype)
+    if why := refused_cast(spec.dtype, new):
+        raise KeyMismatchError(f"{spec.fqn}: is {spec.dtype}, not {new} ({why}): leave it or dtype= out")
+    return TensorSpec(spec.fqn, spec.shape, new)
 
 
 def _places(

@@ -104,6 +104,7 @@ class Fetch(AbstractContextManager["Fetch"]):
 
     def read(self, on_bytes: _OnBytes) -> None:
         """Copy everything into the targets. Raises CorruptCheckpointError for bytes that `check` did not see."""
+        self.group.writes = True
         alone, overwritten = self.copies, set[str]()
         if self._host is not None and self._host.memory is not None:
             run = self._host.run

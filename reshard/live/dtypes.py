@@ -103,6 +103,17 @@ def overflowing(elements: torch.Tensor, dtype: torch.dtype) -> int:
     return sum(int((one.view(-1, 2).any(1) if elements.is_complex() else one).sum()) for one in beyond)
 
 
+def holds(dtype: torch.dtype, value: float) -> bool:
+    """Return whether a dtype can hold a number. A float is rounded, and others are not."""
+    try:
+        made = torch.full((), value, dtype=dtype, device="cpu")
+    except (OverflowError, RuntimeError, TypeError):  # by far too large, or of another kind
+        return False
+    if dtype.is_floating_point or dtype.is_complex:
+        return not overflowing(torch.tensor(float(value), dtype=torch.float64, device="cpu"), dtype)
+    return bool(made.item() == value)
+
+
 _COMPARED_AT_ONCE = 1 << 20
 
 

@@ -18,6 +18,7 @@ from reshard.native import commit
 from reshard.native.commit import Generation, Written
 from reshard.native.data_file import write_pieces
 from reshard.native.manifest import MANIFEST, FileRecord, entry_key, without_claim
+from reshard.native.reader import NativeFacts
 from reshard.ranks.global_state import OWN_TENSOR_BYTES, GlobalState, per_rank_name
 from reshard.ranks.liveness import release_lease
 from reshard.storage.base import Storage
@@ -129,7 +130,9 @@ class NativeWriter(FormatWriter):
         }
         parts: list[dict[str, Partial]] = [{}]  # tensors without elements have a fingerprint, but no file
         parts += map(fingerprint_parts, out.done.values())
-        generation = Generation(out.storage, self.save_id, commit.begin(), census, self.plan, None, self._replaces)
+        native = contents.details(NativeFacts)  # the state is as old as it was: `elastic` compares ages
+        made = commit.begin() if native is None else native.manifest.created_unix_s
+        generation = Generation(out.storage, self.save_id, made, census, self.plan, None, self._replaces)
         generation.publish(written, parts, out.check)
         generation.tidy()
 

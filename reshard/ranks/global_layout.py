@@ -99,23 +99,28 @@ def resolve_layouts(tensors: Mapping[str, LiveTensor], layouts: Mapping[str, Ten
 
 
 def join_aliases(
-    parties: Iterable[tuple[Iterable[str], Mapping[str, str], Iterable[str]]],
+    parties: Iterable[tuple[Mapping[str, object], Mapping[str, str], Iterable[str]]],
 ) -> dict[str, str]:
     """Keys that, according to all ranks that know, are tied to the same other key, which itself is
     tied to none.
 
-    Each party says: its keys, which of them are the memory of which earlier key, and of which it
-    holds no element.
+    Each party says: its keys, each with a description, which of them are the memory of which
+    earlier key, and of which it holds no element. Keys are not tied if their descriptions differ,
+    as by the layout. Parties may have the keys in different orders: the first party's counts.
     """
-    claims: dict[str, set[str | None]] = {}
+    claims: dict[str, set[str]] = {}
+    firsts: dict[frozenset[str], str] = {}
     for keys, aliases, empty in parties:
-        unsure = set(empty)
+        unsure, tied = set(empty), dict[str, str]()
+        alike = ((first, key) for key, first in aliases.items() if keys.get(key) == keys.get(first))
+        for first, others in grouped(alike).items():
+            together = frozenset((first, *others))
+            tied |= dict.fromkeys(together, firsts.setdefault(together, first))
         for key in keys:
-            first = aliases.get(key)
-            if first is not None or key not in unsure:
-                claims.setdefault(key, set()).add(first)
-    tied = {key: next(iter(firsts)) for key, firsts in claims.items() if len(firsts) == 1}
-    return {key: first for key, first in tied.items() if first is not None and tied.get(first) is None}
+            if key in tied or key not in unsure:
+                claims.setdefault(key, set()).add(tied.get(key, key))
+    agreed = {key: next(iter(said)) for key, said in claims.items() if len(said) == 1}
+    return {key: first for key, first in agreed.items() if key != first == agreed.get(first)}
 
 
 _Row = tuple[TensorSpec, tuple[Form, ...], Sequence[int]]

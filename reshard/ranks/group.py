@@ -84,6 +84,7 @@ class Group:
         world_size: number of ranks in the group.
         job_rank: this process's rank in the default group, by which plans are numbered.
         ranks: the ranks in the default group of these processes, in group order; messages name these.
+        writes: whether a load of the group has begun to write into its targets.
         tag: of the messages over `torch.distributed`. Each group has its own, so that none that a failed one left in
             flight reaches the next. Gloo obeys tags; NCCL does not know them.
 
@@ -117,6 +118,7 @@ class Group:
         self._deadline_s = allowed_s
         self._phases: list[_GroupPhase] = []
         self._common: BaseException | None = None
+        self.writes = False
         self._rounds: Rounds | None = None
         self.rank = self.tag = 0
         self.ranks: Sequence[int] = (0,)

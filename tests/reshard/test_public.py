@@ -817,13 +817,22 @@ def test_every_function_says_what_to_write_for_an_argument_that_it_does_not_have
     without = [verb for verb in {*verbs} - others if name not in inspect.signature(verb).parameters]
     assert len(without) > 15
     transfers = {reshard.redistribute, reshard.prepare, reshard.verify_live}
-    without = [verb for verb in without if name != "timeout" or verb not in transfers]
-    for verb in [*without, reshard.Every, reshard.WeightSource]:
+    having = {*transfers, reshard.WeightSource}
+    without = [verb for verb in [*without, reshard.WeightSource] if name != "timeout" or verb not in having]
+    for verb in [*without, reshard.Every]:
         args = ({}, {}) if verb in transfers else ()
         with pytest.raises(
             TypeError, match=f"unexpected keyword argument '{name}': (leave it out: |it takes |did|its o)"
         ):
             verb(*args, **{name: 1})
+
+
+@pytest.mark.parametrize("verb", [reshard.redistribute, reshard.prepare, reshard.verify_live])
+def test_an_unknown_option_of_a_transfer_is_the_one_that_is_named(verb) -> None:
+    with pytest.raises(TypeError, match="'max_inflight': did you mean 'max_inflight_bytes'"):
+        verb({}, {}, timeout=5, max_inflight=1)
+    with pytest.raises(TypeError, match="'alone': leave it out"):
+        verb({}, {}, timeout=5, alone=True)
 
 
 @pytest.mark.parametrize("verb", [reshard.save, reshard.load, reshard.async_save])

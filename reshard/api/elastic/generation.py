@@ -159,7 +159,7 @@ def remove(folder: Path, keep: Sequence[GenerationFolder] = ()) -> None:
     for name in sorted(ours, key=lambda name: (not name.endswith(f"/{MANIFEST}"), name.endswith(f"/{LINEAGE}"))):
         (storage.retract if name.endswith(f"/{MANIFEST}") else storage.delete)(name)
     for name in storage.empty_folders():
-        if name.partition("/")[0] not in kept:
+        if name.partition("/")[0] not in kept and _OURS.match(f"{name}/"):
             storage.delete(f"{name}/{NOTHING}")
 
 
@@ -623,16 +623,17 @@ class TierRestoreReport(HostsReport):
     """What `Tier.restore` did. Only `bytes_received`, `load`, and `phases` differ between ranks."""
 
     number: int | None
-    """Number of the generation that was loaded. None if the complete fallback was loaded. Memory
-    then holds no generation."""
+    """Number of the generation that was loaded. None if the complete fallback was loaded. Generations
+    that may be complete then stay until the next save."""
     step: int | None
     """Step of the generation. None if the complete fallback was loaded."""
     from_fallback: tuple[str, ...]
     """Tensors that survived on no host. They were read from the fallback, whose saved fingerprints
     of them are equal."""
     skipped: tuple[str, ...]
-    """Generations that were not loaded, and why: newer ones, and those from which the job did not
-    continue."""
+    """Generations that were not loaded, and why: newer ones, those from which the job did not
+    continue, and those that are older than the fallback if that was loaded. And a fallback that
+    cannot be used."""
     bytes_checked: int
     """Bytes of blocks that this rank compared with their checksums. Data that it received from other
     hosts was compared on both sides, and counts on both."""

@@ -107,6 +107,10 @@ class FoundGenerations:
             if kept != taken and kept not in tried and not self._went_on(kept, taken)
         ]
 
+    def behind_fallback(self, older: Iterable[GenerationFolder]) -> list[str]:
+        """For reports: the generations that are left if the fallback is taken."""
+        return [f"{self._where(kept)} was not used: the fallback was saved later" for kept in older]
+
     def tied_text(self, tied: Sequence[GenerationFolder]) -> str:
         """Return the text of the error that it is unknown which of these the job used last, and how
         to choose."""

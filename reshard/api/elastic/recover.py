@@ -47,6 +47,7 @@ from reshard.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     OptionError,
+    RankFailedError,
     ReshardError,
     StorageError,
     format_ranks,
@@ -86,6 +87,8 @@ class _Candidates(NamedTuple):
     """For generations after these, why it is unknown which is the newest; empty if there are no more."""
     steps: list[int]
     """Of all generations that count on some host."""
+    unusable: list[str]
+    """Why the fallback cannot be opened, if it cannot."""
 
 
 class _Verdict(NamedTuple):
@@ -103,9 +106,9 @@ def recover(
 
     Returns the incarnation of the job that begins with this, too, on the first rank.
     """
-    passed: list[str] = []
     with phase("find"):
         found, candidates = _candidates(settings, fallback, step, group, hosts)
+    passed = candidates.unusable
     try:
         taken = _first_whole(settings, state, fallback, candidates.newest_first, options, group, hosts, passed)
     except BaseException:
@@ -145,22 +148,75 @@ def _first_whole(
     passed: list[str],
 ) -> tuple[TierRestoreReport, GenerationFolder | None] | None:
     """Collective: load the newest candidate that can be loaded. `passed` gets the reasons why newer ones cannot."""
+    refused: list[GenerationFolder] = []
     for candidate in newest_first:
         if candidate.kept is None:
             with phase("load"):
-                load = load_with(group, state, fallback, options, settings.process_group)
-            return _report(None, (), passed, load, group, hosts), None
+                is_last = candidate is newest_first[-1]
+                load = _load_fallback(settings, state, fallback, options, group, is_last=is_last)
+            if isinstance(load, str):
+                passed.append(load)
+                continue
+            passed += candidate.left
+            keep = [kept for kept in kept_in(hosts.folder) if kept not in refused] if hosts.leads else []
+            return _report(None, (), passed, load, group, hosts, keep), None
         with phase("check"):
             found = _JudgedGeneration.look(settings, candidate, group, hosts)
             verdict = found.judge(fallback)
         if verdict.refused:
             passed.append(verdict.refused)
+            refused.append(candidate.kept)
             continue
         with phase("load"):
             load = found.load(state, fallback, verdict.lost, options)
         passed += candidate.left
-        return _report(found, verdict.lost, passed, load, group, hosts), candidate.kept
+        return _report(found, verdict.lost, passed, load, group, hosts, [candidate.kept]), candidate.kept
     return None
+
+
+class _FallbackEnd(NamedTuple):
+    why: str
+    """Why it cannot be used; empty if it can, or on a rank that does not know."""
+    is_final: bool
+    """Whether something else is wrong, or the state was written to."""
+
+    @staticmethod
+    def join(ends: list[_FallbackEnd]) -> _FallbackEnd:
+        why = max(end.why for end in ends)
+        return _FallbackEnd(why, any(end.is_final for end in ends))
+
+
+def _load_fallback(
+    settings: Settings,
+    state: Any,
+    fallback: Any,
+    options: LoadOptions,
+    group: Group,
+    *,
+    is_last: bool,
+) -> LoadReport | str:
+    """Collective: load the complete fallback.
+
+    If it is damaged, nothing was written, and it is not the last candidate, return the reason.
+    """
+    if is_last:
+        return load_with(group, state, fallback, options, settings.process_group)
+    own = Group(settings.process_group, deadline_s=group.allowed_s)  # `group` serves on if this fails
+    error, load = None, None
+    try:
+        with own.together("fallback"):
+            load = load_with(own, state, fallback, options, settings.process_group)
+    except ReshardError as refused:
+        error = refused
+    is_damaged = isinstance(error, CheckpointError)
+    is_other = error is not None and not is_damaged and not isinstance(error, RankFailedError)
+    mine = _FallbackEnd(str(error) * is_damaged, is_other or own.writes)
+    end = group.merge(mine, _FallbackEnd.join, "the fallback")
+    if end.why and not end.is_final:
+        return f"the fallback was not used: {end.why}"
+    if load is None:
+        group.refuse(error or CheckpointError(end.why))
+    return load
 
 
 def _report(
@@ -170,11 +226,12 @@ def _report(
     load: LoadReport,
     group: Group,
     hosts: Hosts,
+    keep: list[GenerationFolder],
 ) -> TierRestoreReport:
     group.barrier()  # no rank needs what it requested from others any more
     if hosts.leads:
         hosts.check_owner()
-        remove(hosts.folder, [found.kept] if found is not None else [])
+        remove(hosts.folder, keep)
     return TierRestoreReport(
         number=found.kept.number if found is not None else None,
         step=found.kept.step if found is not None else None,
@@ -196,7 +253,7 @@ def _candidates(
     if hosts.leads:
         remove(hosts.folder, list(kept_in(hosts.folder)))  # what an earlier recovery had fetched
     rows = hosts.gather_kept(group)
-    found, chosen = None, None
+    found, chosen, why = None, None, ""
     if rows is not None:
         found = FoundGenerations.of(zip(hosts.names, rows))
         order = found.order(step=step)
@@ -208,25 +265,30 @@ def _candidates(
         tied = f"in {settings.folder}, {found.tied_text(order.tied)}" if order.tied else ""
         if fallback is not None and step is None:
             known = [*order.newest_first, *order.tied]
-            rank = _rank_of(fallback, [found.made[kept] for kept in known])
+            rank, why = _rank_of(fallback, [found.made[kept] for kept in known])
             if rank <= len(ranked):
-                ranked.insert(rank, _Candidate(None, 0, []))
+                ranked.insert(rank, _Candidate(None, 0, found.behind_fallback(known[rank:])))
         steps = sorted({kept.step for kept in found.made}, reverse=True)
-        chosen = _Candidates(ranked, tied, steps)
+        chosen = _Candidates(ranked, tied, steps, [f"the fallback was not used: {why}"] if why else [])
     return found, group.share(chosen, kind=_Candidates)
 
 
-def _rank_of(fallback: Any, newest_first: list[ManifestStamp]) -> int:
-    """The place of a fallback among the generations, newest first: right after one of the same state, else by the
-    time it was made; last if that is unknown, or there is nothing yet."""
-    native = None
-    with suppress(CheckpointNotFoundError):  # raised again if no generation can be loaded
+def _rank_of(fallback: Any, newest_first: list[ManifestStamp]) -> tuple[int, str]:
+    """The place of a fallback among the generations, newest first: right after one of the same
+    state, else by the time it was made; last if that is unknown, or there is nothing yet.
+
+    And why it cannot be opened, if it is there.
+    """
+    native, why = None, ""
+    try:
         native = open_checkpoint(fallback).contents.details(NativeFacts)
+    except CheckpointError as error:  # raised again if no generation can be loaded
+        why = str(error) * (not isinstance(error, CheckpointNotFoundError))
     if native is None:
-        return len(newest_first)
+        return len(newest_first), why
     its = ManifestStamp.of(native.manifest)
     same = [place for place, made in enumerate(newest_first) if its.state and made.state == its.state]
-    return same[0] + 1 if same else sum(made.unix_s >= its.unix_s for made in newest_first)
+    return same[0] + 1 if same else sum(made.unix_s >= its.unix_s for made in newest_first), ""
 
 
 def _manifest_of(kept: GenerationFolder, place: int, group: Group, hosts: Hosts) -> bytes:

@@ -221,7 +221,12 @@ def kinds_job() -> dict[str, Any]:
     out["to sharded"] = all(torch.equal(shard.tensor, _slice(w, shard)) for shard in empty.local_shards())
 
     meta = {"w": torch.empty(9, 4, device="meta")}
-    reshard.redistribute({"w": rows(w)}, meta)
+    prepared = reshard.prepare({"w": rows(w)}, meta)
+    try:
+        reshard.redistribute({"w": w + rank}, meta)  # replicas that differ
+    except reshard.errors.KeyMismatchError:
+        out["refused meta"] = meta["w"].is_meta
+    prepared.run()
     out["meta"] = torch.equal(meta["w"], w)
 
     lazy = torch.zeros(9, 4, dtype=torch.complex64)
@@ -353,6 +358,33 @@ def refusals_job() -> dict[str, Any]:
         )
         out[name] = type(error).__name__, str(error), kept, time.perf_counter() - started
     reshard.redistribute({"w": rows(w)}, {"w": fresh()}, check=True)  # and the group still serves
+    return out
+
+
+def uncounted_job() -> dict[str, Any]:
+    """Layouts that lack elements, or have some twice: what a transfer moves, and what a check of it says."""
+    spec, w, out = TensorSpec("w", (10,), "float32"), torch.arange(10.0), dict[str, Any]()
+    rank = dist.get_rank()
+    twice = TensorLayout.from_boxes(spec, {0: [Box((0,), (6,))], 1: [Box((4,), (6,))]})
+    flat = TensorLayout.from_flat_ranges(spec, {0: (0, 6), 1: (4, 10)})
+    some = TensorLayout.from_boxes(spec, {0: [Box((0,), (6,))]})
+    part = w[:6] if rank == 0 else w[4:]
+    cases: dict[str, tuple[Any, torch.Tensor, dict[str, Any]]] = {
+        "source": (part.clone(), torch.zeros(10), {"source_layouts": {"w": twice}}),
+        "flat source": (part.clone(), torch.zeros(10), {"source_layouts": {"w": flat}}),
+        "target": (w, torch.zeros(6), {"target_layouts": {"w": twice}}),
+        "part": (w, torch.zeros(6 if rank == 0 else 0), {"target_layouts": {"w": some}}),
+    }
+    for name, (source, target, layouts) in cases.items():
+        words = []
+        for call, options in ((reshard.redistribute, {"check": True}), (reshard.verify_live, {})):
+            try:
+                call({"w": source}, {"w": target}, **options, **layouts)
+            except reshard.errors.LayoutError as error:
+                words.append(str(error))
+        untouched = not target.any()
+        reshard.redistribute({"w": source}, {"w": target}, **layouts)
+        out[name] = words, untouched, target.tolist()
     return out
 
 

@@ -184,6 +184,16 @@ def test_a_job_that_has_ended_leaves_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_folders_of_others_stay(tmp_path: Path) -> None:
+    (tmp_path / "a" / "mine").mkdir(parents=True)
+    tier = Tier(tmp_path, host="a", copies=0)
+    for step in (1, 2):
+        tier.save({"w": torch.ones(3)}, step)
+    assert len(list((tmp_path / "a").glob("*-step-*"))) == 1
+    tier.clear()
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["mine"]
+
+
 def test_a_job_whose_folder_was_taken_over_clears_nothing(tmp_path: Path) -> None:
     tier = Tier(tmp_path, host="a", copies=0)
     tier.save({"w": torch.ones(3)}, 1)
@@ -292,8 +302,64 @@ def test_what_survives_nowhere_comes_from_a_fallback_that_has_the_same(tmp_path:
         damaged, _ = ends(2, tmp_path / "same")
     assert isinstance(damaged, ReshardError)
     newer, found = ends(3, tmp_path / "after")
-    assert (newer.number, newer.skipped) == (None, ())
+    assert newer.number is None
+    assert newer.skipped == ("generation 1 (step 1) on hosts 'b', 'c' was not used: the fallback was saved later",)
     assert is_step(found, 5)
+    assert files(tmp_path / "copy3", "b")  # until the next save
+
+
+def test_a_fallback_that_cannot_be_used_does_not_keep_a_generation_from_being_loaded(tmp_path: Path) -> None:
+    kept(tmp_path / "run", 1)
+    for name in ("text", "torn", "damaged"):
+        reshard.save({**values(5), "step": 5}, tmp_path / name)
+    (tmp_path / "text" / "manifest.json").write_text("")
+    (tmp_path / "text" / "config.yaml").write_text("")
+    os.truncate(tmp_path / "torn" / "manifest.json", 100)
+    (path,) = (tmp_path / "damaged").rglob("*.safetensors")
+    flip(path, path.stat().st_size - 1)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.yaml").write_text("")
+    for name, why in (
+        ("text", "manifest"),
+        ("torn", "truncated"),
+        ("damaged", "was changed"),
+        ("other", "config.yaml"),
+    ):
+        ends, found = recovered(tmp_path / "run", ["a", "b", "c"], tmp_path / name)
+        assert {end.step for end in ends} == {1}, ends
+        for end in ends:
+            assert end.skipped[0].startswith("the fallback was not used: "), name
+            assert why in end.skipped[0]
+        assert is_step(found, 1)
+
+    shutil.rmtree(tmp_path / "run" / "a")
+    shutil.rmtree(tmp_path / "run" / "b")
+    ends, found = recovered(tmp_path / "run", ["a", "b", "c"], tmp_path / "damaged")
+    assert "the fallback was not used: " in str(ends[0])
+    assert "is not complete" in str(ends[0])
+    assert not any(tensor.any() for tensor in found.values())
+    ends, _ = recovered(tmp_path / "empty", ["a", "b", "c"], tmp_path / "damaged")
+    assert any(isinstance(end, CorruptCheckpointError) for end in ends)
+
+
+def test_a_fallback_that_does_not_match_the_state_is_an_error(tmp_path: Path) -> None:
+    """It was meant, so an older generation is not what was asked for."""
+    kept(tmp_path / "run", 1)
+    reshard.save({**values(5), "step": 5, "more": torch.ones(2)}, tmp_path / "after")
+    ends, found = recovered(tmp_path / "run", ["a", "b", "c"], tmp_path / "after")
+    assert {type(end) for end in ends} == {KeyMismatchError}
+    assert not any(tensor.any() for tensor in found.values())
+    ends, _ = recovered(tmp_path / "run", ["a", "b", "c"])
+    assert {end.step for end in ends} == {1}
+
+
+def test_what_convert_makes_of_a_checkpoint_is_not_newer(tmp_path: Path) -> None:
+    reshard.save({**values(5), "step": 5}, tmp_path / "before")
+    kept(tmp_path / "run", 1)
+    reshard.convert(tmp_path / "before", tmp_path / "converted")
+    ends, found = recovered(tmp_path / "run", ["a", "b", "c"], tmp_path / "converted")
+    assert {end.step for end in ends} == {1}
+    assert is_step(found, 1)
 
 
 @pytest.mark.parametrize("lost", [["b"], ["a"], []])

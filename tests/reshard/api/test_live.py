@@ -10,7 +10,8 @@ import torch
 
 import reshard
 from planners import TensorSpec, View, concat
-from reshard.errors import KeyMismatchError
+from reshard.errors import KeyMismatchError, LayoutError
+from reshard.live.dtypes import dtype_name
 from reshard.mapping import Concat, Drop, Mapping, Rename, Resize, Split
 from tests import gloo
 from tests.reshard.api import live_jobs
@@ -80,6 +81,7 @@ def test_casts_names_ties_and_all_kinds_of_tensors():
         assert found["from sharded"]
         assert found["to sharded"]
         assert found["meta"]
+        assert found["refused meta"]
         assert found["conjugate"]
         assert found["per rank"] == (True, ("w", "seed"))
         assert found["lone"] == (("own",) if rank == 1 else (), ("seed",), [1.0] * 3)
@@ -124,6 +126,17 @@ def test_bad_input_is_an_error_on_all_ranks_and_nothing_moves():
             assert words in message, (name, message)
             assert kept, name
             assert seconds < 15, name
+
+
+def test_what_fingerprints_cannot_compare_is_refused_before_anything_moves():
+    for rank, found in enumerate(gloo.run(live_jobs.uncounted_job, 2)):
+        for name, (words, untouched, moved) in found.items():
+            said = "does not have all elements" if name == "part" else "has some elements in several places"
+            assert len(words) == 2
+            assert all(said in word for word in words), name
+            assert untouched, name
+            wanted = range(10) if "source" in name else range(6) if rank == 0 else range(4, 10)
+            assert moved == list(wanted) * (name != "part" or rank == 0), name
 
 
 @pytest.mark.not_simulated("its streams block the host in a receive, so that nobody looks whether others failed")
@@ -267,6 +280,59 @@ def test_param_groups_that_list_renamed_parameters_are_refused(by_rules):
         del side["optim"]["param_groups"]
     reshard.redistribute(source, target, mapping=mapping)
     assert target["model"]["new.w"].tolist() == [1, 1]
+
+
+def test_a_rank_may_have_values_of_its_own_alone():
+    target = {"rng": reshard.PerRank(0)}
+    assert reshard.redistribute({"rng": reshard.PerRank(5)}, target).moved == ("rng",)
+    assert target["rng"].value == 5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [
+        (torch.int8, 1000),
+        (torch.int32, 2.5),
+        (torch.int32, float("nan")),
+        (torch.bool, 7),
+        (torch.float16, 1e6),
+        (torch.float8_e4m3fn, 1e9),
+        (torch.float8_e4m3fn, float("inf")),
+    ],
+)
+def test_a_constant_that_the_dtype_cannot_hold_is_refused_before_anything_moves(dtype, value):
+    spec = TensorSpec("a", (2,), dtype_name(dtype))
+    target = {"a": torch.zeros(2, dtype=dtype), "v": torch.zeros(3, dtype=dtype)}
+    padded = View.of(spec).pad([(0, 1)], value=value).rename("v")
+    with pytest.raises(KeyMismatchError, match=r"v: is filled with .*, which \w+ cannot hold"):
+        reshard.redistribute({"a": torch.ones(2).to(dtype)}, target, views=[padded, View.of(spec)])
+    assert not target["a"].float().any()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "held"),
+    [
+        (torch.bool, 1, 1),
+        (torch.int8, -128, -128),
+        (torch.bfloat16, 0.1, 0.10009765625),
+        (torch.float8_e5m2, float("inf"), float("inf")),
+        (torch.complex64, 2.5, 2.5),
+    ],
+)
+def test_a_constant_is_rounded_to_floats(dtype, value, held):
+    target = {"v": torch.zeros(3, dtype=dtype), "a": torch.zeros(1)}
+    full = View.full(TensorSpec("v", (3,), dtype_name(dtype)), value)
+    reshard.redistribute({"a": torch.ones(1)}, target, views=[full])
+    assert target["v"].tolist() == [held] * 3
+
+
+@pytest.mark.parametrize("seen", [torch.conj, torch._neg_view])
+def test_a_tensor_seen_otherwise_is_not_its_own_source(seen):
+    z = torch.tensor([1 + 2j, 3])
+    with pytest.raises(LayoutError, match="shares memory with the source"):
+        reshard.redistribute({"a": z}, {"a": seen(z)})
+    assert z.tolist() == [1 + 2j, 3]
+    reshard.redistribute({"a": seen(z)}, {"a": seen(z)})
 
 
 def test_each_ranks_own_values_are_missed_like_all_others():

@@ -345,3 +345,77 @@ def _one_memory(path: str) -> dict[str, Any]:
 def test_sharded_tensors_of_one_memory_are_one_if_they_lie_alike(tmp_path: Path) -> None:
     for found in gloo.run(_one_memory, 2, str(tmp_path / "c")):
         assert found == {"aliases": {"b": "a", "t": "s"}, "back": True}
+
+
+def _ties_that_ranks_see_differently(path: str) -> dict[str, Any]:
+    rank, out = dist.get_rank(), dict[str, Any]()
+    one, two = torch.full((2,), 1.0), torch.full((2,), 2.0)
+    memory = torch.zeros(2)
+
+    def moved(target: dict[str, torch.Tensor], source: dict[str, torch.Tensor], **options: Any) -> Any:
+        try:
+            reshard.redistribute(source, target, timeout=60, **options)
+        except reshard.ReshardError as error:
+            return str(error)
+        return {key: tensor.tolist() for key, tensor in target.items()}
+
+    apart = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    on_one = {"a": memory, "b": memory} if rank == 0 else apart
+    out["on one rank"] = moved(on_one, {"a": one, "b": two})
+    out["where the other has one key"] = moved(on_one if rank == 0 else {"b": apart["b"]}, {"a": one, "b": two})
+    ordered = {"a": memory, "b": memory} if rank == 0 else {"b": memory, "a": memory}
+    out["in another order"] = moved(ordered, {"a": one, "b": two})
+    spec = reshard.planners.TensorSpec("w", (4,), "float32")
+    layouts = {
+        key: reshard.planners.TensorLayout(spec, reshard.planners.Mesh({"t": 2}, ranks), "S(0)")
+        for key, ranks in (("a", [0, 1]), ("b", [1, 0]))
+    }
+    both, whole = {"a": memory, "b": memory}, {"w": torch.arange(4.0)}
+    out["in two layouts"] = moved(both, whole, mapping={"a": "w", "b": "w"}, target_layouts=layouts)
+    held = {"a": torch.full((2,), float(rank)), "b": torch.zeros(2)}
+    held["b"] = held["a"]
+    swapped = moved({"a": torch.zeros(4), "b": torch.zeros(4)}, held, source_layouts=layouts)
+    out["sources in two layouts"] = swapped
+    out["untouched"] = memory.any().item(), apart["a"].any().item(), apart["b"].any().item()
+    out["of one source"] = moved(on_one, {"w": one}, mapping={"a": "w", "b": "w"})
+    out["in another order, of one"] = moved(ordered, {"w": two}, mapping={"a": "w", "b": "w"})
+    report = reshard.save(ordered, path)
+    out["saved in another order"] = report.aliases
+    return out
+
+
+def test_a_tie_that_not_all_ranks_have_fills_no_key_with_the_values_of_another(tmp_path: Path) -> None:
+    for found in gloo.run(_ties_that_ranks_see_differently, 2, str(tmp_path / "saved")):
+        for name in ("on one rank", "where the other has one key", "in another order"):
+            assert "b: shares memory with 'a', but 'b' takes 'b', and 'a' takes 'a'" in found[name], name
+        assert "b: shares memory with 'a', but their layouts differ" in found["in two layouts"]
+        assert found["sources in two layouts"] == {"a": [0, 0, 1, 1], "b": [1, 1, 0, 0]}
+        assert found["untouched"] == (False, False, False)
+        assert found["of one source"] == {"a": [1, 1], "b": [1, 1]}
+        assert found["in another order, of one"] == {"a": [2, 2], "b": [2, 2]}
+        assert found["saved in another order"] == {"b": "a"}
+
+
+def _one_memory_on_two_meshes(path: str) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    def on(order: list[list[int]], memory: torch.Tensor) -> DTensor:
+        return DTensor.from_local(memory, DeviceMesh("cpu", order), [Shard(0), Shard(0)], run_check=False)
+
+    memory = torch.full((1,), float(dist.get_rank()))
+    state = {"a": on([[0, 1], [2, 3]], memory), "b": on([[0, 2], [1, 3]], memory)}
+    reshard.save(state, path)
+    whole = {key: torch.zeros(4) for key in state}
+    reshard.load(whole, path)
+    try:
+        reshard.load(state, path, mapping={"b": "a"})
+    except reshard.ReshardError as error:
+        return {key: tensor.tolist() for key, tensor in whole.items()}, str(error), memory.item()
+    return None
+
+
+def test_one_memory_on_two_meshes_is_two_tensors(tmp_path: Path) -> None:
+    for rank, (saved, refusal, kept) in enumerate(gloo.run(_one_memory_on_two_meshes, 4, str(tmp_path / "saved"))):
+        assert saved == {"a": [0, 1, 2, 3], "b": [0, 2, 1, 3]}
+        assert "memory" in refusal
+        assert kept == rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from reshard.mapping import Concat, Mapping
 from tests import gloo
 from tests.reshard.integrations import sglang_interface, verl_interface, vllm_interface
 from tests.same import same
+from tests.torch_releases import HAS_E8M0, requires
 
 STATE = {
     "odd": torch.arange(3, dtype=torch.bfloat16),
@@ -212,3 +214,86 @@ def test_fused_weights_from_some_ranks_of_the_job() -> None:
 def test_a_place_tells_shape_and_dtype() -> None:
     (bucket,) = reshard.WeightSource({"w": torch.ones(2, 3)}).buckets()
     assert bucket.places == (WeightPlace("w", (2, 3), torch.float32, 0, 24),)
+
+
+def refused_on_one_rank() -> dict[str, Any]:
+    """What each rank raises, and whether it waits, where only the last one is refused."""
+    rank, found = dist.get_rank(), {}
+    state: dict[str, Any] = {"w": torch.arange(8.0)}
+    odd = rank == 1
+    calls: dict[str, Any] = {
+        "a sparse tensor": lambda: reshard.WeightSource(state | ({"q": torch.eye(3).to_sparse()} if odd else {})),
+        "no state": lambda: reshard.WeightSource(None if odd else state),  # type: ignore[arg-type]
+        "an option": lambda: reshard.WeightSource(state, bucket_bytes=1 - odd),
+        "a layout": lambda: reshard.WeightSource(state, layouts=lambda spec: 1 // (1 - odd) and None),
+        "no memory": lambda: taken(reshard.WeightSource(state, everyone=True).buckets()),
+    }
+    for name, call in calls.items():
+        with pytest.MonkeyPatch.context() as patch:
+            if odd and name == "no memory":
+                patch.setattr(WeightBucket, "empty", lambda places, device: torch.empty(1 << 60))
+            started = time.perf_counter()
+            with pytest.raises(Exception) as error:
+                call()
+            found[name] = type(error.value).__name__, str(error.value), time.perf_counter() - started
+    return found
+
+
+@pytest.mark.gloo
+def test_what_one_rank_refuses_ends_the_call_on_all() -> None:
+    waiting, _ = gloo.run(refused_on_one_rank, 2)
+    for name, (kind, message, seconds) in waiting.items():
+        assert kind == "RankFailedError", (name, message)
+        assert "rank 1 failed in 'weights'" in message, name
+        assert seconds < 10, name
+
+
+def hangs() -> str:
+    if dist.get_rank() == 1:
+        time.sleep(4)
+        return ""
+    with pytest.raises(reshard.ReshardError) as error:
+        reshard.WeightSource({"w": torch.ones(2)}, timeout=0.5)
+    return type(error.value).__name__
+
+
+@pytest.mark.gloo
+def test_a_rank_that_does_not_come_is_waited_for_until_the_timeout() -> None:
+    assert gloo.run(hangs, 2) == ["DeadlineError", ""]
+
+
+def shards_of_all_kinds() -> dict[str, Any]:
+    spec = TensorSpec("w", (6, 2), "float32")
+    boxes = {0: [Box((0, 0), (1, 2)), Box((4, 0), (2, 2))], 1: [Box((1, 0), (2, 2))], 2: [Box((3, 0), (1, 2))]}
+    kinds = {
+        "fewer ranks": TensorLayout(spec, "tp=2", "S(0)"),
+        "flat": TensorLayout.from_flat_ranges(spec, {0: (0, 5), 1: (5, 12)}),
+        "boxes": TensorLayout.from_boxes(spec, boxes),
+    }
+    state = {"w": torch.arange(12.0).view(6, 2)}
+    return {
+        name: [
+            tensor.tolist() for _, tensor in reshard.WeightSource(state, layouts=lambda _, it=layout: it).iter_full()
+        ]
+        for name, layout in kinds.items()
+    }
+
+
+@pytest.mark.gloo
+def test_each_rank_gets_its_part_of_any_layout() -> None:
+    first, second, third = gloo.run(shards_of_all_kinds, 3)
+    assert first["fewer ranks"] == [[[0, 1], [2, 3], [4, 5]]]
+    assert second["fewer ranks"] == [[[6, 7], [8, 9], [10, 11]]]
+    assert third["fewer ranks"] == third["flat"] == [[]]
+    assert first["flat"] == [[0, 1, 2, 3, 4]]
+    assert second["flat"] == [[5, 6, 7, 8, 9, 10, 11]]
+    assert first["boxes"] == [[0, 1, 8, 9, 10, 11]]
+    assert second["boxes"] == [[[2, 3], [4, 5]]]
+
+
+@requires(HAS_E8M0, "lacks the dtype")
+def test_a_tensor_that_cannot_be_converted_is_named_at_once() -> None:
+    state = {"w": torch.ones(2), "scale": torch.ones(2).to(torch.float8_e8m0fnu)}
+    assert reshard.WeightSource(state, dtype=torch.bfloat16).specs["scale"].dtype == "bfloat16"
+    with pytest.raises(KeyMismatchError, match=r"w: is float32, not float8_e8m0fnu .*has no signs"):
+        reshard.WeightSource(state, dtype=torch.float8_e8m0fnu)
