@@ -21,7 +21,7 @@ from reshard.api.compare import WINDOW_BYTES, CompareReport, compare_sides, elem
 from reshard.api.task_shares import SHARE_BYTES, Opening, Share, absolute, is_about, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import check_options, renamed
-from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint, open_damaged
+from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint, open_damaged, unless_replaced
 from reshard.errors import CheckpointError, CorruptCheckpointError, LayoutError, VerificationError
 from reshard.formats.torch_save.archive import changed_records, is_archive
 from reshard.live.fingerprints import Partial, comparable, partials
@@ -89,7 +89,9 @@ def verify(
     newer = [Finding(contents.skipped[name]) for name in contents.damaged_steps]
     kind, hint, beside = Report, "", ""
     with engine(executor, workers) as hands:
-        findings, covered = _verified(checkpoint, deep, hands, progress)
+        with unless_replaced("verify", checkpoint) as wrong:
+            findings, covered = _verified(checkpoint, deep, hands, progress)
+            wrong += findings
         if newer:
             covered, hint = None, "" if findings else f"no problem was found in {checkpoint.url} itself"
         elif against is not None and covered is not None:
