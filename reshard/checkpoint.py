@@ -24,7 +24,6 @@ from reshard.errors import (
     KeyMismatchError,
     OptionError,
     ReshardError,
-    StorageError,
     did_you_mean,
     format_names,
 )
@@ -500,7 +499,7 @@ def unless_replaced(again: str, *checkpoints: Checkpoint | None) -> Iterator[lis
     found: list[object] = []
     try:
         yield found
-    except (CheckpointError, StorageError) as error:
+    except CheckpointError as error:
         refuse_replaced(again, error, *checkpoints)
         raise
     if found:

@@ -146,10 +146,11 @@ def look_for_files(
     names: Mapping[str, int],
     refuse: Callable[[CorruptCheckpointError], None],
     share: Share = ALL,
+    check: bool = True,
 ) -> None:
     """Check that data files and their checksums exist with the lengths in the manifest.
 
-    With checks off, files may have other lengths.
+    Without `check`, files may have other lengths.
 
     Args:
         names: sizes of what was listed, by name; where only the top was, it has folders, with a slash behind.
@@ -163,7 +164,7 @@ def look_for_files(
             found = names.get(file) if is_listed else storage.size(file)
         except CheckpointNotFoundError:
             found = None
-        if found != nbytes and (found is None or native.is_checked):
+        if found != nbytes and (found is None or check):
             refuse(native.naming_tensors(_of_wrong_length(storage, file, nbytes, found)))
         check_inside(storage, file)
 
