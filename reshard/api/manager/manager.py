@@ -548,8 +548,11 @@ class CheckpointManager:
         except Exception as caught:  # the others wait for this rank's result
             error = caught
         said = self._group().merge(problem, lambda parts: next(filter(None, parts), ""), "the exchange of damage")
-        if error is not None and not said:
-            raise error
+        try:
+            if error is not None and not said:
+                raise error
+        finally:
+            del error
         return found if found is not None and not said else said
 
     def all_steps(self) -> list[int]:
