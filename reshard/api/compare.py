@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, lru_cache, partial, reduce
@@ -144,19 +145,23 @@ def compare(
     first element that differs, in row-major order. `covered` says how many bytes of `a` were read
     and compared with those of `b`. Comparisons by fingerprint do not count.
     """
-    check_executor(executor, workers, a, b)
-    check_options(by_fingerprint=by_fingerprint, progress=progress, measure=measure)
-    check_options(rtol=rtol, atol=atol, labels=labels)
-    if by_fingerprint and (rtol or atol):
-        raise option_error("compare: by_fingerprint compares bit by bit: pass it, or rtol and atol", ValueError)
-    how = (rtol, atol, measure)
-    with engine(executor, workers) as hands:
-        if process_group is None and not any(map(_is_sharded, (a, b))):
-            return compare_sides(a, b, how, by_fingerprint, labels, hands, progress)
+    group: Group | None = None
+    together: AbstractContextManager[None] = nullcontext()
+    if process_group is not None or any(map(_is_sharded, (a, b))):
         group = Group(process_group, deadline_s=timeout)
-        with group.together("compare" if process_group is not None else _WITHOUT_GROUP):
+        together = group.together("compare" if process_group is not None else _WITHOUT_GROUP)
+    with together:
+        check_executor(executor, workers, a, b)
+        check_options(by_fingerprint=by_fingerprint, progress=progress, measure=measure)
+        check_options(rtol=rtol, atol=atol, labels=labels)
+        if by_fingerprint and (rtol or atol):
+            raise option_error("compare: by_fingerprint compares bit by bit: pass it, or rtol and atol", ValueError)
+        how = (rtol, atol, measure)
+        if group is not None:
             group.same_options("compare", {"tolerance and measure": how, "labels": labels})
-            return compare_sides(a, b, how, by_fingerprint, labels, hands, progress and not group.rank, group)
+            progress = progress and not group.rank
+        with engine(executor, workers) as hands:
+            return compare_sides(a, b, how, by_fingerprint, labels, hands, progress, group)
 
 
 def _is_sharded(side: Any) -> bool:

@@ -185,14 +185,15 @@ class CheckpointManager:
         **options: Unpack[SaveKeywords],
     ) -> None:
         self._process_group, self._timeout = process_group, timeout
-        self.root, self.every = absolute(path_text(root)), _schedule(every, read_only)
         self.keep, self.preemption = keep, preemption
         self._memory, self._memory_every = memory, memory_every
         self._full_every, self._background, self._sync_every = full_every, background, sync_every
         self._bytes_per_s = bytes_per_s
-        self._options, self._claim, self._ledger = options, None, Ledger(self.root)
+        self._options, self._claim = options, None
         group = self._group()
         with group.together("CheckpointManager"):
+            self.root, self.every = absolute(path_text(root)), _schedule(every, read_only)
+            self._ledger = Ledger(self.root)
             self._check_options(options)
             shared = {
                 "root": path_text(root),
