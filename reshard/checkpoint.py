@@ -29,6 +29,7 @@ from reshard.errors import (
 )
 from reshard.formats.detect import open_contents
 from reshard.formats.table import find_format
+from reshard.live.plain_data import represent
 from reshard.live.tree import unflatten
 from reshard.native.manifest import LinkedRecord
 from reshard.native.reader import NativeFacts, Share, is_replaced
@@ -316,7 +317,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             layout=layout,
             paths={name: [str(getattr(key, "value", key)) for key in path] for name, path in contents.paths.items()},
             values={
-                **{name: f"= {value!r:.60}" for name, value in objects_of(shown).items()},
+                **{name: f"= {represent(value):.60}" for name, value in objects_of(shown).items()},
                 **{name: f"tied to {holder}, stored once" for name, holder in self.aliases.items()},
                 **(own := contents.own_in_words()),
             },

@@ -60,7 +60,7 @@ from reshard.live.differences import close, differing, number, same_bytes, wide
 from reshard.live.dtypes import dtype_name
 from reshard.live.fingerprints import comparable
 from reshard.live.garbage_collection import gc_paused
-from reshard.live.plain_data import UNSUPPORTED_TENSORS
+from reshard.live.plain_data import UNSUPPORTED_TENSORS, represent
 from reshard.live.state import PerRank
 from reshard.live.tensor_classes import expanded
 from reshard.live.tensors import (
@@ -734,7 +734,7 @@ def _object_findings(left: _Side, right: _Side, damaged: dict[str, str]) -> Iter
             elif unread := UNSUPPORTED_TENSORS.get(kinds.pop() or "") if len(kinds) == 1 else None:
                 yield Finding(f"was not compared: {unread}", key, kind="unchecked")
             else:
-                yield Finding(f"{value!r:.80} in {left.label}, {other!r:.80} in {right.label}", key)
+                yield Finding(f"{represent(value):.80} in {left.label}, {represent(other):.80} in {right.label}", key)
 
 
 def _own_findings(left: _Side, right: _Side, damaged: dict[str, str]) -> Iterator[Finding]:

@@ -457,7 +457,9 @@ def _alike(value: Any, live: Any) -> Any:
         return type(live)(**_alike(value, vars(live)))
     if isinstance(value, dict) and isinstance(live, Mapping):
         own = {key: key for key in live if type(key) not in (str, int, bool)}  # keys of other classes may be equal
-        items = {own.get(k, k): _alike(item, live[k]) if k in live else item for k, item in _in_order(value, live).items()}
+        items = {
+            own.get(k, k): _alike(item, live[k]) if k in live else item for k, item in _in_order(value, live).items()
+        }
         return items if type(live) is dict else _mapping(items, live)
     if isinstance(value, _SEQUENCES) and isinstance(live, _SEQUENCES):
         kind = live if type(value) in (list, tuple) and type(live) not in (list, tuple) else value
