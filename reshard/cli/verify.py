@@ -19,7 +19,7 @@ from reshard.cli.show import (
     report_as_json,
     size,
 )
-from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError
+from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError, NormalizationError
 
 if TYPE_CHECKING:
     from planners.findings import Coverage, Report
@@ -55,7 +55,7 @@ def verify(
     For damage, lists the files and tensors, and the bytes if they are known.
 
     In a run, a newer step with missing files counts as damage. A step that a killed save left incomplete is listed, but
-    does not count. If no step is complete, exits with 1.
+    does not count. If no step is complete, exits with 1. Exits with 3 if there is nothing to compare with --against.
     """
     import reshard
     from reshard.formats.detect import has_ended, path_below, steps_at
@@ -80,6 +80,8 @@ def verify(
             executor=executor,
             progress=not as_json,
         )
+    if against and report.ok and not report.tensors and (both := reshard.compare(chosen, against)).is_empty:
+        raise NormalizationError(f"{both.subject}: {both.covers}")  # as diff does: it is not the same, but nothing
     if as_json:
         print_json(report_as_json(report))
     else:
