@@ -495,9 +495,9 @@ def refuse_replaced(again: str, error: object, *checkpoints: Checkpoint | None) 
 
 
 @contextmanager
-def unless_replaced(again: str, *checkpoints: Checkpoint | None) -> Iterator[list[object]]:
+def unless_replaced(again: str, *checkpoints: Checkpoint | None) -> Iterator[list[Any]]:
     """Call `refuse_replaced` for an error, or for what was found wrong, which the block adds to the list."""
-    found: list[object] = []
+    found: list[Any] = []
     try:
         yield found
     except CheckpointError as error:

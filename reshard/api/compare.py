@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, lru_cache, partial, reduce
@@ -145,12 +145,9 @@ def compare(
     first element that differs, in row-major order. `covered` says how many bytes of `a` were read
     and compared with those of `b`. Comparisons by fingerprint do not count.
     """
-    group: Group | None = None
-    together: AbstractContextManager[None] = nullcontext()
-    if process_group is not None or any(map(_is_sharded, (a, b))):
-        group = Group(process_group, deadline_s=timeout)
-        together = group.together("compare" if process_group is not None else _WITHOUT_GROUP)
-    with together:
+    is_joint = process_group is not None or any(map(_is_sharded, (a, b)))
+    group = Group(process_group, deadline_s=timeout) if is_joint else None
+    with nullcontext() if group is None else group.together("compare" if process_group else _WITHOUT_GROUP):
         check_executor(executor, workers, a, b)
         check_options(by_fingerprint=by_fingerprint, progress=progress, measure=measure)
         check_options(rtol=rtol, atol=atol, labels=labels)
@@ -159,7 +156,6 @@ def compare(
         how = (rtol, atol, measure)
         if group is not None:
             group.same_options("compare", {"tolerance and measure": how, "labels": labels})
-            progress = progress and not group.rank
         with engine(executor, workers) as hands:
             return compare_sides(a, b, how, by_fingerprint, labels, hands, progress, group)
 
@@ -192,7 +188,8 @@ def compare_sides(
     excluded = left.foreign | right.foreign
     common = [name for name in left.tensors if name in right.tensors and name not in excluded]
     with unless_replaced("compare", left.checkpoint, right.checkpoint) as wrong:
-        mine = _rank_findings(left, right, common, how, by_fingerprint, executor, progress)
+        is_first = group is None or not group.rank
+        mine = _rank_findings(left, right, common, how, by_fingerprint, executor, progress and is_first)
         wrong += mine.errors()
     told = {0: mine} if group is None else dict(zip(group.ranks, group.exchange(mine)))
     found = _JointFindings.of(told)

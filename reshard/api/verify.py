@@ -72,7 +72,7 @@ def verify(
         executor: runs the reads as tasks, as in `reshard.convert`. Then pass both checkpoints by path.
         progress: show a progress bar if stderr is a terminal.
 
-    Returns a report, even for a damaged checkpoint. Raises only if there is no checkpoint of a known format.
+    Returns a report, even of damage. Raises only if there is no checkpoint of a known format, or a save replaced it.
 
     `findings` names damaged files and tensors, and the bytes if they are known. For a run, it also names newer steps
     that lost files after their save. `covered` says in how many bytes a change would be found: none in formats without
@@ -89,10 +89,7 @@ def verify(
     newer = [Finding(contents.skipped[name]) for name in contents.damaged_steps]
     kind, hint, beside = Report, "", ""
     with engine(executor, workers) as hands:
-        with unless_replaced("verify", checkpoint) as wrong:
-            lost = checkpoint.contents.checking.lost or [] if checkpoint is not path else _lost_since(checkpoint)
-            findings, covered = _verified(checkpoint, lost, deep, hands, progress)
-            wrong += findings
+        findings, covered = _verified(checkpoint, checkpoint is path, deep, hands, progress)
         if newer:
             covered, hint = None, "" if findings else f"no problem was found in {checkpoint.url} itself"
         elif against is not None and covered is not None:
@@ -126,11 +123,13 @@ def _lost_since(checkpoint: Checkpoint) -> list[CorruptCheckpointError]:
         except CorruptCheckpointError as error:
             refuse(error)
         return [*found.values()]
-    ends, late = dict.fromkeys(contents.files, 0), list[CheckpointError]()
-    for chunk in (chunk for tensor in checkpoint.values() for chunk in tensor.stored.chunks):
+    ends = dict.fromkeys(contents.files, 0)  # one past the last byte that a tensor has in each
+    late: list[CheckpointError] = []
+    for name in checkpoint:
         try:
-            if not chunk.box.is_empty and isinstance(chunk.source, FileSource):
-                ends[chunk.source] = max(ends.get(chunk.source, 0), chunk.window.stop)
+            for chunk in checkpoint[name].stored.chunks:
+                if not chunk.box.is_empty and isinstance(chunk.source, FileSource):
+                    ends[chunk.source] = max(ends.get(chunk.source, 0), chunk.window.stop)
         except CheckpointError as error:
             late.append(error)
     for source, stop in ends.items():
@@ -145,26 +144,24 @@ def _lost_since(checkpoint: Checkpoint) -> list[CorruptCheckpointError]:
 
 
 def _verified(
-    checkpoint: Checkpoint,
-    lost: Sequence[CorruptCheckpointError],
-    deep: bool,
-    executor: Executor | None,
-    progress: bool,
+    checkpoint: Checkpoint, was_open: bool, deep: bool, executor: Executor | None, progress: bool
 ) -> tuple[list[Finding], Coverage | None]:
-    """Return what is wrong with the checkpoint itself, its files that are `lost` among it, and, if nothing is, what
-    that covers."""
-    findings = _metadata_findings(checkpoint)
-    told = {it.message for it in findings}
-    findings[:0] = [Finding(str(error)) for error in lost if str(error) not in told]
-    try:
-        total = sum(tensor.nbytes for tensor in checkpoint.values())
-    except CheckpointError as error:  # of a tensor, which the findings name
-        return findings or [Finding(str(error))], None
-    if not deep:
-        seen = _metadata_checked(checkpoint) and checkpoint.contents.checking.enabled
-        return findings, None if findings else Coverage(total, 0, 0, seen, "; ".join(checkpoint.warnings))
-    findings += _deep_findings(checkpoint, lost, total, findings, executor, progress)
-    return findings, None if findings else _covered(checkpoint, total)
+    """Return what is wrong with the checkpoint itself and, if nothing is, what that covers."""
+    with unless_replaced("verify", checkpoint) as findings:
+        lost = _lost_since(checkpoint) if was_open else checkpoint.contents.checking.lost or ()
+        findings += _metadata_findings(checkpoint)
+        told = {it.message for it in findings}
+        findings[:0] = [Finding(str(error)) for error in lost if str(error) not in told]
+        try:
+            total = sum(tensor.nbytes for tensor in checkpoint.values())
+        except CheckpointError as error:  # of a tensor, which the findings name
+            findings += [] if findings else [Finding(str(error))]
+            return findings, None
+        if not deep:
+            seen = _metadata_checked(checkpoint) and checkpoint.contents.checking.enabled
+            return findings, None if findings else Coverage(total, 0, 0, seen, "; ".join(checkpoint.warnings))
+        findings += _deep_findings(checkpoint, lost, total, findings, executor, progress)
+        return findings, None if findings else _covered(checkpoint, total)
 
 
 def _is_first_damaged(report: CompareReport) -> bool:

@@ -193,7 +193,6 @@ class CheckpointManager:
         group = self._group()
         with group.together("CheckpointManager"):
             self.root, self.every = absolute(path_text(root)), _schedule(every, read_only)
-            self._ledger = Ledger(self.root)
             self._check_options(options)
             shared = {
                 "root": path_text(root),
@@ -207,9 +206,9 @@ class CheckpointManager:
                 "read_only": read_only,
             }
             group.same_options("CheckpointManager", {**shared, **options})
-            if group.rank == 0:
-                self._claim = None if read_only else RootClaim(self.root)
-                self._ledger = Ledger.read(self.root)
+            if group.rank == 0 and not read_only:
+                self._claim = RootClaim(self.root)
+            self._ledger = Ledger(self.root) if group.rank else Ledger.read(self.root)
             current = group.share(self._ledger.current() if group.rank == 0 else None, kind=list[int])
         self._is_open, self._may_save = True, not read_only
         self._newest = current[-1] if current else -1
