@@ -152,7 +152,10 @@ class Report(Tabled):
             lines = "\n".join(islice(self._lines(), 50))
             error = self._error(f"{self.subject}: {self.verdict}:\n{lines}")
             error.fqn, error.rank = first.fqn, first.rank  # which the lines name
-            raise error
+            try:
+                raise error
+            finally:
+                del error
 
     def _lines(self) -> Iterator[str]:
         yield from (f"  {line}" for line in (*filter(None, [self.hint]), *self.findings))

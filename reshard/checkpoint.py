@@ -7,7 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias
@@ -20,6 +20,7 @@ from planners.units import format_bytes, format_count, format_some
 from reshard.arguments import check_options, globs_of, no_attribute, renamed
 from reshard.errors import (
     CheckpointError,
+    CheckpointReplacedError,
     CorruptCheckpointError,
     KeyMismatchError,
     OptionError,
@@ -29,9 +30,10 @@ from reshard.errors import (
 )
 from reshard.formats.detect import open_contents
 from reshard.formats.table import find_format
+from reshard.live.plain_data import represent
 from reshard.live.tree import unflatten
 from reshard.native.manifest import LinkedRecord
-from reshard.native.reader import NativeFacts, Share
+from reshard.native.reader import NativeFacts, Share, is_replaced
 from reshard.state import IntKey, KeyPath, count_objects, empty_sequences, is_selected, key_of, value_path
 from reshard.storage.base import AnyPath, Storage
 from reshard.storage.opening import StoragePath
@@ -43,7 +45,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Checkpoint", "CheckpointSource", "LazyTensor", "NormalizedState", "chosen", "log_skipped", "log_unchecked",
-    "objects_of", "open", "open_among", "open_damaged", "ranks_that_saved", "readable", "save_of", "stored_layout",
+    "objects_of", "open", "open_among", "open_damaged", "ranks_that_saved", "readable", "refuse_replaced", "save_of",
+    "stored_layout", "unless_replaced",
 ]  # fmt: skip
 
 
@@ -315,7 +318,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             layout=layout,
             paths={name: [str(getattr(key, "value", key)) for key in path] for name, path in contents.paths.items()},
             values={
-                **{name: f"= {value!r:.60}" for name, value in objects_of(shown).items()},
+                **{name: f"= {represent(value):.60}" for name, value in objects_of(shown).items()},
                 **{name: f"tied to {holder}, stored once" for name, holder in self.aliases.items()},
                 **(own := contents.own_in_words()),
             },
@@ -479,6 +482,32 @@ def save_of(checkpoint: Checkpoint) -> str:
         return ""
     native = checkpoint.contents.details(NativeFacts)
     return native.manifest.save_id if native is not None else checkpoint.url.rstrip("/").rpartition("/")[2]
+
+
+def refuse_replaced(again: str, error: object, *checkpoints: Checkpoint | None) -> None:
+    """Raise CheckpointReplacedError if a later save replaced one of these since it was opened.
+
+    Then `error` says nothing of the new one, and to do it `again` finds that whole.
+    """
+    for checkpoint in filter(None, checkpoints):
+        native = checkpoint.contents.details(NativeFacts)
+        if native is not None and is_replaced(native):
+            raise CheckpointReplacedError(
+                f"{checkpoint.url} was replaced by a later save, or deleted, while it was read: {again} again ({error})"
+            )
+
+
+@contextmanager
+def unless_replaced(again: str, *checkpoints: Checkpoint | None) -> Iterator[list[Any]]:
+    """Call `refuse_replaced` for an error, or for what was found wrong, which the block adds to the list."""
+    found: list[Any] = []
+    try:
+        yield found
+    except CheckpointError as error:
+        refuse_replaced(again, error, *checkpoints)
+        raise
+    if found:
+        refuse_replaced(again, found[0], *checkpoints)
 
 
 def chosen(names: Sequence[str], globs: Sequence[str], where: str) -> frozenset[str]:

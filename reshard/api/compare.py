@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, lru_cache, partial, reduce
@@ -30,12 +30,20 @@ from planners.geometry.box import Box, Shape
 from planners.geometry.layout import TensorLayout
 from planners.geometry.overlap import Sweep
 from planners.units import format_bytes, format_count
+from reshard.api.equal_bytes import equal_as_bytes
 from reshard.api.key_suggestions import prefix_hint
 from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.api.transfer_memory import held_parts
 from reshard.arguments import check_options, renamed
-from reshard.checkpoint import Checkpoint, CheckpointSource, NormalizedState, open as open_checkpoint, save_of
+from reshard.checkpoint import (
+    Checkpoint,
+    CheckpointSource,
+    NormalizedState,
+    open as open_checkpoint,
+    save_of,
+    unless_replaced,
+)
 from reshard.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -52,7 +60,7 @@ from reshard.live.differences import close, differing, number, same_bytes, wide
 from reshard.live.dtypes import dtype_name
 from reshard.live.fingerprints import comparable
 from reshard.live.garbage_collection import gc_paused
-from reshard.live.plain_data import UNSUPPORTED_TENSORS
+from reshard.live.plain_data import UNSUPPORTED_TENSORS, represent
 from reshard.live.state import PerRank
 from reshard.live.tensor_classes import expanded
 from reshard.live.tensors import (
@@ -70,7 +78,7 @@ from reshard.state import empty_sequences, key_of
 from reshard.storage import Storage
 from reshard.stored.contents import are_equal, unknown_class
 from reshard.stored.streaming import windows
-from reshard.stored.tensor import ByteRun, LazyTensor, read_box, read_value, run_of
+from reshard.stored.tensor import LazyTensor, read_box, read_value
 
 if TYPE_CHECKING:
     from planners.reports.checkpoint_pages import Measure
@@ -87,10 +95,6 @@ _BOTH = ("the first state dict", "the second state dict")
 _NOWHERE = "was not compared: no rank has it on both sides"
 _NOTHING = "nothing to compare: neither side has a tensor or another value"
 _WITHOUT_GROUP = "compare without process_group=, in which only ranks with sharded tensors take part"
-_SMALL_BYTES = 64 << 10
-"""Stored tensors up to this size are compared as bytes first, together with their neighbors in the files."""
-_SPAN_BYTES = 1 << 20
-"""Neighbors are read together up to this size."""
 
 
 @renamed()
@@ -141,19 +145,19 @@ def compare(
     first element that differs, in row-major order. `covered` says how many bytes of `a` were read
     and compared with those of `b`. Comparisons by fingerprint do not count.
     """
-    check_executor(executor, workers, a, b)
-    check_options(by_fingerprint=by_fingerprint, progress=progress, measure=measure)
-    check_options(rtol=rtol, atol=atol, labels=labels)
-    if by_fingerprint and (rtol or atol):
-        raise option_error("compare: by_fingerprint compares bit by bit: pass it, or rtol and atol", ValueError)
-    how = (rtol, atol, measure)
-    with engine(executor, workers) as hands:
-        if process_group is None and not any(map(_is_sharded, (a, b))):
-            return compare_sides(a, b, how, by_fingerprint, labels, hands, progress)
-        group = Group(process_group, deadline_s=timeout)
-        with group.together("compare" if process_group is not None else _WITHOUT_GROUP):
+    is_joint = process_group is not None or any(map(_is_sharded, (a, b)))
+    group = Group(process_group, deadline_s=timeout) if is_joint else None
+    with nullcontext() if group is None else group.together("compare" if process_group else _WITHOUT_GROUP):
+        check_executor(executor, workers, a, b)
+        check_options(by_fingerprint=by_fingerprint, progress=progress, measure=measure)
+        check_options(rtol=rtol, atol=atol, labels=labels)
+        if by_fingerprint and (rtol or atol):
+            raise option_error("compare: by_fingerprint compares bit by bit: pass it, or rtol and atol", ValueError)
+        how = (rtol, atol, measure)
+        if group is not None:
             group.same_options("compare", {"tolerance and measure": how, "labels": labels})
-            return compare_sides(a, b, how, by_fingerprint, labels, hands, progress and not group.rank, group)
+        with engine(executor, workers) as hands:
+            return compare_sides(a, b, how, by_fingerprint, labels, hands, progress, group)
 
 
 def _is_sharded(side: Any) -> bool:
@@ -183,20 +187,13 @@ def compare_sides(
     exact = not rtol and not atol
     excluded = left.foreign | right.foreign
     common = [name for name in left.tensors if name in right.tensors and name not in excluded]
-    known = {name: _known(name, left, right, exact, by_fingerprint) for name in common}
-    unread = [name for name in common if known[name] is None]
-    mine = _RankFindings({name: text for name, text in known.items() if text is not None})
-    total = sum(left.names.nbytes.values())
-    with Progress(show=progress) as bar, bar.phase("compare", total, subject) as step:
-        step.advance(sum(left.names.nbytes[name] for name in mine.known))
-        mine.boxes = _differences(left, right, unread, how, executor, step)
-    sides = [(name, left.tensors[name]) for name in common]
-    mine.sizes = {name: (math.prod(its.shape), its.dtype.itemsize) for name, its in sides}
-    mine.compared = [key for key in left.objects if key in right.objects]
-    mine.compared += [key for key in left.own if key in right.own and left.own[key].keys() & right.own[key].keys()]
-    mine.others = [*_object_findings(left, right, mine.damaged), *_own_findings(left, right, mine.damaged)]
+    with unless_replaced("compare", left.checkpoint, right.checkpoint) as wrong:
+        is_first = group is None or not group.rank
+        mine = _rank_findings(left, right, common, how, by_fingerprint, executor, progress and is_first)
+        wrong += mine.errors()
     told = {0: mine} if group is None else dict(zip(group.ranks, group.exchange(mine)))
     found = _JointFindings.of(told)
+    total = sum(left.names.nbytes.values())
     both = [name for name in left.names.nbytes if name in right.names.nbytes]
     foreign = {*left.names.foreign, *right.names.foreign} - found.sizes.keys()
     findings = [*_name_findings(left, right, found.compared, group)]
@@ -216,6 +213,31 @@ def compare_sides(
         {name: one.error for name, one in found.totals.items() if one.is_damage} | {**found.errors},
         is_empty,
     )  # fmt: skip
+
+
+def _rank_findings(
+    left: _Side,
+    right: _Side,
+    common: Sequence[str],
+    how: _How,
+    by_fingerprint: bool,
+    executor: Executor | None,
+    progress: bool,
+) -> _RankFindings:
+    """Compare what this rank has of both sides."""
+    known = {name: _known(name, left, right, not (how[0] or how[1]), by_fingerprint) for name in common}
+    unread = [name for name in common if known[name] is None]
+    mine = _RankFindings({name: text for name, text in known.items() if text is not None})
+    total = sum(left.names.nbytes.values())
+    with Progress(show=progress) as bar, bar.phase("compare", total, f"{left.label} and {right.label}") as step:
+        step.advance(sum(left.names.nbytes[name] for name in mine.known))
+        mine.boxes = _differences(left, right, unread, how, executor, step)
+    sides = [(name, left.tensors[name]) for name in common]
+    mine.sizes = {name: (math.prod(its.shape), its.dtype.itemsize) for name, its in sides}
+    mine.compared = [key for key in left.objects if key in right.objects]
+    mine.compared += [key for key in left.own if key in right.own and left.own[key].keys() & right.own[key].keys()]
+    mine.others = [*_object_findings(left, right, mine.damaged), *_own_findings(left, right, mine.damaged)]
+    return mine
 
 
 def _left_open(left: _Side, right: _Side, foreign: Sequence[str], group: Group | None) -> Iterator[str]:
@@ -381,6 +403,11 @@ class _RankFindings(msgspec.Struct):
     damaged: dict[str, str] = {}
     """The errors of those that cannot be read on one of them."""
 
+    def errors(self) -> Iterator[str]:
+        """What could not be read."""
+        yield from (one.error for *_, one in self.boxes if one.error)
+        yield from self.damaged.values()
+
 
 @dataclass(frozen=True)
 class _JointFindings:
@@ -497,7 +524,7 @@ def _differences(
 @gc_paused()
 def _compare_share(left: _Side, right: _Side, how: _How, share: Share) -> list[_Difference]:
     found = []
-    equal = set() if any(how) else _equal_as_bytes(left, right, share)
+    equal = set() if any(how) else equal_as_bytes(left.tensors, right.tensors, share)
     for name, box in share:
         if name in equal:
             found.append(_SAME)
@@ -507,49 +534,6 @@ def _compare_share(left: _Side, right: _Side, how: _How, share: Share) -> list[_
         except CheckpointError as error:
             found.append(_Difference(error=str(error), is_damage=isinstance(error, CorruptCheckpointError)))
     return found
-
-
-def _equal_as_bytes(left: _Side, right: _Side, share: Share) -> set[str]:
-    """The small stored tensors that have the same bytes on both sides. Near damage, they are compared one by one."""
-    runs = []
-    for name, box in share:
-        x, y = left.tensors[name], right.tensors[name]
-        if isinstance(x, LazyTensor) and isinstance(y, LazyTensor) and box.numel * x.stored.itemsize <= _SMALL_BYTES:
-            with suppress(CheckpointError):
-                one, other = run_of(x.stored, box), run_of(y.stored, box)
-                if one and other:
-                    runs.append((name, one, other))
-    equal: set[str] = set()
-    for span in _spans(runs):
-        with suppress(CheckpointError):
-            equal.update(_equal_in(span))
-    return equal
-
-
-def _spans(runs: list[tuple[str, ByteRun, ByteRun]]) -> list[list[tuple[str, ByteRun, ByteRun]]]:
-    """Runs that follow each other in the files of both sides, together."""
-    spans: list[list[tuple[str, ByteRun, ByteRun]]] = []
-    for name, one, other in sorted(runs, key=lambda run: (run[1].source.label, run[1].start)):
-        if spans:
-            _, first, _ = spans[-1][0]
-            _, last, before = spans[-1][-1]
-            follows = (last.source, last.stop, before.source, before.stop) == (*one[:2], *other[:2])
-            if follows and one.stop - first.start <= _SPAN_BYTES:
-                spans[-1].append((name, one, other))
-                continue
-        spans.append([(name, one, other)])
-    return spans
-
-
-def _equal_in(span: list[tuple[str, ByteRun, ByteRun]]) -> Iterator[str]:
-    """Raises CorruptCheckpointError for bytes that are missing or were changed on one side."""
-    _, x, y = span[0]
-    nbytes = span[-1][1].stop - x.start
-    a, b = (bytes(run.source.read(run.start, nbytes, elements=True)) for run in (x, y))
-    for name, run, _ in span:
-        part = slice(run.start - x.start, run.stop - x.start)
-        if a[part] == b[part]:
-            yield name
 
 
 @dataclass(frozen=True)
@@ -747,7 +731,7 @@ def _object_findings(left: _Side, right: _Side, damaged: dict[str, str]) -> Iter
             elif unread := UNSUPPORTED_TENSORS.get(kinds.pop() or "") if len(kinds) == 1 else None:
                 yield Finding(f"was not compared: {unread}", key, kind="unchecked")
             else:
-                yield Finding(f"{value!r:.80} in {left.label}, {other!r:.80} in {right.label}", key)
+                yield Finding(f"{represent(value):.80} in {left.label}, {represent(other):.80} in {right.label}", key)
 
 
 def _own_findings(left: _Side, right: _Side, damaged: dict[str, str]) -> Iterator[Finding]:

@@ -79,6 +79,8 @@ def fingerprint(
         OptionError: the argument is neither a state dict nor a checkpoint, or you passed layouts for a
             checkpoint.
     """
+    if exchange is None and not isinstance(state_dict, str | os.PathLike | Storage | Checkpoint):
+        return _of_all_ranks(state_dict, layouts, rank, key, executor)
     check_options(key=key)
     check_executor(executor, 1, state_dict)
     if isinstance(state_dict, str | os.PathLike | Storage):
@@ -87,16 +89,27 @@ def fingerprint(
         if layouts is not None or rank is not None or exchange is not None:
             raise OptionError("layouts, rank, and exchange are for state dicts: for a checkpoint, leave them out")
         return _of_checkpoint(state_dict, key, executor)
-    if rank is None:
-        rank = this_rank()
-    if exchange is not None:
-        _check_state(state_dict)
-        return join(exchange(msgspec.msgpack.encode(holdings(state_dict, layouts, rank, key))), key=key)
+    assert exchange is not None
+    _check_state(state_dict)
+    held = holdings(state_dict, layouts, this_rank() if rank is None else rank, key)
+    return join(exchange(msgspec.msgpack.encode(held)), key=key)
+
+
+def _of_all_ranks(
+    state_dict: Any,
+    layouts: Mapping[str, TensorLayout] | None,
+    rank: int | None,
+    key: Key,
+    executor: Executor | None,
+) -> dict[str, str]:
+    """Collective."""
     group = Group()
     with group.together("fingerprint"):
+        check_options(key=key)
+        check_executor(executor, 1, state_dict)
         _check_state(state_dict)
         group.same_options("fingerprint", {"key": key.name})
-        held = holdings(state_dict, layouts, rank, key, ranks=group.ranks)
+        held = holdings(state_dict, layouts, this_rank() if rank is None else rank, key, ranks=group.ranks)
         mine = sum_up(held, group.job_rank)
         told = group.merge(mine, lambda parts: add_holdings(parts, group.world_size), "fingerprints")
     return conclude(told, key=key)

@@ -23,10 +23,9 @@ from reshard.api.options import DtypePolicy, LoadOptions, Mode, ReadOnce
 from reshard.api.overlapping_targets import filled_once, refuse_overlaps
 from reshard.api.reports import CheckedReport, FilledReport
 from reshard.arguments import check_arguments, renamed
-from reshard.checkpoint import Checkpoint, CheckpointSource, log_skipped, open_among, stored_layout
+from reshard.checkpoint import Checkpoint, CheckpointSource, log_skipped, open_among, refuse_replaced, stored_layout
 from reshard.errors import (
     CheckpointNotFoundError,
-    CheckpointReplacedError,
     CorruptCheckpointError,
     KeyMismatchError,
     OptionError,
@@ -41,7 +40,7 @@ from reshard.live.optimizer_state import Saved, materialize
 from reshard.live.state import CheckedState, PerRank, Targets
 from reshard.live.tensors import UNSHARDED, world_size
 from reshard.live.tree import needs_class, restore_types, unresolved_class
-from reshard.native.reader import NativeFacts, is_replaced
+from reshard.native.reader import NativeFacts
 from reshard.ranks.group import DEADLINE_S, Group
 from reshard.ranks.progress import Progress, current, phase
 from reshard.stored.checksums import Checking, CheckTime
@@ -171,14 +170,11 @@ def load_with(
             _log.warning("%s was loaded, but the report is not ok: %s", report.path, "; ".join(odd))
         return report
     except (CheckpointNotFoundError, CorruptCheckpointError) as error:
+        refuse_replaced("load", error, checkpoint)
         native = checkpoint.contents.details(NativeFacts)
-        if native is None or not is_replaced(native):
-            if native is not None and isinstance(error, CorruptCheckpointError):
-                native.naming_tensors(error)
-            raise
-        raise CheckpointReplacedError(
-            f"{checkpoint.url} was replaced by a later save, or deleted, while it was read: load again ({error})"
-        ) from error
+        if native is not None and isinstance(error, CorruptCheckpointError):
+            native.naming_tensors(error)
+        raise
 
 
 def _mapped(checkpoint: Checkpoint, mapping: StateMapping) -> Checkpoint:

@@ -551,9 +551,12 @@ class Mismatches:
             return truth
         kind = options.wording.mismatch_error if self.mismatched else KeyMismatchError
         error = kind(self._message(match, missing, unexpected, idle, group, options.wording))
-        if self.alike:
-            group.refuse(error)
-        raise error
+        try:
+            if self.alike:
+                group.refuse(error)
+            raise error
+        finally:
+            del error
 
     def _message(
         self,

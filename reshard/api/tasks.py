@@ -166,21 +166,20 @@ def run_tasks(
     Raises what a task raises, and CheckpointError if the executor does not do them.
     """
 
-    def done(task: T, found: R) -> None:
-        on_done(task, found)
-        gc.collect(1)  # what this task left behind, where the caller has paused collection
-
     if executor is None:
         hand = here if here is not None else work.begin()  # type: ignore[union-attr]
-        for task in tasks:
-            done(task, hand(task))
+        for number, task in enumerate(tasks):
+            if number:
+                gc.collect(1)  # what the task before left behind, where the caller has paused collection
+            on_done(task, hand(task))
         return
     waiting = deque(tasks)
     if waiting:
         driver = _Driver(executor, _packed(work), waiting)
         try:
             for task, found in driver.results():
-                done(task, found)
+                on_done(task, found)
+                gc.collect(1)
         except BaseException:
             on_stop()
             driver.stop()
@@ -221,7 +220,10 @@ class _Driver:
         self._thread.start()
         while (found := self._results.get()) is not None:
             if isinstance(found, BaseException):
-                raise found
+                try:
+                    raise found
+                finally:
+                    del found
             yield found
 
     def _drive(self) -> None:
@@ -342,7 +344,10 @@ class _Driver:
             return answer.result
         if not self._renews and len(error.args) == 1:
             error.args = (f"{error} (at worker {worker or answer.worker})",)
-        raise error
+        try:
+            raise error
+        finally:
+            del error, answer
 
     def stop(self) -> None:
         """Start no further task, and wait up to `STOP_S` for those in progress."""

@@ -21,7 +21,7 @@ from reshard.api.compare import WINDOW_BYTES, CompareReport, compare_sides, elem
 from reshard.api.task_shares import SHARE_BYTES, Opening, Share, absolute, is_about, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import check_options, renamed
-from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint, open_damaged
+from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint, open_damaged, unless_replaced
 from reshard.errors import CheckpointError, CorruptCheckpointError, LayoutError, VerificationError
 from reshard.formats.torch_save.archive import changed_records, is_archive
 from reshard.live.fingerprints import Partial, comparable, partials
@@ -29,7 +29,7 @@ from reshard.live.garbage_collection import gc_paused
 from reshard.live.plain_data import array_bytes
 from reshard.native.commit import index_problem
 from reshard.native.manifest import has_digest
-from reshard.native.reader import NativeFacts
+from reshard.native.reader import NativeFacts, look_for_files
 from reshard.ranks.progress import Phase, Progress
 from reshard.stored.checksums import NO_CHECKSUMS, BlockChecksums, touched_ranges
 from reshard.stored.source import FileSource
@@ -72,7 +72,7 @@ def verify(
         executor: runs the reads as tasks, as in `reshard.convert`. Then pass both checkpoints by path.
         progress: show a progress bar if stderr is a terminal.
 
-    Returns a report, even for a damaged checkpoint. Raises only if there is no checkpoint of a known format.
+    Returns a report, even of damage. Raises only if there is no checkpoint of a known format, or a save replaced it.
 
     `findings` names damaged files and tensors, and the bytes if they are known. For a run, it also names newer steps
     that lost files after their save. `covered` says in how many bytes a change would be found: none in formats without
@@ -89,7 +89,7 @@ def verify(
     newer = [Finding(contents.skipped[name]) for name in contents.damaged_steps]
     kind, hint, beside = Report, "", ""
     with engine(executor, workers) as hands:
-        findings, covered = _verified(checkpoint, deep, hands, progress)
+        findings, covered = _verified(checkpoint, checkpoint is path, deep, hands, progress)
         if newer:
             covered, hint = None, "" if findings else f"no problem was found in {checkpoint.url} itself"
         elif against is not None and covered is not None:
@@ -106,20 +106,62 @@ def verify(
     return kind(title, (*newer, *findings), len(checkpoint), covered, hint=hint)
 
 
+def _lost_since(checkpoint: Checkpoint) -> list[CorruptCheckpointError]:
+    """Return errors for files that are gone or have other sizes, now and not when it was opened."""
+    contents, found = checkpoint.contents, dict[str, CorruptCheckpointError]()
+
+    def refuse(error: CheckpointError, *places: tuple[str, int, int]) -> None:
+        if str(error) not in found:
+            one = found[str(error)] = CorruptCheckpointError(str(error))
+            one.places = getattr(error, "places", ()) or places
+
+    for lost in contents.checking.lost or ():
+        refuse(lost)
+    if (native := contents.details(NativeFacts)) is not None:
+        try:
+            look_for_files(native, native.storage.list(), refuse)
+        except CorruptCheckpointError as error:
+            refuse(error)
+        return [*found.values()]
+    ends = dict.fromkeys(contents.files, 0)  # one past the last byte that a tensor has in each
+    late: list[CheckpointError] = []
+    for name in checkpoint:
+        try:
+            for chunk in checkpoint[name].stored.chunks:
+                if not chunk.box.is_empty and isinstance(chunk.source, FileSource):
+                    ends[chunk.source] = max(ends.get(chunk.source, 0), chunk.window.stop)
+        except CheckpointError as error:
+            late.append(error)
+    for source, stop in ends.items():
+        try:
+            source.storage.size(source.name)
+            source.check(0, stop)
+        except CheckpointError as error:
+            refuse(error, (source.name, 0, stop))
+    for unfound in late:
+        refuse(unfound)
+    return [*found.values()]
+
+
 def _verified(
-    checkpoint: Checkpoint, deep: bool, executor: Executor | None, progress: bool
+    checkpoint: Checkpoint, was_open: bool, deep: bool, executor: Executor | None, progress: bool
 ) -> tuple[list[Finding], Coverage | None]:
     """Return what is wrong with the checkpoint itself and, if nothing is, what that covers."""
-    findings = _metadata_findings(checkpoint)
-    try:
-        total = sum(tensor.nbytes for tensor in checkpoint.values())
-    except CheckpointError as error:  # of a tensor, which the findings name
-        return findings or [Finding(str(error))], None
-    if not deep:
-        seen = _metadata_checked(checkpoint) and checkpoint.contents.checking.enabled
-        return findings, None if findings else Coverage(total, 0, 0, seen, "; ".join(checkpoint.warnings))
-    findings += _deep_findings(checkpoint, total, findings, executor, progress)
-    return findings, None if findings else _covered(checkpoint, total)
+    with unless_replaced("verify", checkpoint) as findings:
+        lost = _lost_since(checkpoint) if was_open else checkpoint.contents.checking.lost or ()
+        findings += _metadata_findings(checkpoint)
+        told = {it.message for it in findings}
+        findings[:0] = [Finding(str(error)) for error in lost if str(error) not in told]
+        try:
+            total = sum(tensor.nbytes for tensor in checkpoint.values())
+        except CheckpointError as error:  # of a tensor, which the findings name
+            findings += [] if findings else [Finding(str(error))]
+            return findings, None
+        if not deep:
+            seen = _metadata_checked(checkpoint) and checkpoint.contents.checking.enabled
+            return findings, None if findings else Coverage(total, 0, 0, seen, "; ".join(checkpoint.warnings))
+        findings += _deep_findings(checkpoint, lost, total, findings, executor, progress)
+        return findings, None if findings else _covered(checkpoint, total)
 
 
 def _is_first_damaged(report: CompareReport) -> bool:
@@ -152,10 +194,14 @@ def _also_compared(covered: Coverage, comparison: Report) -> Coverage:
 
 
 def _deep_findings(
-    checkpoint: Checkpoint, total_bytes: int, known: Sequence[Finding], executor: Executor | None, progress: bool
+    checkpoint: Checkpoint,
+    lost: Sequence[CorruptCheckpointError],
+    total_bytes: int,
+    known: Sequence[Finding],
+    executor: Executor | None,
+    progress: bool,
 ) -> list[Finding]:
     """Return what reading every byte finds beyond what is `known`."""
-    lost = checkpoint.contents.checking.lost or ()
     places = [place for error in lost for place in error.places]
     skipped = {name for name, _, _ in places}
     opening = Opening.of(checkpoint) if executor is not None else None
@@ -164,10 +210,13 @@ def _deep_findings(
     sizes = {file.name: file.nbytes for file in files if not {file.name, f"{file.name}.sums"} & skipped}
     with Progress(show=progress) as bar, bar.phase("verify", total_bytes, checkpoint) as step:
         with bar.phase("checksums", total_bytes=sum(sizes.values())) as blocks:
-            findings = _block_findings(checkpoint, opening, sizes, executor, blocks)
+            told = {it.message for it in known}
+            findings = [
+                it for it in _block_findings(checkpoint, opening, sizes, executor, blocks) if it.message not in told
+            ]
         if lost or not findings:  # which makes it needless to compare blocks of ours again
             opening = None if opening is None else replace(opening, check=bool(lost) or native is None)
-            told, named = {it.message for it in known}, {it.fqn for it in findings}
+            named = {it.fqn for it in findings}
             unread = set[str]()
             if native is not None:  # of a file that is shorter or longer than it was, no tensor is read
                 harmed = {key for place in places for key in native.arrays_at(*place)}
@@ -211,8 +260,11 @@ def _metadata_checked(checkpoint: Checkpoint) -> bool:
 def _covered(checkpoint: Checkpoint, total_bytes: int) -> Coverage:
     """Return what a deep check covers: our files, and the zip archives of torch.save."""
     native = checkpoint.contents.details(NativeFacts)
-    archives = {source.name for source in checkpoint.contents.files if is_archive(source)}
-    files, metadata_checked = archives if native is None else {*native.files}, _metadata_checked(checkpoint)
+    if native is not None:
+        files = {*native.files}
+    else:
+        files = {source.name for source in checkpoint.contents.files if is_archive(source)}
+    metadata_checked = _metadata_checked(checkpoint)
     checked = sum(
         chunk.box.numel * tensor.dtype.itemsize
         for tensor in checkpoint.values()
@@ -261,9 +313,9 @@ class _Blocks:
 
     def problems(self, asked: _FileRange) -> list[_Problem]:
         """Return what is wrong with a part of a file; of foreign archives, with all of it."""
-        if self._native is None:
-            return list(changed_records([self._files[asked[0]]]))
         try:
+            if self._native is None:
+                return list(changed_records([self._files[asked[0]]]))
             return self._changed(self._native, *asked)
         except CheckpointError as error:
             return [(str(error), 0, 0)]

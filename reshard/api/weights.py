@@ -268,6 +268,8 @@ class WeightSource:
         except BaseException:
             self.forget()
             raise
+        finally:
+            del error
 
     def _pass(self) -> Iterator[WeightBucket]:
         """Go through all batches on every rank. Ranks that get nothing send what they hold."""

@@ -146,11 +146,12 @@ def _run_as_json(path: str, steps: Sequence[retention.Step]) -> dict[str, Any]:
 
 def _incomplete(path: str, steps: Sequence[retention.Step], as_json: bool) -> Exit:
     """List the checkpoints of a run in which none is complete. The command ends with that."""
+    problem = "no checkpoint of this run is complete"
     if as_json:
-        print_json(_run_as_json(path, steps))
+        print_json({**_run_as_json(path, steps), "ok": False, "problems": [problem]})
     else:
         _list_steps(path, steps)
-        print_text(console(), "no checkpoint of this run is complete", style="red")
+        print_text(console(), problem, style="red")
     return Exit(1)
 
 

@@ -188,15 +188,23 @@ def print_legend(screen: Console, short_forms: Iterable[str], is_wanted: bool, *
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout."""
-    print(json.dumps(_for_json(value), indent=2, default=str, allow_nan=False))
+    from reshard.live.plain_data import represent
+
+    print(json.dumps(_for_json(value), indent=2, default=lambda it: represent(it, str), allow_nan=False))
 
 
 def _for_json(value: Any) -> Any:
-    """Objects of checkpoints may have keys and numbers that JSON does not allow."""
+    """Objects of checkpoints may have keys and numbers that JSON does not allow. If keys have the same text, such as 1
+    and "1", the items are a list of pairs."""
+    from reshard.live.plain_data import represent
+
     if isinstance(value, Mapping):
-        return {key if isinstance(key, str) else str(key): _for_json(inner) for key, inner in value.items()}
+        found = {represent(key, str): _for_json(inner) for key, inner in value.items()}
+        return found if len(found) == len(value) else [[_for_json(key), _for_json(value[key])] for key in value]
     if isinstance(value, list | tuple):
         return [_for_json(inner) for inner in value]
+    if type(value) is int:
+        return text if "x" in (text := represent(value)) else value
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -207,7 +215,9 @@ def axes_as_json(mesh: Mesh) -> list[dict[str, Any]]:
 
 def short(value: Any, most: int = 60) -> str:
     """The repr of a value, shortened to `most` characters."""
-    text = repr(value)
+    from reshard.live.plain_data import represent
+
+    text = represent(value)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

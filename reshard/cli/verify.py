@@ -19,7 +19,7 @@ from reshard.cli.show import (
     report_as_json,
     size,
 )
-from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError
+from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError, NormalizationError
 
 if TYPE_CHECKING:
     from planners.findings import Coverage, Report
@@ -55,22 +55,13 @@ def verify(
     For damage, lists the files and tensors, and the bytes if they are known.
 
     In a run, a newer step with missing files counts as damage. A step that a killed save left incomplete is listed, but
-    does not count. If no step is complete, exits with 1.
+    does not count. If no step is complete, exits with 1. Exits with 3 if there is nothing to compare with --against.
     """
     import reshard
-    from reshard.formats.detect import has_ended, path_below, steps_at
 
     engine = executor_on(on)
     against = against and newest(against)
-    try:
-        chosen = newest(path, step, reports_skipped=True)
-    except (CheckpointNotFoundError, CorruptCheckpointError) as error:
-        if step is not None or not (steps := steps_at(path)):
-            raise
-        if any(has_ended(path_below(path, each.name)) for each in steps):
-            raise damaged(path, str(error), as_json) from None
-        reasons = str(error).partition("\n")[2]
-        raise damaged(path, f"no checkpoint of this run is complete:\n{reasons}", as_json, head="") from None
+    chosen = _chosen(path, step, as_json)
     with engine as executor:
         report = reshard.verify(  # of a run, it names newer steps that are not complete
             path if step is None else chosen,
@@ -80,6 +71,8 @@ def verify(
             executor=executor,
             progress=not as_json,
         )
+    if against and report.ok and not report.tensors and (both := reshard.compare(chosen, against)).is_empty:
+        raise NormalizationError(f"{both.subject}: {both.covers}")  # as diff does: it is not the same, but nothing
     if as_json:
         print_json(report_as_json(report))
     else:
@@ -95,6 +88,21 @@ def verify(
             print_text(console(), text, "note", "yellow")
     if not report.ok:
         raise Exit(1)
+
+
+def _chosen(path: str, step: int | None, as_json: bool) -> str:
+    """The checkpoint that is verified. That a run has none is the answer no."""
+    from reshard.formats.detect import has_ended, path_below, steps_at
+
+    try:
+        return newest(path, step, reports_skipped=True)
+    except (CheckpointNotFoundError, CorruptCheckpointError) as error:
+        if step is not None or not (steps := steps_at(path)):
+            raise
+        if any(has_ended(path_below(path, each.name)) for each in steps):
+            raise damaged(path, str(error), as_json) from None
+        reasons = str(error).partition("\n")[2]
+        raise damaged(path, f"no checkpoint of this run is complete:\n{reasons}", as_json, head="") from None
 
 
 def _failure(report: Report, right: str, against: str | None) -> str:

@@ -484,9 +484,12 @@ class Waiter:
             self._look(what(), who)
         if isinstance(error, RuntimeError):
             self._lost(error)
-        if error is not None:
+        if error is None:
+            return made
+        try:
             raise error
-        return made
+        finally:
+            del error
 
     def _lost(self, error: Exception) -> NoReturn:
         until = time.monotonic() + _VERDICT_S

@@ -272,7 +272,10 @@ class _SlotFiller(AbstractContextManager["_SlotFiller"]):
         future = self._under_way.popleft()
         while not wait([future], timeout=0.05).done:
             self._watch(0)
-        future.result()
+        try:
+            future.result()
+        finally:
+            del future
 
 
 # What one rank does for all and takes for itself, written down turn by turn.

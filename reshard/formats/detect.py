@@ -379,7 +379,7 @@ def _open_at(
         try:
             contents = _open(files, url, preferred)
             if (facts := contents.details(native.NativeFacts)) is not None:
-                native.look_for_files(facts, names, files.checking.refuse, share)
+                native.look_for_files(facts, names, files.checking.refuse, share, check)
             break
         except (CheckpointNotFoundError, CorruptCheckpointError):
             # a save may have taken the place of what was listed, which is gone then: the new one is

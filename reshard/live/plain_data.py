@@ -21,14 +21,32 @@ import torch
 
 from reshard.errors import FormatError
 from reshard.live.dtypes import dtype_from_name, dtype_name
-from reshard.live.tree import MAX_DEPTH, CustomValue, typed
+from reshard.live.tree import MAX_DEPTH, CustomValue, map_leaves, typed
 
 __all__ = [
-    "UNSUPPORTED_TENSORS", "are_equal", "array_bytes", "check_text", "decode_plain", "encode_plain",
+    "UNSUPPORTED_TENSORS", "are_equal", "array_bytes", "check_text", "decode_plain", "encode_plain", "represent",
 ]  # fmt: skip
 
 
 _LONG_INT_BITS = 4096
+
+
+class _LongInt(int):
+    def __repr__(self) -> str:
+        return hex(self)
+
+
+def represent(value: Any, words: Callable[[Any], str] = repr) -> str:
+    """The `repr` of a value for people. Ints that Python does not write in decimal are in hex."""
+    with suppress(ValueError):
+        return words(value)
+
+    def short(_: Any, leaf: Any) -> Any:
+        return _LongInt(leaf) if type(leaf) is int and leaf.bit_length() > _LONG_INT_BITS else leaf
+
+    with suppress(ValueError):
+        return words(map_leaves(short, value))
+    return f"<{type(value).__name__} with a long int>"
 
 
 def encode_plain(value: Any, *, tensor_bytes: int = 0) -> Any:

@@ -457,7 +457,9 @@ def _alike(value: Any, live: Any) -> Any:
         return type(live)(**_alike(value, vars(live)))
     if isinstance(value, dict) and isinstance(live, Mapping):
         own = {key: key for key in live if type(key) not in (str, int, bool)}  # keys of other classes may be equal
-        items = {own.get(k, k): _alike(item, live[k]) if k in live else item for k, item in value.items()}
+        items = {
+            own.get(k, k): _alike(item, live[k]) if k in live else item for k, item in _in_order(value, live).items()
+        }
         return items if type(live) is dict else _mapping(items, live)
     if isinstance(value, _SEQUENCES) and isinstance(live, _SEQUENCES):
         kind = live if type(value) in (list, tuple) and type(live) not in (list, tuple) else value
@@ -465,6 +467,14 @@ def _alike(value: Any, live: Any) -> Any:
             return _with_items(kind, [*map(_alike, value, live)], value)
         return value if kind is value else _with_items(kind, [*value], value)
     return value
+
+
+def _in_order(value: dict[Any, Any], live: Mapping[Any, Any]) -> dict[Any, Any]:
+    """`value` with empty containers, whose places are not saved, where `live` has them. Nothing else moves."""
+    empty = {key for key, item in value.items() if isinstance(item, (dict, *_SEQUENCES)) and not item}
+    order = [key for key in live if key in value] if empty else []
+    is_same = [key for key in order if key not in empty] == [key for key in value if key not in empty]
+    return {key: value[key] for key in order} if len(order) == len(value) and is_same else value
 
 
 def _with_items(kind: Sequence[Any], items: list[Any], value: Sequence[Any]) -> Any:

@@ -25,6 +25,7 @@ from planners.geometry.views import View
 from reshard.checkpoint import Checkpoint
 from reshard.errors import KeyMismatchError, NormalizationError
 from reshard.live.dtypes import refused_codes
+from reshard.live.plain_data import represent
 from reshard.live.state import same_value
 from reshard.mapping.quantized import check_plain
 from reshard.mapping.rules import Cast, Computing, Drop, Rename, Rule, Site, States, sites, views_of
@@ -413,7 +414,7 @@ class MappingStage:
         values = [self.given.objects[name] for name in group.members]
         if not all(same_value(value, values[0]) for value in values[1:]):
             raise KeyMismatchError(
-                f"{group.members[0]!r} is {values[0]!r:.60}, but others that would become one with it differ"
+                f"{group.members[0]!r} is {represent(values[0]):.60}, but others that would become one with it differ"
             )
         return values[0]
 

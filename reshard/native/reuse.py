@@ -89,7 +89,7 @@ class Base:
 
     def _look_at(self, file: str) -> bool:
         try:
-            record, size = self.facts.files[file], self.facts.manifest.block_bytes
+            record, size = self.facts.files[file], self.facts.block_bytes(file)
             if (found := self.facts.storage.size(file)) != record.nbytes:
                 raise CorruptCheckpointError(f"{file} must have {record.nbytes} bytes, but it has {found}")
             covered = min(-(-record.header_bytes // size) * size, record.nbytes)

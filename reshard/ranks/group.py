@@ -117,8 +117,8 @@ class Group:
             allowed_s = DEADLINE_S
         self._deadline_s = allowed_s
         self._phases: list[_GroupPhase] = []
-        self._common: BaseException | None = None
         self.writes = False
+        self._common: Callable[[], BaseException | None] = lambda: None
         self._rounds: Rounds | None = None
         self.rank = self.tag = 0
         self.ranks: Sequence[int] = (0,)
@@ -135,8 +135,11 @@ class Group:
             refuse_unjoined()
         self.world_size, self.job_rank = len(self.ranks), self.ranks[self.rank]
         if wrong is not None:
-            with self.together("the call"):  # the other ranks wait for this one
-                raise wrong
+            try:
+                with self.together("the call"):  # the other ranks wait for this one
+                    raise wrong
+            finally:
+                del wrong
 
     def _join(self, process_group: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> None:
         ranks = ranks if len(ranks) < dist.get_world_size() else ()
@@ -344,12 +347,15 @@ class Group:
 
     def refuse(self, error: ReshardError) -> NoReturn:
         """Raise an error that every rank raises in the same way. The group stays usable."""
-        self._common = error
-        raise error
+        self._common = weakref.ref(error)
+        try:
+            raise error
+        finally:
+            del error
 
     def raised_alike(self, error: BaseException) -> bool:
         """Return True if every rank has raised this error in the same way: see `refuse`."""
-        return error is self._common
+        return error is self._common()
 
     @property
     def deadline(self) -> float:
@@ -411,7 +417,7 @@ class Group:
         """Report to the other ranks, unless they know or fail in the same way. Report to the user
         which rank failed."""
         rounds = self._rounds
-        if rounds is None or rounds.failure is not None or error is self._common:
+        if rounds is None or rounds.failure is not None or error is self._common():
             return
         from reshard.ranks.store import Failure
 

@@ -203,9 +203,12 @@ class Worker:
             with suppress(Empty):
                 value, error = pending.get(timeout=seconds)
                 self.pending = None
-                if error is not None:
+                if error is None:
+                    return value
+                try:
                     raise error
-                return value
+                finally:
+                    del error
         raise TimeoutError(f"{time.monotonic() - begun:.0f} s")
 
 

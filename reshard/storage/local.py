@@ -422,8 +422,11 @@ def _unless_absent(error: OSError) -> None:
     """Raise an error of listing a folder, unless the folder is gone, or belongs to the file system: a `lost+found` at
     the root of a mount, which only its owner may read."""
     is_systems = isinstance(error, PermissionError) and os.path.basename(error.filename or "") == "lost+found"
-    if not is_systems and not isinstance(error, FileNotFoundError | NotADirectoryError):
-        raise error
+    try:
+        if not is_systems and not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
+    finally:
+        del error
 
 
 _FIXES = {

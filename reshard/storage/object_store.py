@@ -181,6 +181,7 @@ class ObjectStorage(Storage):
             for read in reads:
                 read.cancel()
             wait(reads)  # no thread may write into the caller's buffer after an error has reached the caller
+            del read, reads  # which have the error
 
     def _read_piece(self, name: str, start: int, view: memoryview) -> None:
         try:

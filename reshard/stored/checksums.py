@@ -105,9 +105,13 @@ class Checking:
 
     def refuse(self, error: CorruptCheckpointError) -> None:
         """Raise an error, or list it, so that the rest of the checkpoint can be read."""
-        if self.lost is None:
+        if self.lost is not None:
+            self.lost.append(error)
+            return
+        try:
             raise error
-        self.lost.append(error)
+        finally:
+            del error
 
     def confirm(self) -> None:
         """Raise CorruptCheckpointError if a file was written again after it was opened."""

@@ -94,7 +94,10 @@ class Source(ABC):
 
     def refuse(self, error: CorruptCheckpointError) -> None:
         """See `Checking.refuse`."""
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # or this frame, which its traceback has, would keep it, and files open with it
 
     def read_into(self, start: int, buffer: memoryview, *, passing: bool = False) -> None:
         """Fill the writable `buffer` with the bytes from `start`, compared with any checksums.
@@ -210,7 +213,10 @@ class FileSource(Source):
 
     def refuse(self, error: CorruptCheckpointError) -> None:
         error.places = error.places or ((self.name, 0, self.nbytes),)
-        self.checking.refuse(error)
+        try:
+            self.checking.refuse(error)
+        finally:
+            del error
 
     def compare(self, window: Window) -> None:
         """Compare all blocks that a window touches with their checksums.
@@ -265,7 +271,10 @@ class FileSource(Source):
             "restore the file, or load another checkpoint (check=False reads it as it is)"
         )
         error.places = tuple((self.name, start, stop) for start, stop in bad)
-        raise error
+        try:
+            raise error
+        finally:
+            del error
 
     def compare_data(self, start: int, data: memoryview) -> int:
         """Compare the blocks that are within `data`, the bytes from `start`; returns how many bytes these have.
@@ -514,7 +523,10 @@ class DecodedSource(Source):
                         item.set_result(view)
                         self._bytes += view.nbytes
                         self._shrink()
-            return item.result()
+            try:
+                return item.result()
+            finally:
+                del item, found
 
         def _shrink(self) -> None:
             dropped: list[DecodedSource] = []

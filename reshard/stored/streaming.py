@@ -174,7 +174,10 @@ class Feed:
         if not self._pending:
             raise ReshardError("more pieces were taken of a stream than its regions have")
         box, dtype, buffer, loaded = self._pending.popleft()
-        data, digest = loaded()
+        try:
+            data, digest = loaded()
+        finally:
+            del loaded  # which has the error
         self._last = buffer
         return StreamedRows(box, data, dtype, digest)
 

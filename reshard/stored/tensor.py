@@ -378,7 +378,16 @@ def _refuse_values(lazy: LazyTensor, other: Any) -> Any:
 for _operator in ("add", "sub", "mul", "truediv", "matmul", "pow"):
     setattr(LazyTensor, f"__{_operator}__", _refuse)
     setattr(LazyTensor, f"__r{_operator}__", _refuse)
-for _operator in ("array", "dlpack", "dlpack_device", "float", "int", "neg", "abs"):  # np.asarray, torch.as_tensor
+for _operator in (
+    "array",
+    "dlpack",
+    "dlpack_device",
+    "bool",
+    "float",
+    "int",
+    "neg",
+    "abs",
+):  # np.asarray, torch.as_tensor
     setattr(LazyTensor, f"__{_operator}__", _refuse)
 for _operator in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(LazyTensor, f"__{_operator}__", _refuse_values)

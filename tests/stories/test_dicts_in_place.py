@@ -124,3 +124,21 @@ def test_a_tensor_for_a_saved_number_is_filled_in_place(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match=r"overlap in memory"):
         reshard.load({"v": values, "first": values[0]}, tmp_path / "v")
     assert not values.any()
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_an_empty_container_stays_where_the_target_has_it(kind, tmp_path):
+    """Only of values the order is saved. That of the items of an OrderedDict counts when it is compared."""
+    saved = kind(warmup={}, decay={"lr": 1}, plugins=[], last=2, rest=())
+    reshard.save({"stages": saved}, tmp_path / "c")
+    target = {"stages": kind(warmup={}, decay={"lr": 0}, plugins=[], last=0, rest=())}
+    assert reshard.load(target, tmp_path / "c").ok
+    assert target["stages"] == saved
+    assert list(target["stages"]) == list(saved)
+
+
+def test_values_come_back_in_the_order_in_which_they_were_saved(tmp_path):
+    reshard.save({"stages": OrderedDict(a=1, empty={}, b=2)}, tmp_path / "c")
+    target = {"stages": OrderedDict(b=0, empty={}, a=0)}
+    reshard.load(target, tmp_path / "c")
+    assert list(target["stages"]) == ["a", "b", "empty"]

@@ -406,3 +406,17 @@ def test_second_names_that_are_not_used_do_not_stay(tmp_path: Path) -> None:
     assert report.skipped
     assert not [name for name in open_storage(tmp_path / "c").list() if "from-" in name]
     assert reshard.verify(tmp_path / "c").ok
+
+
+def test_files_whose_blocks_have_another_size_are_reused_again_and_again(tmp_path, monkeypatch):
+    """As older versions wrote them. Such a file keeps its blocks in a checkpoint whose own have today's size."""
+    with monkeypatch.context() as older:
+        older.setattr(generations, "BLOCK_BYTES", 1 << 20)
+        older.setattr(blocks, "BLOCK_BYTES", 1 << 20)
+        reshard.save(lora(1), tmp_path / "step-1")
+    for step in (2, 3, 4):
+        report = reshard.save(lora(step), tmp_path / f"step-{step}", base=str(tmp_path / f"step-{step - 1}"))
+        assert not report.skipped
+        assert report.bytes_written == 64 * 4
+    assert reshard.verify(tmp_path / "step-4").ok
+    assert_same(loaded(tmp_path / "step-4"), lora(4))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import reshard
 from reshard.api.load import load
 from reshard.api.save import save
 from reshard.errors import StorageError
@@ -119,3 +120,41 @@ def test_one_hangs(saved: Path, when: str) -> None:
         assert text.startswith("rank 1 did not reach ")
         assert end.rank == 1 or seconds < 1.5 + gloo.SOON_S
     _still_old(saved)
+
+
+WRONG_ON_ONE_RANK = {
+    "compare": lambda path, is_wrong, group: reshard.compare(
+        path, own_tensor_of(2), rtol=-1.0 if is_wrong else 0.0, process_group=group, timeout=60
+    ),
+    "compare with workers": lambda path, is_wrong, group: reshard.compare(
+        path, own_tensor_of(2), workers=0 if is_wrong else 1, process_group=group, timeout=60
+    ),
+    "fingerprint": lambda path, is_wrong, group: reshard.fingerprint(
+        own_tensor_of(2), **({"key": "secret"} if is_wrong else {})
+    ),
+    "CheckpointManager": lambda path, is_wrong, group: reshard.CheckpointManager(
+        "" if is_wrong else f"{path}-run", every=reshard.Every(steps=1), timeout=60
+    ),
+    "CheckpointManager without every": lambda path, is_wrong, group: reshard.CheckpointManager(
+        f"{path}-run", every=None if is_wrong else reshard.Every(steps=1), timeout=60
+    ),
+}
+
+
+def _call_wrongly(path: str) -> dict[str, tuple[str, float]]:
+    told = {}
+    for name, call in WRONG_ON_ONE_RANK.items():
+        start = time.monotonic()
+        try:
+            call(path, dist.get_rank() == 1, dist.group.WORLD)
+        except Exception as error:
+            told[name] = type(error).__name__, time.monotonic() - start
+    return told
+
+
+def test_a_wrong_argument_on_one_rank_keeps_no_rank_waiting(saved: Path) -> None:
+    for rank, told in enumerate(gloo.run(_call_wrongly, WORLD_SIZE, str(saved))):
+        assert told.keys() == WRONG_ON_ONE_RANK.keys()
+        for name, (kind, seconds) in told.items():
+            assert (kind == "RankFailedError") == (rank != 1), (rank, name, kind)
+            assert seconds < 30, (rank, name)

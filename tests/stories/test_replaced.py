@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import reshard
 from reshard import dcp
+from reshard.api import compare, verify
 from reshard.errors import CheckpointError, ReshardError
 from reshard.native import reader
 from reshard.native.manifest import HF_INDEX, MANIFEST
@@ -371,3 +372,31 @@ def test_a_load_during_which_files_are_written_over_fails(tmp_path):
     with pytest.raises(ReshardError, match=r"written again after it was opened"):
         reshard.load(target, Faulty(open_storage(path), fault))
     assert written
+
+
+@pytest.mark.parametrize(
+    ("way", "module", "step"),
+    [
+        ("verify", verify, "_metadata_findings"),
+        ("verify", verify, "_deep_findings"),
+        ("compare", compare, "_differences"),
+    ],
+)
+def test_what_is_replaced_while_it_is_looked_at_is_neither_damaged_nor_different(
+    way, module, step, tmp_path, monkeypatch
+):
+    """A job that keeps its last checkpoint saves once more, with the same values."""
+    path, state = tmp_path / "last", tensor_of(1)
+    reshard.save(state, path)
+    ways = {"verify": lambda: reshard.verify(path), "compare": lambda: reshard.compare(path, path)}
+    original, saved = getattr(module, step), []
+
+    def replaced(*args: Any) -> Any:
+        if not saved:
+            saved.append(reshard.save(state, path))
+        return original(*args)
+
+    monkeypatch.setattr(module, step, replaced)
+    with pytest.raises(CheckpointError, match=f"was replaced by a later save, or deleted, .*: {way} again"):
+        ways[way]()
+    assert ways[way]().ok

@@ -204,14 +204,14 @@ class CheckpointManager:
         **options: Unpack[SaveKeywords],
     ) -> None:
         self._process_group, self._timeout = process_group, timeout
-        self.root, self.every = absolute(path_text(root)), _schedule(every, read_only)
         self.keep, self.preemption = keep, preemption
         self._memory, self._memory_every = memory, memory_every
         self._full_every, self._background, self._sync_every = full_every, background, sync_every
         self._bytes_per_s = bytes_per_s
-        self._options, self._claim, self._ledger = options, None, Ledger(self.root)
+        self._options, self._claim = options, None
         group = self._group()
         with group.together("CheckpointManager"):
+            self.root, self.every = absolute(path_text(root)), _schedule(every, read_only)
             self._check_options(options)
             shared = {
                 "root": path_text(root),
@@ -225,9 +225,9 @@ class CheckpointManager:
                 "read_only": read_only,
             }
             group.same_options("CheckpointManager", {**shared, **options})
-            if group.rank == 0:
-                self._claim = None if read_only else RootClaim(self.root)
-                self._ledger = Ledger.read(self.root)
+            if group.rank == 0 and not read_only:
+                self._claim = RootClaim(self.root)
+            self._ledger = Ledger(self.root) if group.rank else Ledger.read(self.root)
             current = group.share(self._ledger.current() if group.rank == 0 else None, kind=list[int])
         self._is_open, self._may_save = True, not read_only
         self._newest = current[-1] if current else -1
@@ -601,8 +601,11 @@ class CheckpointManager:
         except Exception as caught:  # the others wait for this rank's result
             error = caught
         said = self._group().merge(problem, lambda parts: next(filter(None, parts), ""), "the exchange of damage")
-        if error is not None and not said:
-            raise error
+        try:
+            if error is not None and not said:
+                raise error
+        finally:
+            del error
         return found if found is not None and not said else said
 
     def all_steps(self) -> list[int]:

@@ -93,8 +93,10 @@ class Preemption:
         if not isinstance(self.signals, Collection):
             raise OptionError(f"Preemption: signals must be a list, such as [signal.SIGTERM], got {self.signals!r:.80}")
         for number in self.signals:
-            if number not in signal.valid_signals():
-                raise OptionError(f"Preemption: {number!r} is not a signal: pass signals such as signal.SIGTERM")
+            if number not in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+                raise OptionError(
+                    f"Preemption: {number!r} is not a signal that can be handled: pass signals such as signal.SIGTERM"
+                )
 
     def asked(self) -> list[str]:
         """Return what requests a save now, except signals."""

@@ -111,7 +111,10 @@ class _SavingProcess:
             raise StorageError(f"the saving process ended with code {self.child.wait()} before all was written")
         failure, written = pickle.loads(answer)
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure
         results: list[Any] = written
         return results
 

@@ -320,8 +320,8 @@ def _check_optimizers(ranks: list[RankFiles], files: Files) -> None:
     for rank in ranks:
         if rank.optimizer is None and (rank.ep == 0 or _has_experts(rank.model.value)):
             words = f"{rank.folder} has no file of the distributed optimizer (distrib_optim.pt)"
-            error = CorruptCheckpointError(f"{files.storage.url}: {words}, but {having.folder} has one")
-            files.checking.refuse(error)
+            words += f", but {having.folder} has one"
+            files.checking.refuse(CorruptCheckpointError(f"{files.storage.url}: {words}"))
 
 
 def _has_experts(value: Any) -> bool:

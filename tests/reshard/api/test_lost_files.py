@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,46 @@ def test_inspect_shows_the_rest(full, tmp_path, capsys) -> None:
     assert end.value.code == 1
     assert "8 tensors" in out
     assert [line.split()[0] for line in out.splitlines() if gone.name in line or short.name in line] == ["damaged"] * 2
+
+
+@pytest.mark.parametrize("deep", [True, False])
+@pytest.mark.parametrize("is_read", [True, False])
+@pytest.mark.parametrize("harm", ["gone", "short"])
+@pytest.mark.parametrize(("format", "suffix"), [("native", ".safetensors"), ("dcp", ".distcp")])
+def test_files_that_an_open_checkpoint_lost_are_found(
+    format: Any, suffix: str, harm: str, is_read: bool, deep: bool, full, tmp_path
+) -> None:
+    reshard.convert(full, path := tmp_path / "checkpoint", format=format)
+    checkpoint = reshard.open(path)
+    if is_read:
+        checkpoint["model.layers.0.w"][...]
+    (file,) = path.rglob(f"*{suffix}")
+    file.unlink() if harm == "gone" else os.truncate(file, 5000)
+
+    report = reshard.verify(checkpoint, deep=deep)
+
+    assert not report.ok
+    assert report.covered is None
+    assert file.name in str(report)
+    assert len({str(finding) for finding in report.findings}) == len(report.findings)
+
+
+@pytest.mark.parametrize("deep", [True, False])
+def test_a_checkpoint_that_was_opened_to_recover_its_data_is_not_called_whole(deep, full, tmp_path) -> None:
+    shutil.copytree(full, path := tmp_path / "checkpoint")
+    (file,) = path.rglob("*.safetensors")
+    os.truncate(file, 9000)
+    report = reshard.verify(reshard.open(path, check=False), deep=deep)
+    assert not report.ok
+    assert f"{file.name} has 9000 of its" in str(report.findings[0])
+
+
+@pytest.mark.host_only("it is about a folder")
+def test_what_else_is_in_the_folder_of_a_checkpoint_is_not_opened(full, tmp_path) -> None:
+    shutil.copytree(full, path := tmp_path / "checkpoint")
+    os.mkfifo(path / "pipe")
+    (gone := path / "claim.json").write_text("{}")
+    checkpoint = reshard.open(path)
+    gone.unlink()
+    assert reshard.verify(checkpoint).ok
+    assert reshard.verify(path).ok

@@ -717,6 +717,7 @@ POLICIES = [
     (lambda: Preemption(poll=True), "poll must be a function"),  # type: ignore[arg-type]
     (lambda: Preemption(file=3), "^Preemption: file must be a path, got 3$"),  # type: ignore[arg-type]
     (lambda: Preemption(signals=(999,)), "999 is not a signal"),
+    (lambda: Preemption(signals=(signal.SIGKILL,)), "is not a signal that can be handled"),
 ]
 
 

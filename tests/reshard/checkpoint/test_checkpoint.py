@@ -203,7 +203,7 @@ def test_values_are_not_compared_before_they_are_read(compare: Any, other: Any) 
             compare(*sides)
 
 
-@pytest.mark.parametrize("make", [np.asarray, np.array, torch.as_tensor, torch.tensor, float, operator.neg])
+@pytest.mark.parametrize("make", [np.asarray, np.array, torch.as_tensor, torch.tensor, bool, float, operator.neg])
 def test_what_needs_the_values_says_how_to_read_them(make: Callable[..., Any]) -> None:
     with pytest.raises(TypeError, match=r"LazyTensor\(.* is lazy: read it with \[...\] first"):
         make(in_memory(torch.zeros(2)))

@@ -733,3 +733,59 @@ def test_of_a_run_whose_steps_are_all_damaged_each_has_a_line_and_all_one_fix(sa
         r"  fix: restore one of them, or load another checkpoint\n",
         planned.err,
     )
+
+
+def test_a_run_without_a_complete_step_is_not_ok_in_json_either(say, tmp_path) -> None:
+    reshard.save({"w": torch.ones(4)}, tmp_path / "step-1")
+    next(tmp_path.glob("step-1/data-*/*")).unlink()
+    said = say("inspect", tmp_path, "--json")
+    told = json.loads(said.out)
+    assert (said.code, told["ok"], told["problems"]) == (1, False, ["no checkpoint of this run is complete"])
+    assert [row["step"] for row in told["steps"]] == [1]
+
+
+LONG = 10**5000
+"""Python writes no more than 4,300 digits."""
+
+
+_LONG_ONES = {
+    "int": LONG,
+    "negative": -LONG,
+    "list": [1, LONG],
+    "dict": {"in": [LONG]},
+    "set": {LONG},
+    "odd keys": {None: LONG, 2: 2},
+}
+
+
+@pytest.mark.parametrize("value", _LONG_ONES.values(), ids=_LONG_ONES)
+def test_ints_too_long_for_decimal_digits_are_shown_in_hex(say, tmp_path, value) -> None:
+    for name in ("a", "b"):
+        reshard.save({"v": value, "w": torch.ones(1), "same": name}, tmp_path / name)
+    a, b = tmp_path / "a", tmp_path / "b"
+    shown = say("inspect", a).out
+    assert "0x31e20801036510f3" in shown or "with a long int" in shown
+    assert json.loads(say("inspect", a, "--json").out)["ok"]
+    for words in (("diff", a, b), ("verify", a, "--against", b)):
+        said = say(*words)
+        assert (said.code, said.err) == (1, "")
+        assert "'same'" in said.out
+    assert "0x31e2" in reshard.open(a).to_html() or "with a long int" in reshard.open(a).to_html()
+    assert say("diff", a, tmp_path / "b", "--json").code == 1
+
+
+def test_ints_of_which_python_writes_the_digits_stay_numbers_in_json(capsys) -> None:
+    print_json({"v": 10**4000, "n": -3, "yes": True})
+    assert json.loads(capsys.readouterr().out) == {"v": 10**4000, "n": -3, "yes": True}
+
+
+def test_keys_with_the_same_text_are_both_in_json(capsys) -> None:
+    print_json({"odd": {1: 2, "1": 3}, "plain": {1: 2, None: 3}})
+    assert json.loads(capsys.readouterr().out) == {"odd": [[1, 2], ["1", 3]], "plain": {"1": 2, "None": 3}}
+
+
+def test_a_long_int_that_differs_is_a_difference(say, tmp_path) -> None:
+    reshard.save({"v": LONG}, tmp_path / "a")
+    reshard.save({"v": LONG + 1}, tmp_path / "b")
+    report = reshard.compare(tmp_path / "a", tmp_path / "b")
+    assert [finding.fqn for finding in report.findings] == ["v"]

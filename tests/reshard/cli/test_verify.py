@@ -642,3 +642,17 @@ def test_a_file_that_is_too_short_takes_one_line(say, tmp_path) -> None:
     said = say("verify", tmp_path / "c").out
     assert said.count(f"{file.name} has 100 of its ") == 1
     assert "·  2 names ('model.w', 'optim.state.w.exp_avg'): " in said
+
+
+def test_nothing_is_not_the_same_as_nothing(say, tmp_path) -> None:
+    """`diff` says so, too."""
+    for name in ("a", "b"):
+        reshard.save({}, tmp_path / name)
+    assert say("verify", tmp_path / "a").code == 0
+    verified = say("verify", tmp_path / "a", "--against", tmp_path / "b")
+    compared = say("diff", tmp_path / "a", tmp_path / "b")
+    assert verified == compared
+    assert (verified.code, verified.out) == (3, "")
+    assert "nothing to compare" in verified.err
+    reshard.save({"step": 3}, tmp_path / "c")
+    assert say("verify", tmp_path / "c", "--against", tmp_path / "c").code == 0
