@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import fields
 from inspect import Parameter, signature
 from types import FunctionType, MethodType
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 
 from reshard.errors import FormatError, OptionError, did_you_mean, format_value, option_error, warn_renamed
+from reshard.live.state import PerRank
 from reshard.storage.base import Storage
 from reshard.storage.opening import what_is_no_path
 
@@ -218,11 +219,12 @@ def no_attribute(it: object, name: str, meant: Mapping[str, str]) -> AttributeEr
     return AttributeError(f"{type(it).__name__!r} object has no attribute {name!r}{fix}", name=name, obj=it)
 
 
-def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> None:
-    """Raises OptionError for swapped arguments, for what is no path, and for modules and optimizers
-    in place of state.
+def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> bool:
+    """Return whether values of the state, or of lists in it, are models, optimizers, generators, or
+    other objects with `state_dict` and `load_state_dict`. Containers of tensors are none.
 
-    `paths` are further classes that stand for a path.
+    Raises OptionError for swapped arguments, for what is no path, and for a module or optimizer
+    instead of a dict. `paths` are further classes that stand for a path.
     """
     paths = (str, os.PathLike, Storage, *paths)
     if isinstance(state, paths) and not isinstance(path, paths):
@@ -234,25 +236,28 @@ def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> None:
         raise _refused(f"{verb}(state_dict, path) needs a {kinds}, got {what_is_no_path(path)}")
     if isinstance(state, FunctionType | MethodType):
         raise _refused(f"the first argument of {verb} is a function or method: call it, {state.__name__}()")
-    below = state.items() if verb == "load" and isinstance(state, dict) else ()  # a save looks at every value itself
-    for key, value in [("", state), *below]:
-        if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
-            where = f"the value under {key!r}" if key else "the first argument"
-            name = type(value).__name__
-            raise _refused(
-                f"{verb} takes the state of {name}, but {where} is the {name} itself. {_fix(verb, value, key)}"
-            )
+    if isinstance(state, torch.nn.Module | torch.optim.Optimizer):
+        name = type(state).__name__
+        raise _refused(f"{verb} takes a dict, but the first argument is the {name} itself. Write: {_fix(verb, state)}")
+    for value in state.values() if isinstance(state, MutableMapping) else ():
+        one = value.value if isinstance(value, PerRank) else value
+        one = one[0] if isinstance(one, list | tuple) and one else one
+        if isinstance(one, torch.Tensor | Mapping | type):
+            continue
+        is_stage = isinstance(getattr(one, "module", None), torch.nn.Module)
+        if is_stage or isinstance(one, torch.Generator) or callable(getattr(one, "load_state_dict", None)):
+            return True
+    return False
 
 
 _refused = functools.partial(option_error, was=FormatError)
 
 
-def _fix(verb: str, value: Any, key: str) -> str:
-    """The calls that were meant."""
-    what, given = ("model", "model") if isinstance(value, torch.nn.Module) else ("optimizer", "model, optimizer")
-    inner = f"{{{key!r}: state}}" if key else "state"
-    back = f"; reshard.set_{what}_state_dict({given}, state)" * (verb == "load")
-    return f"Write: state = reshard.get_{what}_state_dict({given}); reshard.{verb}({inner}, path){back}"
+def _fix(verb: str, value: Any) -> str:
+    """The call that was meant."""
+    if isinstance(value, torch.nn.Module):
+        return f"reshard.{verb}({{'model': model}}, path), or pass reshard.get_model_state_dict(model)"
+    return f"reshard.{verb}({{'model': model, 'optim': optimizer}}, path)"
 
 
 class _Attribute:

@@ -49,10 +49,11 @@ from reshard.stored.source import Source
 from reshard.stored.tensor import StoredTensor, read_value
 
 if TYPE_CHECKING:
+    from reshard.api.stateful_objects import LiveObjects
     from reshard.execute.exchange import SharedReading
     from reshard.mapping import Mapping as StateMapping
 
-__all__ = ["LoadReport", "ReadPlan", "load", "load_with", "own_values", "saved_in"]
+__all__ = ["LoadReport", "ReadPlan", "load", "load_with", "own_values", "saved_in", "set_objects"]
 
 
 _log = logging.getLogger("reshard")
@@ -78,17 +79,17 @@ def load(
 ) -> LoadReport:
     """Fill `state_dict` in place from the checkpoint at `path`. Layouts and formats may differ.
 
-        state = {"model": reshard.get_model_state_dict(model), "step": 0}
+        state = {"model": model, "optim": optimizer, "step": 0}
         report = reshard.load(state, "run/step-1000")
 
-    Tensors, sharded tensors, and dicts are filled in place. Meta tensors and all other values are replaced. A dict
-    without tensors gets the saved keys. To fill an optimizer that has no state yet, load into the dict from
-    `get_state_dict`. Before the first write, reshard proves the plan, checks that every byte exists, and verifies the
-    blocks that a rank reads for itself. It verifies shared data, and data of object stores, as the data arrives.
+    Tensors and dicts are filled in place, meta tensors and other values are replaced, and then objects are set. A new
+    optimizer's dict must be that of `get_state_dict`. Before the first write, reshard proves the plan, checks that all
+    bytes exist, and verifies the blocks that a rank reads for itself. It verifies other data as it arrives.
 
     Args:
-        state_dict: what to fill: nested dicts and lists of tensors, sharded in any way, and plain values.
-        path: a folder, file, URL, `Storage`, or `Checkpoint`; the same save for all ranks with parts of one tensor.
+        state_dict: nested dicts and lists of tensors, sharded in any way, and plain values. At its top level, also
+            models, optimizers beside their models, and other objects with `load_state_dict`.
+        path: folder, file, URL, `Storage`, or `Checkpoint`; the same save for all ranks with parts of one tensor.
         strict: True or "strict": missing and unexpected keys are errors. "subset": unexpected keys are allowed. False
             or "partial": both are allowed. {glob: mode} sets it by key: the first match counts, others are strict.
             Text for a tensor is always an error, and so is a tensor for a plain value, unless it is a 0-d number.
@@ -136,7 +137,14 @@ def load_with(
     Args:
         prefetch: collective; called when all is planned and proved, to bring what will be read to where it is read.
     """
-    check_arguments("load", state_dict, path, Checkpoint)
+    if check_arguments("load", state_dict, path, Checkpoint):
+        from reshard.api.stateful_objects import LiveObjects
+
+        live = LiveObjects(state_dict, to_fill=True, strict=options.strict)
+        if group.world_size == 1:
+            live.refuse_sharded()
+        report = load_with(group, live.state, path, options, process_group, prefetch)
+        return report if options.dry_run else set_objects(live, report)
     group.same_options("load", options.shared())
     with phase("open"):
         if isinstance(path, Checkpoint):
@@ -175,6 +183,13 @@ def load_with(
         if native is not None and isinstance(error, CorruptCheckpointError):
             native.naming_tensors(error)
         raise
+
+
+def set_objects(live: LiveObjects, report: LoadReport) -> LoadReport:
+    """Set models, optimizers, and other objects to what was loaded. Return the report with what optimizers found."""
+    live.put_back(report.aliases)
+    missing, unexpected = report.missing + live.missing, report.unexpected + live.unexpected
+    return replace(report, missing=missing, unexpected=unexpected)
 
 
 def _mapped(checkpoint: Checkpoint, mapping: StateMapping) -> Checkpoint:

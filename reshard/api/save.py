@@ -63,17 +63,17 @@ def save(
     timeout: float | timedelta = DEADLINE_S,
     **options: Unpack[SaveKeywords],
 ) -> SaveReport:
-    """Save a state dict: nested dicts, lists, and tuples of tensors, DTensors, ShardedTensors,
-    and plain data.
+    """Save a dict of models, optimizers, and other objects with `state_dict`, or a state dict.
 
     Collective: all ranks of `process_group` call it. Each element is written once, by a rank that holds it. An existing
     checkpoint at `path` stays until the new one is complete.
 
-        state = {"model": reshard.get_model_state_dict(model), "step": step}
+        state = {"model": model, "optim": optimizer, "step": step}
         report = reshard.save(state, f"run/step-{step}")
 
     Args:
-        state_dict: nested dicts and lists of tensors, with this rank's shards, and plain values.
+        state_dict: nested dicts and lists of tensors, DTensors, ShardedTensors, with this rank's shards, and plain
+            values. At its top level, also models, optimizers beside their models, and other objects with `state_dict`.
         path: a local folder, URL, or `Storage`. All ranks pass the same one, and must have access to it.
         process_group: the ranks that save together. Default: the default group, or this process if there is none.
         alone: only this process saves, even in a running job. It needs full tensors and its own path.
@@ -110,7 +110,6 @@ def save(
                 background_saves.await_saves(path)
         group = Group(process_group, alone=alone, deadline_s=timeout)
         with group.together("save"):
-            check_arguments("save", state_dict, path)
             return _finish(
                 *_prepare(state_dict, path, group, options_of("save", SaveOptions, options), ToWrite.where_it_is)
             )
@@ -252,6 +251,10 @@ def _prepare(
 
     The ranks meet for the last time when all have staged: what fails on one rank before, fails on all.
     """
+    if check_arguments("save", state_dict, path):
+        from reshard.api.stateful_objects import LiveObjects
+
+        state_dict = LiveObjects(state_dict).state
     storage = open_storage(path)
     first_word = partial(_first_word, storage, path, options)
     _, kept, census, first, data = agreed_plan(state_dict, group, options, stage=stage, first_word=first_word)

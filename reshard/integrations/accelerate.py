@@ -22,7 +22,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard.api.load import load
-from reshard.api.manager.stateful_objects import LiveObjects
 from reshard.api.save import SaveReport, save
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import FormatError, OptionError, ReshardError, framework
@@ -45,7 +44,7 @@ def save_state(
     Raises ReshardError if the accelerator has no model or several. Save several models with
     `reshard.save`, under names of your choice.
     """
-    return save(LiveObjects(state_of(accelerator, extra)).state, path)
+    return save(state_of(accelerator, extra), path)
 
 
 def load_state(accelerator: Accelerator, path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -60,9 +59,7 @@ def load_state(accelerator: Accelerator, path: str | os.PathLike[str]) -> dict[s
         fix = "convert it once, see docs/migrate/from-accelerate.md"
         raise FormatError(f"{checkpoint.url} was written by Accelerate: {fix}")
     del state["extra"]
-    live = LiveObjects(state, to_fill=True)
-    report = load(live.state, checkpoint, strict={"extra*": "subset", "*": "strict"})
-    live.put_back(report.aliases)
+    load(state, checkpoint, strict={"extra*": "subset", "*": "strict"})
     extra: dict[str, Any] = whole(checkpoint.nested()["extra"])
     return extra
 

@@ -37,8 +37,8 @@ from reshard.live.tree import Flat, flatten, rebuilt
 from reshard.state import IntKey, KeyPath, State, is_selected, key_of, plain_key
 
 __all__ = [
-    "AFTER_WRITES", "LiveState", "OwnState", "PerRank", "Targets", "is_long", "like_fresh", "put_at", "same_memory",
-    "same_value", "take_apart", "tell_owners",
+    "AFTER_WRITES", "LiveState", "OwnState", "PerRank", "Targets", "is_long", "like_fresh", "put_at",
+    "same_memory", "same_value", "take_apart", "tell_owners",
 ]  # fmt: skip
 
 

@@ -190,20 +190,19 @@ def test_a_plan_takes_what_the_command_line_takes(tmp_path) -> None:
         ),
         (
             lambda path: reshard.load(NET, path),
-            "load takes the state of Linear, but the first argument is the Linear itself. Write: state = resh",
-        ),
-        (lambda path: reshard.save(NET, path), "get_model_state_dict.model.; reshard.save.state, path.$"),
-        (
-            lambda path: reshard.load({"m": NET}, path),
-            "but the value under 'm' is the Linear itself. .* reshard.load..'m': state., path.",
+            "load takes a dict, but the first argument is the Linear itself. Write: reshard.load",
         ),
         (
-            lambda path: reshard.load({"o": torch.optim.SGD(NET.parameters())}, path),
-            "get_optimizer_state_dict.model, opti",
+            lambda path: reshard.save(NET, path),
+            r"Write: reshard.save\({'model': model}, path\), or pass reshard.get_model_state_dict\(model\)$",
         ),
         (
-            lambda path: reshard.save({"o": torch.optim.SGD(NET.parameters())}, path),
-            "get_optimizer_state_dict.model, opti",
+            lambda path: reshard.save({"in": {"m": NET}}, path),
+            "'in.m' cannot be saved: .* make the model a value of the dict itself, as {'model': model}, or",
+        ),
+        (
+            lambda path: reshard.save({"in": {"o": torch.optim.SGD(NET.parameters())}}, path),
+            "make it a value of the dict itself, as {'model': model, 'optim': optimizer}, or save get_optimizer",
         ),
         (lambda path: reshard.load(NET.state_dict, path), r"load is a function or method: call it, state_dict\(\)"),
         (
@@ -278,7 +277,7 @@ def test_wrong_arguments_are_option_errors_of_the_classes_that_they_had(tmp_path
         (
             lambda: reshard.load(optimizer, path),
             FormatError,
-            "load takes the state of SGD, but the first argument is the SGD itself",
+            "load takes a dict, but the first argument is the SGD itself. Write: reshard.load({'model': model, 'optim'",
         ),
         (lambda: reshard.save(state, path, ranks_per_file=True), OptionError, "must be an integer >= 1, got True"),
         (

@@ -271,7 +271,10 @@ class Tier:
         self._settle()
         _check_step(step)
         group.same_options(verb, {**self._shared(), "step": step, **options.shared(), **more})
-        check_arguments(verb, state, self.settings.folder)
+        if check_arguments(verb, state, self.settings.folder):
+            from reshard.api.stateful_objects import LiveObjects
+
+            state = LiveObjects(state).state
         is_new = not (self.settings.folder / self.settings.host).exists()
         hosts = self._meet(group)
         try:

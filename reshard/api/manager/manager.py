@@ -17,13 +17,13 @@ from planners.notebooks import Tabled
 from reshard.api.background_saves import start_in_background
 from reshard.api.elastic import Tier
 from reshard.api.elastic.tier import check_bytes_per_s
-from reshard.api.load import LoadReport, load
+from reshard.api.load import LoadReport, load, set_objects
 from reshard.api.manager.ledger import Ledger, RootClaim, step_path
 from reshard.api.manager.save_policies import Due, Every, Preemption, Signals, Vote, checked_metrics, checked_step
-from reshard.api.manager.stateful_objects import LiveObjects
 from reshard.api.options import DtypePolicy, LoadOptions, Mode, SaveKeywords, SaveOptions
 from reshard.api.retention import Keep
 from reshard.api.save import PendingSave, SaveReport, async_save, save
+from reshard.api.stateful_objects import LiveObjects
 from reshard.api.task_shares import absolute
 from reshard.arguments import no_attribute, options_of, renamed, with_options
 from reshard.errors import (
@@ -485,9 +485,7 @@ class CheckpointManager:
                     _log.info("%s has no step to restore: the state is unchanged", self.root)
             return None
         with group.together("CheckpointManager.restore"):
-            taken.put_back(report.load.aliases)
-            missing, unexpected = report.load.missing + taken.missing, report.load.unexpected + taken.unexpected
-            report = replace(report, load=replace(report.load, missing=missing, unexpected=unexpected))
+            report = replace(report, load=set_objects(taken, report.load))
             newer = [one for one in found if one > report.step]
             self._skipped = newer if wanted is None else []
             if discard_newer and self._claim is not None:

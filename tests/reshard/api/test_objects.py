@@ -1,0 +1,142 @@
+"""Models, optimizers, and other objects as values of what `save` and `load` take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import reshard
+from reshard.errors import FormatError, KeyMismatchError, NormalizationError, OptionError
+from tests import gloo
+
+
+def training(seed: int, ranks: int = 1) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    if ranks > 1:
+        fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return {"model": model, "optim": optimizer, "sched": torch.optim.lr_scheduler.StepLR(optimizer, 1), "step": 0}
+
+
+def train(state: dict[str, Any]) -> None:
+    state["model"](torch.ones(2, 4)).sum().backward()
+    state["optim"].step()
+    state["sched"].step()
+    state["optim"].zero_grad()
+    state["step"] += 1
+
+
+def full(state: dict[str, Any]) -> list[torch.Tensor]:
+    return [getattr(p, "full_tensor", lambda p=p: p)().detach().clone() for p in state["model"].parameters()]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_training_goes_on_as_if_it_had_not_stopped(in_background: bool, tmp_path: Path) -> None:
+    first = training(0)
+    train(first)
+    if in_background:
+        reshard.async_save(first, tmp_path / "c").result()
+    else:
+        reshard.save(first, tmp_path / "c")
+
+    second = training(1)
+    objects = dict(second)
+    report = reshard.load(second, tmp_path / "c")
+
+    assert report.ok
+    assert all(second[name] is objects[name] for name in ("model", "optim", "sched"))
+    assert second["step"] == 1
+    train(first)
+    train(second)
+    assert all(map(torch.equal, full(first), full(second)))
+    assert first["sched"].state_dict() == second["sched"].state_dict()
+
+
+def test_the_keys_are_those_of_state_dicts(tmp_path: Path) -> None:
+    state = training(0)
+    train(state)
+    reshard.save(state, tmp_path / "objects")
+    model, optim = reshard.get_state_dict(state["model"], state["optim"])
+    dicts = {"model": model, "optim": optim, "sched": state["sched"].state_dict(), "step": 1}
+    reshard.save(dicts, tmp_path / "dicts")
+
+    assert reshard.compare(tmp_path / "objects", tmp_path / "dicts").ok
+
+
+def test_memory_takes_them_too(tmp_path: Path) -> None:
+    first, second = training(0), training(1)
+    train(first)
+    tier = reshard.elastic.Tier(tmp_path / "memory", copies=0)
+    tier.save(first, 1)
+    tier.restore(second)
+
+    train(first)
+    train(second)
+    assert all(map(torch.equal, full(first), full(second)))
+
+
+def test_a_dry_run_sets_nothing(tmp_path: Path) -> None:
+    first, second = training(0), training(1)
+    train(first)
+    reshard.save(first, tmp_path / "c")
+    before = full(second)
+
+    assert reshard.load(second, tmp_path / "c", dry_run=True).ok
+    assert all(map(torch.equal, full(second), before))
+    assert not second["optim"].state
+
+
+def test_a_refused_load_sets_nothing(tmp_path: Path) -> None:
+    reshard.save(training(0), tmp_path / "c")
+    other = {**training(1), "model": nn.Linear(4, 6)}
+    other["optim"] = torch.optim.AdamW(other["model"].parameters())
+    before = full(other)
+
+    with pytest.raises(KeyMismatchError, match=r"model\.weight"):
+        reshard.load(other, tmp_path / "c")
+    assert all(map(torch.equal, full(other), before))
+
+
+def test_what_cannot_be_saved_says_what_to_write(tmp_path: Path) -> None:
+    state = training(0)
+    for wrong, error, words in (
+        ({"optim": state["optim"]}, NormalizationError, "add the model"),
+        (state["model"], OptionError, r"Write: reshard.save\({'model': model}, path\)"),
+        ({"in": {"model": state["model"]}}, FormatError, "make the model a value of the dict itself"),
+    ):
+        with pytest.raises(error, match=words):
+            reshard.save(wrong, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
+
+
+def saved_and_loaded(folder: str) -> tuple[list[torch.Tensor], bool, str]:
+    first, second = training(0, 2), training(1, 2)
+    train(first)
+    reshard.save(first, f"{folder}/c")
+    is_ok = reshard.load(second, f"{folder}/c").ok
+    same = all(map(torch.equal, full(first), full(second)))
+    words = ""
+    if torch.distributed.get_rank() == 0:
+        try:
+            reshard.load(second, f"{folder}/c", alone=True)
+        except OptionError as error:
+            words = str(error)
+    return full(first), is_ok and same, words
+
+
+def test_sharded_models_are_set_by_all_ranks_and_never_by_one(tmp_path: Path) -> None:
+    (values, is_same, words), (_, other, _) = gloo.run(saved_and_loaded, 2, str(tmp_path))
+    assert is_same
+    assert other
+    assert "leave alone out" in words
+
+    single = training(2)
+    assert reshard.load(single, tmp_path / "c").ok
+    assert all(map(torch.equal, full(single), values))
