@@ -59,9 +59,10 @@ def load_state(accelerator: Accelerator, path: str | os.PathLike[str]) -> dict[s
         fix = "convert it once, see docs/migrate/from-accelerate.md"
         raise FormatError(f"{checkpoint.url} was written by Accelerate: {fix}")
     del state["extra"]
-    load(state, checkpoint, strict={"extra*": "subset", "*": "strict"})
-    extra: dict[str, Any] = whole(checkpoint.nested()["extra"])
-    return extra
+    extra = checkpoint.nested()["extra"]
+    load(state, checkpoint, strict={"extra*": "subset", "*": "strict"} if extra else "strict")
+    found: dict[str, Any] = whole(extra)
+    return found
 
 
 def state_of(accelerator: Accelerator, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -158,18 +158,22 @@ class ReshardCheckpoint(CheckpointCallback):
     Args:
         root, options: passed to `CheckpointManager`. The metric of `keep` is a key of
             `trainer.callback_metrics`.
+        save_last: at the end of `fit`, save the last step even if it is not due. After an
+            exception, nothing is saved.
 
     Attributes:
         manager: the manager of the last `fit`. None before the first `fit`, and with
             `fast_dev_run`.
     """
 
-    def __init__(self, root: str | os.PathLike[str], **options: Any) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, save_last: bool = True, **options: Any) -> None:
         self.manager: CheckpointManager | None = None
+        self._save_last = save_last
         self._make = partial(CheckpointManager, root, **options)
         self._state: dict[str, Any] = {}
         self._restored: RestoreReport | None = None
         self._step = 0
+        self._has_trained = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the newest step."""
@@ -195,19 +199,34 @@ class ReshardCheckpoint(CheckpointCallback):
                 f"fit got ckpt_path={trainer.ckpt_path!r}, but the root already has {self._restored.path}: leave "
                 "ckpt_path out to continue from that step, or choose another root"
             )
-        self._step = trainer.global_step
+        self._step, self._has_trained, loop = trainer.global_step, False, trainer.fit_loop
+        if self._restored is not None and not loop.restarting and loop._combined_loader is not None:
+            loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)  # not done after whole epochs
+            loop._combined_loader_states_to_load = []
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Save if a save is due. Batches that only accumulate gradients are skipped, because
+        """Save if a save is due, or `fit` ends here. Batches that only accumulate gradients are skipped, because
         gradients are not saved.
         """
         if self.manager is None or self._step == trainer.global_step:
             return
-        self._step = trainer.global_step
+        # now, since Lightning's state after fit says that this epoch is complete
+        is_end = trainer.should_stop and trainer.fit_loop._can_stop_early
+        is_end = is_end or 0 < trainer.max_steps <= trainer.global_step
+        self._save(trainer, force=self._save_last and is_end)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the last step, unless it is saved already."""
+        if self.manager is not None and self._save_last and self._has_trained:
+            self._save(trainer, force=True)
+
+    def _save(self, trainer: Trainer, *, force: bool = False) -> None:
+        assert self.manager is not None
+        self._step, self._has_trained = trainer.global_step, True
         metrics = {key: value for key, value in trainer.callback_metrics.items() if key == self.manager.keep.metric}
-        if self.manager.save(self._step, self._state, metrics).preempted:
+        if self.manager.save(self._step, self._state, metrics, force=force).preempted:
             trainer.should_stop = True
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -137,8 +137,10 @@ class Generation:
                 format_bytes(arrays),
             )
         self.storage.publish_while(MANIFEST, encode_manifest(manifest), look)
+        # Hugging Face tools initialize what they do not find, so names must be those of a model
+        is_model = not (manifest.paths or manifest.per_rank or any(path for path, _ in manifest.containers))
         names = {int(rank): record.name for rank, record in manifest.files.items()}
-        publish_index(self.storage, self.save_id, self.plan, None if manifest.tables else names)
+        publish_index(self.storage, self.save_id, self.plan, names if is_model and not manifest.tables else None)
 
     def _remove_unused(self, names: Iterable[str], written: Mapping[int, Written]) -> None:
         """Second names of files of earlier saves that ranks could not use after all."""
@@ -469,8 +471,8 @@ def _began(save_id: str) -> float:
         return 0.0
 
 
-# The index beside a native checkpoint of one file of full tensors, for Hugging Face tools: they
-# read no manifest.
+# The index beside a native checkpoint of one file of a model's full tensors, for Hugging Face tools:
+# they read no manifest. Older releases also wrote it beside nested states.
 #
 # {"metadata": {"total_size": 96}, "weight_map": {"w": "data-<save id>/00000.safetensors"}}
 
@@ -488,7 +490,7 @@ def publish_index(storage: Storage, save_id: str, plan: SavePlan, files: Mapping
 
     Args:
         save_id: of the save, whose manifest is published already.
-        files: the name of each rank's data file; None where they do not hold all.
+        files: the name of each rank's data file; None where they do not hold all, or the save is no mere model.
     """
     weight_map = None if files is None else _weight_map(plan, files)
     if weight_map is None:

@@ -41,7 +41,7 @@ __all__ = [
 
 MANIFEST = "manifest.json"
 HF_INDEX = "model.safetensors.index.json"
-"""Beside the manifest, where one rank holds every tensor whole: for Hugging Face tools."""
+"""Beside the manifest, where one rank holds every tensor of a bare model whole: for Hugging Face tools."""
 VERSION = 3
 """The newest that is known. Written is the oldest that says everything."""
 STAGE_BYTES = 32 << 20

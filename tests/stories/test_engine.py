@@ -25,7 +25,7 @@ from reshard.errors import (
     OptionError,
     StorageError,
 )
-from reshard.native.manifest import MANIFEST
+from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.storage import open_storage
 from tests.faulty import Faulty
 from tests.same import assert_same
@@ -121,7 +121,29 @@ class TestRoundTrip:
         with safe_open(data_file(saved), "pt") as file:
             assert torch.equal(file.get_tensor("model.w"), one_of_everything()["model"]["w"])
             assert "model.head" not in file.keys()  # noqa: SIM118  # not a mapping
-        assert (saved / "model.safetensors.index.json").exists()
+        assert not (saved / HF_INDEX).exists(), "a Hugging Face tool finds no name of its model, and initializes it"
+
+    @pytest.mark.parametrize(
+        ("state", "is_model"),
+        [
+            (torch.nn.BatchNorm1d(2).state_dict(), True),
+            ({"model.w": torch.ones(2), "step": 3}, True),
+            ({"model": {"w": torch.ones(2)}}, False),
+            ({"w": torch.ones(2), "optim": {"lr": 0.1}}, False),
+            ({"w": torch.ones(2), "optim": {}}, False),
+            ({"w": torch.ones(2), "betas": (0.9, 0.95)}, False),
+            ({"w": torch.ones(2), "rng": reshard.PerRank(torch.ones(2))}, False),
+            ([torch.ones(2)], False),
+        ],
+    )
+    def test_an_index_for_other_tools_is_only_beside_a_model(self, tmp_path, state, is_model):
+        for old in ({"old": torch.ones(3)}, {"model": {"old": torch.ones(3)}}):
+            reshard.save(old, tmp_path / "c")
+            reshard.save(state, tmp_path / "c")
+            assert (tmp_path / "c" / HF_INDEX).exists() == is_model
+            assert reshard.verify(tmp_path / "c").ok
+        reshard.convert(tmp_path / "c", tmp_path / "d", format="native")
+        assert (tmp_path / "d" / HF_INDEX).exists() == is_model
 
     def test_in_memory(self):
         reshard.save(one_of_everything(), "memory://round-trip")

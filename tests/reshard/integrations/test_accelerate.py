@@ -188,6 +188,18 @@ def test_extra_values_are_read_however_deep_they_are(tmp_path: Path) -> None:
     assert same(load_state(accelerator, tmp_path), extra)
 
 
+def test_a_checkpoint_without_extra_is_loaded_without_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from reshard.integrations.accelerate import load_state, save_state
+
+    accelerator = prepared()
+    for extra in (None, {}, {"step": 3}):
+        save_state(accelerator, tmp_path, extra)
+        assert load_state(accelerator, tmp_path) == (extra or {})
+    assert caplog.messages == []
+
+
 def test_first_mistakes_are_told_what_to_write(tmp_path: Path) -> None:
     from accelerate import Accelerator
 

@@ -170,6 +170,8 @@ def train(
     accumulate: int = 1,
     ckpt: Path | None = None,
     epochs: int = 3,
+    steps: int = -1,
+    stop: int = -1,
     schedule: Any = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5),
     **options: Any,
 ) -> tuple[dict[int, float], Any]:
@@ -190,6 +192,7 @@ def train(
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
             if self.batches == at:
                 do()
+            self.trainer.should_stop = self.batches == stop
             self.losses[self.batches] = loss = self.net(batch).square().mean()
             self.batches += 1
             self.log("loss", loss)
@@ -208,8 +211,8 @@ def train(
     options.setdefault("every", reshard.Every(steps=2))
     callback = None if root is None else ReshardCheckpoint(root, **options)
     trainer = Trainer(
-        accelerator="cpu", devices=1, max_epochs=epochs, accumulate_grad_batches=accumulate, logger=False,
-        callbacks=[] if callback is None else [callback], enable_checkpointing=callback is not None,
+        accelerator="cpu", devices=1, max_epochs=epochs, max_steps=steps, accumulate_grad_batches=accumulate,
+        logger=False, callbacks=[] if callback is None else [callback], enable_checkpointing=callback is not None,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     net = Net()
@@ -235,7 +238,7 @@ def test_a_run_that_dies_within_an_epoch_goes_on_bit_for_bit(tmp_path: Path, die
     assert len(first) == dies_at
     assert min(then) == dies_at // (2 * accumulate) * 2 * accumulate
     assert {**first, **then} == straight
-    assert manager.latest_step() == 18 // accumulate // 2 * 2
+    assert manager.latest_step() == 18 // accumulate
     assert all(reshard.verify(tmp_path / f"step-{step}").ok for step in manager.all_steps())
 
 
@@ -264,6 +267,42 @@ def test_the_best_steps_stay(tmp_path: Path) -> None:
     best = min(losses, key=lambda number: losses[number]) + 1
     assert manager.all_steps() == sorted({best, 18})
     assert manager.best_step() == best
+
+
+def test_the_last_step_is_saved_once_and_training_goes_on_from_it(tmp_path: Path) -> None:
+    straight, _ = train(None)
+    every = reshard.Every(steps=4)
+    first, manager = train(tmp_path / "run", epochs=1, every=every)
+    assert manager.all_steps() == [4, 6]
+    saved = (tmp_path / "run" / "step-6" / "manifest.json").read_bytes()
+
+    none, manager = train(tmp_path / "run", epochs=1, every=every)  # nothing is left to do
+    assert (none, manager.all_steps()) == ({}, [4, 6])
+    second, manager = train(tmp_path / "run", epochs=2, every=every)
+    assert manager.all_steps() == [4, 6, 8, 12], "the last one was due"
+    died, manager = train(tmp_path / "run", at=14, every=every)
+    assert manager.all_steps() == [4, 6, 8, 12]
+    third, manager = train(tmp_path / "run", every=every, save_last=False)
+    assert manager.all_steps() == [4, 6, 8, 12, 16]
+
+    assert {**first, **second, **died, **third} == straight
+    assert [len(losses) for losses in (first, second, died, third)] == [6, 6, 2, 6]
+    assert (tmp_path / "run" / "step-6" / "manifest.json").read_bytes() == saved
+
+
+@pytest.mark.parametrize("end", [4, 6, 8])
+@pytest.mark.parametrize("by", ["steps", "stop"])
+def test_a_run_that_ends_within_an_epoch_goes_on_within_it(tmp_path: Path, by: str, end: int) -> None:
+    straight, _ = train(None)
+    every = reshard.Every(steps=100)
+    first, manager = train(tmp_path, every=every, **{by: end if by == "steps" else end - 1})
+    assert manager.all_steps() == [end]
+
+    then, manager = train(tmp_path, every=every, steps=18 if by == "steps" else -1)
+
+    assert manager.all_steps() == [end, 18]
+    assert {**first, **then} == straight
+    assert not first.keys() & then.keys()
 
 
 def test_a_callback_is_used_again_for_a_fast_run(tmp_path: Path) -> None:

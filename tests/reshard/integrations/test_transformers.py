@@ -154,6 +154,8 @@ def check_the_rest(one: Any, folder: Path) -> None:
     with pytest.raises(KeyMismatchError, match="scheduler: the saved settings have other names than those of this St"):
         one._load_optimizer_and_scheduler(str(folder / "run" / "checkpoint-4"))
 
+    with pytest.raises(OSError, match="no file named"):  # it must not return a model that it initialized
+        type(one.model).from_pretrained(folder / "run" / "checkpoint-4")
     reshard.convert(folder / "run" / "checkpoint-4", folder / "hf", format="safetensors", model_only=True)
     shutil.copy(folder / "run" / "checkpoint-4" / "config.json", folder / "hf")
     assert same(best, dict(type(one.model).from_pretrained(folder / "hf").state_dict()))
