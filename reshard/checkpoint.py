@@ -119,6 +119,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         # how it was made from what is at `url`: by which mappings and hints; empty if
         # it is that itself
         self.derivation = ""
+        self._whole: Checkpoint | None = None
+        """What this is a selection from."""
 
     def __getitem__(self, name: str) -> LazyTensor:
         """Raises KeyMismatchError, naming similar keys, if there is no such tensor."""
@@ -142,7 +144,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def layout(self) -> StateLayout:
         """The layout of the stored tensors. It has the saved mesh and placements if the format records
         them. Otherwise, it has the boxes of the chunks, each under the rank that wrote it."""
-        return StateLayout({name: stored_layout(self.contents.tensors[name]) for name in self})
+        world = None if self._whole is None else self._whole.layout.world_size
+        return StateLayout({name: stored_layout(self.contents.tensors[name]) for name in self}, world)
 
     @property
     def bytes_checked(self) -> int:
@@ -228,6 +231,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         )
         part = Checkpoint(made, self.url)
         part.derivation = f"{self.derivation}{wanted}"
+        part._whole = self
         return part
 
     def mapped(self, mapping: StateMapping) -> Checkpoint:
