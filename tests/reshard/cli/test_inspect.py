@@ -142,6 +142,19 @@ def test_a_selection_and_the_json_say_of_a_layout_what_the_text_of_the_whole_say
         assert {axis["name"] for axis in layout["mesh"]} == {"fsdp", "tp"}
 
 
+def test_a_plan_file_is_named_with_the_command_that_takes_it(say, checkpoint, tmp_path) -> None:
+    file = tmp_path / "plan.json"
+    assert say("plan", checkpoint, "fsdp=2", "--rule", "*=S(0)", "--out", file).code == 0
+    for command in ("inspect", "verify"):
+        said = say(command, file)
+        assert said.code != 0
+        assert (
+            f"{file} is a load plan of reshard, not a checkpoint: reshard plan CHECKPOINT {file} takes it" in said.err
+        )
+        assert "Known formats" not in said.err
+    assert say("plan", checkpoint, file).code == 0
+
+
 def test_the_old_name_of_the_option(say, checkpoint) -> None:
     old, new = (say("inspect", checkpoint, option, "*.w") for option in ("--only", "--select"))
 

@@ -291,7 +291,7 @@ def test_names_beside_what_is_missing_are_not_called_damaged(say, tmp_path) -> N
     assert said.out.count(f"{file.name} has ") == 1, "the file and what is in it are one line"
     assert "2 names ('w8', 'w9'): " in said.out
     assert "Tensors there: 'w8' (bytes [" in said.out
-    assert re.search(r"·  \*: 14 names, such as 'w0': was not read: .*/00000.safetensors is damaged\n", said.out)
+    assert re.search(r"·  \*: 14 names, such as 'w0': were not read: .*/00000.safetensors is damaged\n", said.out)
     told = json.loads(say("verify", tmp_path / "one", "--json").out)["findings"]
     unread = {it["fqn"] for it in told if it["message"].startswith("was not read: ")}
     assert said.code == 1
