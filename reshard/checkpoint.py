@@ -126,8 +126,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """Raises KeyMismatchError, naming similar keys, if there is no such tensor."""
         stored = self.contents.find(name)
         if stored is None:
-            what = "read it from .objects" if name in self.objects else _similar(name, self)
-            what = IS_PER_RANK if name in self.contents.per_rank else what
+            if name in self.objects:
+                raise KeyMismatchError(f"{name!r} is an object: use checkpoint.objects[{name!r}]")
+            what = IS_PER_RANK if name in self.contents.per_rank else _similar(name, self)
             raise KeyMismatchError(f"{self.url} has no tensor {name!r}: {what}")
         return LazyTensor(stored)
 

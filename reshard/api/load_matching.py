@@ -32,7 +32,7 @@ from reshard.api.key_suggestions import (
 )
 from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint, save_of
-from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, format_ranks, visible
+from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, fix_lines, format_ranks, visible
 from reshard.live.dtypes import DROPS, dtype_from_name, refused_cast, refused_codes
 from reshard.live.optimizer_state import LazyOptimizerState
 from reshard.live.plain_data import UNSUPPORTED_TENSORS
@@ -611,12 +611,14 @@ class Mismatches:
         if of_another_kind:
             fixes.append(_ITS_KIND)
         if where:
-            fixes.append(wording.allow)
+            top = f"{next(iter(where)).partition('.')[0]}."
+            glob = f"{top}*" if len(where) > 1 and all(key.startswith(top) for key in where) else next(iter(where))
+            fixes += wording.allow.replace("'some.*'", repr(glob)).split("\n")
         elif unexpected and moved is None:
             fixes.append(wording.ignore)
-        every = ["\n  or:  ".join(fixes)] * bool(fixes) + self._fixes_of_mismatches(wording)
+        fixes += self._fixes_of_mismatches(wording)
         head = f"{match.checkpoint.url} does not match the state to load into:"
-        return "\n".join([head, *what, *map(visible, lines), *(f"  fix: {fix}" for fix in every)])
+        return "\n".join([head, *what, *map(visible, lines), *fix_lines(fixes)])
 
     def _fixes_of_mismatches(self, wording: Wording) -> list[str]:
         fixes = []
