@@ -494,7 +494,7 @@ def test_unread_reads_what_has_no_fingerprints(say, checkpoint, tmp_path) -> Non
 def test_a_verdict_of_the_same_says_what_was_not_compared(say, tmp_path) -> None:
     for name, value in {"a": {"n": 1, "e": {}, "l": [1, 2]}, "b": {"n": 1.0, "l": (1, 2)}, "c": {"n": True}}.items():
         reshard.save(value, tmp_path / name)
-    note = "note  types of containers are not compared, and 1 equals 1.0\n"
+    note = "note  lists and tuples count as equal, and so do 1 and 1.0\n"
 
     said = say("diff", tmp_path / "a", tmp_path / "b")
     assert said.code == 0
