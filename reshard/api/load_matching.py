@@ -6,7 +6,7 @@ import copy
 import logging
 import socket
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Number
@@ -611,9 +611,7 @@ class Mismatches:
         if of_another_kind:
             fixes.append(_ITS_KIND)
         if where:
-            top = f"{next(iter(where)).partition('.')[0]}."
-            glob = f"{top}*" if len(where) > 1 and all(key.startswith(top) for key in where) else next(iter(where))
-            fixes += wording.allow.replace("'some.*'", repr(glob)).split("\n")
+            fixes += wording.allow.replace("'some.*'", repr(_glob_of([*where]))).split("\n")
         elif unexpected and moved is None:
             fixes.append(wording.ignore)
         fixes += self._fixes_of_mismatches(wording)
@@ -631,6 +629,11 @@ class Mismatches:
             cast = "" if any(line.endswith(")") for line in dtypes) else "dtype_policy='cast' converts, "
             fixes.append(f"{cast}dtype_policy='saved' keeps the saved dtype")
         return fixes
+
+
+def _glob_of(keys: Sequence[str]) -> str:
+    top = f"{keys[0].partition('.')[0]}."
+    return f"{top}*" if len(keys) > 1 and all(key.startswith(top) for key in keys) else keys[0]
 
 
 def _by_integer_ids(match: KeyMatch, missing: dict[str, str], unexpected: list[str]) -> tuple[str, str] | None:

@@ -27,7 +27,7 @@ from reshard.errors import (
     StorageError,
     did_you_mean,
 )
-from reshard.formats.format import Format, unopened_text
+from reshard.formats.format import Format, refuse_plan, unopened_text
 from reshard.formats.table import FORMATS, formats
 from reshard.live.garbage_collection import gc_paused
 from reshard.native import reader as native
@@ -514,10 +514,6 @@ def _find(path: StoragePath) -> tuple[Storage, dict[str, int]]:
     return storage, {name: size for name, size in names.items() if not is_temporary(name)}
 
 
-_OURS = re.compile(rb'\s*\{\s*"reshard":\s*"(\w+)"')
-_TAKEN_BY_PLAN = ("load plan", "state layout", "topology")
-
-
 def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Format | None) -> Format:
     """The format that fits. Raises FormatError if none does, or more than one."""
     if ".metadata" in names and MANIFEST not in names:  # what a killed save of ours left beside it does not count
@@ -552,9 +548,8 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
             f"{format_some(nested)}: open one of these{'. Their names have no step number' * bool(hint)}{hint}"
         )
     some = format_some(sorted(names))
-    if len(names) == 1 and (found := _OURS.match(storage.read(some, 0, min(names[some], 99)))):
-        kind, takes = found[1].decode().replace("_", " "), f": reshard plan CHECKPOINT {url} takes it"
-        raise FormatError(f"{url} is a {kind} of reshard, not a checkpoint{takes * (kind in _TAKEN_BY_PLAN)}")
+    if len(names) == 1:
+        refuse_plan(storage.read(some, 0, min(names[some], 99)), url)
     raise FormatError(
         f"{url} is not a checkpoint in a known format.{'' if url.endswith(some) else f' It contains {some}.'} "
         f"Known formats are {known}. Files must keep the names that the framework gave them"

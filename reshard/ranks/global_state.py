@@ -415,7 +415,7 @@ class DigestTable:
         if not pairs:
             return bool(told.objects)
         differing = {
-            key: ", ".join(" / ".join(map(format_ranks, one)) for one in sorted(of)[:8]) + ", and more" * (len(of) > 8)
+            key: format_some([" / ".join(map(format_ranks, one)) for one in sorted(of)], 8)
             for key, of in sorted(pairs.items())
         }
         raise KeyMismatchError(_differing(differing, kinds))
@@ -433,14 +433,13 @@ def _differing(ranks: Mapping[str, str], kinds: Mapping[str, str]) -> str:
             same.setdefault(ranks[key], []).append(key)
         shown = [f"replicas of {format_some([*map(repr, keys)])} differ: {of}" for of, keys in same.items()]
         texts.append(f"{'; '.join(shown[:20])}{', and more' * (len(shown) > 20)}. {_SAME_VALUES}")
-    if others := [key for key in ranks if key not in sharded]:
+    if others := [key for key in ranks if kinds[key] != "sharded"]:
         shown = [f"{key!r} ({ranks[key]})" for key in others]
         fix = "Wrap values that differ on purpose in reshard.PerRank(value), or use another key on each rank"
-        if any("param_groups." in key and ".params." in key for key in ranks):
+        if any("param_groups." in key and ".params." in key for key in others):
             fix = STAGES_DIFFER
         buffers = _BUFFERS * any(kinds[key] == "plain" for key in others)
-        listed = "; ".join(shown[:20]) + ", and more" * (len(shown) > 20)
-        texts.append(f"values differ between ranks under the same key: {listed}. {fix}{buffers}")
+        texts.append(f"values differ between ranks under the same key: {format_some(shown, 20)}. {fix}{buffers}")
     return ". ".join(texts)
 
 

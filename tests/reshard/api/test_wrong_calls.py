@@ -248,7 +248,7 @@ def test_replicas_that_differ_are_all_named_with_the_fix_of_their_kind(tmp_path:
     first, plain, alone = words.partition("values differ")[0], *words.split("values differ between ranks")[1:]
     assert first.startswith(f"replicas of {pairs}all replicas the same initial values: the same seed, or a broadcast ")
     assert "PerRank" not in first
-    assert plain.startswith(" under the same key: 'n' (ranks 0-2 / rank 3); 'plain' (ranks 0, 2-3 / rank 1). Wrap ")
+    assert plain.startswith(" under the same key: 'n' (ranks 0-2 / rank 3), 'plain' (ranks 0, 2-3 / rank 1). Wrap ")
     assert "torch.distributed.broadcast" in plain
     assert alone.startswith(" under the same key: 'n' (ranks 0-2 / rank 3). Wrap values that differ on purpose in")
     assert "broadcast" not in alone
