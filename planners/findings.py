@@ -64,7 +64,7 @@ def in_groups(findings: Iterable[Finding]) -> list[str]:
             its = [it for it in its if it.fqn is not None] or its
             one = f"{front}: {len(its)} names, such as {its[0].fqn!r}"
             some = f"{format_count(len(its), 'name')} ({format_some([repr(it.fqn) for it in its], _MOST_LISTED)})"
-            texts.append(f"{one if front else some}: {whole}")
+            texts.append(f"{one if front else some}: {re.sub('^was ', 'were ', whole)}")
     return texts
 
 

@@ -119,13 +119,16 @@ class Checkpoint(Mapping[str, LazyTensor]):
         # how it was made from what is at `url`: by which mappings and hints; empty if
         # it is that itself
         self.derivation = ""
+        self._whole: Checkpoint | None = None
+        """What this is a selection from."""
 
     def __getitem__(self, name: str) -> LazyTensor:
         """Raises KeyMismatchError, naming similar keys, if there is no such tensor."""
         stored = self.contents.find(name)
         if stored is None:
-            what = "read it from .objects" if name in self.objects else _similar(name, self)
-            what = IS_PER_RANK if name in self.contents.per_rank else what
+            if name in self.objects:
+                raise KeyMismatchError(f"{name!r} is an object: use checkpoint.objects[{name!r}]")
+            what = IS_PER_RANK if name in self.contents.per_rank else _similar(name, self)
             raise KeyMismatchError(f"{self.url} has no tensor {name!r}: {what}")
         return LazyTensor(stored)
 
@@ -142,7 +145,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def layout(self) -> StateLayout:
         """The layout of the stored tensors. It has the saved mesh and placements if the format records
         them. Otherwise, it has the boxes of the chunks, each under the rank that wrote it."""
-        return StateLayout({name: stored_layout(self.contents.tensors[name]) for name in self})
+        world = None if self._whole is None else self._whole.layout.world_size
+        return StateLayout({name: stored_layout(self.contents.tensors[name]) for name in self}, world)
 
     @property
     def bytes_checked(self) -> int:
@@ -228,6 +232,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         )
         part = Checkpoint(made, self.url)
         part.derivation = f"{self.derivation}{wanted}"
+        part._whole = self
         return part
 
     def mapped(self, mapping: StateMapping) -> Checkpoint:

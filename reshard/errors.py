@@ -197,6 +197,11 @@ def format_names(names: Collection[object], limit: int = 3) -> str:
     return f"{len(names)} ({', '.join([*first, *more])})" if first else "0"
 
 
+def fix_lines(fixes: Iterable[str]) -> list[str]:
+    """The last lines of a message: what to do, or else to do."""
+    return [f"  {'or: ' if number else 'fix:'} {fix}" for number, fix in enumerate(fixes)]
+
+
 def visible(text: str) -> str:
     """Text on one line, with escapes for what does not print: names in files must not control a terminal."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

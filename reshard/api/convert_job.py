@@ -164,7 +164,7 @@ class ConvertJob:
         if onto is not None:
             specs = {n: state[n].stored.spec for n in state if n not in state.aliases}
             onto = _made(onto, specs) if isinstance(onto, Topology) else onto
-            _check_onto(onto, specs)
+            _check_onto(onto, specs, self.dtype)
         if self.writing.form is not None:
             found = normalize(contents, None, state.url)
             contents = self.writing.form(
@@ -200,15 +200,22 @@ def _made(onto: Topology, specs: Mapping[str, TensorSpec]) -> StateLayout:
     return layout
 
 
-def _check_onto(onto: StateLayout, specs: Mapping[str, TensorSpec]) -> None:
+def _check_onto(onto: StateLayout, specs: Mapping[str, TensorSpec], dtype: str | None) -> None:
     wrong = [name for name, spec in specs.items() if name not in onto or onto[name].spec != spec]
     wrong += [name for name in onto if name not in specs]
     if wrong:
-        have, want = specs.get(wrong[0]), onto[wrong[0]].spec if wrong[0] in onto else None
-        raise LayoutError(
-            f"the checkpoint and the layout given as onto= differ in {format_count(len(wrong), 'tensor')}, such as "
-            f"{wrong[0]!r}: the checkpoint has {have}, the layout {want}"
-        )
+        name, layout = wrong[0], "the layout given as onto="
+        have, want = (of and f"{of.dtype} {list(of.shape)}" for of in (specs.get(name), onto.specs.get(name)))
+        if have and want:
+            if specs[name].shape == onto[name].spec.shape:
+                have, want = specs[name].dtype, onto[name].spec.dtype
+            text = f"is {have} {'after dtype=' if dtype else 'in the checkpoint'}, but {want} in {layout}"
+        else:
+            text = (
+                f"is in the checkpoint, but not in {layout}" if have else f"is in {layout}, but not in the checkpoint"
+            )
+        more = f". {format_count(len(wrong), 'tensor')} differ" if len(wrong) > 1 else ""
+        raise LayoutError(f"{name!r} {text}{more}")
 
 
 # The files, each a task: written from the source, and recorded in the journal.

@@ -6,7 +6,7 @@ import copy
 import logging
 import socket
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Number
@@ -32,7 +32,7 @@ from reshard.api.key_suggestions import (
 )
 from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint, save_of
-from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, format_ranks, visible
+from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, fix_lines, format_ranks, visible
 from reshard.live.dtypes import DROPS, dtype_from_name, refused_cast, refused_codes
 from reshard.live.optimizer_state import LazyOptimizerState
 from reshard.live.plain_data import UNSUPPORTED_TENSORS
@@ -611,12 +611,12 @@ class Mismatches:
         if of_another_kind:
             fixes.append(_ITS_KIND)
         if where:
-            fixes.append(wording.allow)
+            fixes += wording.allow.replace("'some.*'", repr(_glob_of([*where]))).split("\n")
         elif unexpected and moved is None:
             fixes.append(wording.ignore)
-        every = ["\n  or:  ".join(fixes)] * bool(fixes) + self._fixes_of_mismatches(wording)
+        fixes += self._fixes_of_mismatches(wording)
         head = f"{match.checkpoint.url} does not match the state to load into:"
-        return "\n".join([head, *what, *map(visible, lines), *(f"  fix: {fix}" for fix in every)])
+        return "\n".join([head, *what, *map(visible, lines), *fix_lines(fixes)])
 
     def _fixes_of_mismatches(self, wording: Wording) -> list[str]:
         fixes = []
@@ -629,6 +629,11 @@ class Mismatches:
             cast = "" if any(line.endswith(")") for line in dtypes) else "dtype_policy='cast' converts, "
             fixes.append(f"{cast}dtype_policy='saved' keeps the saved dtype")
         return fixes
+
+
+def _glob_of(keys: Sequence[str]) -> str:
+    top = f"{keys[0].partition('.')[0]}."
+    return f"{top}*" if len(keys) > 1 and all(key.startswith(top) for key in keys) else keys[0]
 
 
 def _by_integer_ids(match: KeyMatch, missing: dict[str, str], unexpected: list[str]) -> tuple[str, str] | None:

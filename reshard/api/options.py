@@ -44,9 +44,11 @@ class Wording:
     missing: str = "missing from the checkpoint"
     mismatched: str = "mismatched"
     allow: str = (
-        "mapping= renames keys; strict={'some.*': 'partial'} allows these keys to be missing or unexpected, "
-        "strict=False all keys. Missing keys keep their values"
+        "mapping= renames keys\n"
+        "strict={'some.*': 'partial'} allows these keys to be missing or unexpected; missing ones keep their values\n"
+        "strict=False allows this for all keys"
     )
+    """Advice where keys are missing, one on each line, with `'some.*'` for these."""
     mismatch_error: type[KeyMismatchError] = KeyMismatchError
     """Raised where something is mismatched."""
     ignore: str = 'strict="subset" ignores what only the checkpoint has; mapping= renames keys'

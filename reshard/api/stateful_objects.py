@@ -52,6 +52,10 @@ class _Taken:
     put: _Set
 
 
+class _Options(StateDictOptions):
+    _LENIENT = "strict=False to restore"
+
+
 class LiveObjects:
     """A user's state, taken apart.
 
@@ -178,7 +182,7 @@ class LiveObjects:
         if optimizers := _all(Optimizer, value):
             found = self._models_of(optimizers, key)
             owners = [model for model, _ in found]
-            options = StateDictOptions(
+            options = _Options(
                 strict=self._options.mode_of(f"{key}.state") != "partial",
                 flatten_optimizer_state_dict=any(is_stage for _, is_stage in found),  # ranks have other groups each
             )

@@ -18,7 +18,15 @@ from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.views import TargetSlot, View, pull_back
 from reshard.api.key_suggestions import section
 from reshard.api.options import TransferOptions, shared
-from reshard.errors import FormatError, KeyMismatchError, LayoutError, did_you_mean, format_names, format_ranks
+from reshard.errors import (
+    FormatError,
+    KeyMismatchError,
+    LayoutError,
+    did_you_mean,
+    fix_lines,
+    format_names,
+    format_ranks,
+)
 from reshard.live.dtypes import dtype_from_name, holds, refused_cast, refused_codes
 from reshard.live.plain_data import decode_plain, encode_plain
 from reshard.live.state import Targets
@@ -256,12 +264,12 @@ def _refuse(found: TensorMatches, mismatched: list[str], stray: list[str], stric
     lines += listed("named by a view or the mapping, but not in the target", dict.fromkeys(stray, ""), found.after)
     if not lines:
         return
-    lines.append("  fix: mapping= and views= set which source fills which target")
+    fixes = ["mapping= and views= set which source fills which target"]
     if strict and (found.missing or found.unexpected):
-        lines.append("  fix: strict=False ignores missing and unexpected keys")
+        fixes.append("strict=False ignores missing and unexpected keys")
     if any(": has dtype " in line for line in mismatched) and not any(line.endswith(")") for line in mismatched):
-        lines.append("  fix: dtype_policy='cast' converts dtypes")
-    raise KeyMismatchError("\n".join(["the target does not match the source:", *lines]))
+        fixes.append("dtype_policy='cast' converts dtypes")
+    raise KeyMismatchError("\n".join(["the target does not match the source:", *lines, *fix_lines(fixes)]))
 
 
 # How the ranks of a transfer come to know, and to agree on, what all of them hold and want.

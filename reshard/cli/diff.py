@@ -188,7 +188,7 @@ def _print(
         right = _verdict(covered, is_within) if report.ok else ""
         print_report(shown, right=right, of=" in common", limit=limit, more="--limit or --json")
         if has_objects:
-            print_text(screen, "types of containers are not compared, and 1 equals 1.0", "note", "yellow")
+            print_text(screen, "lists and tuples count as equal, and so do 1 and 1.0", "note", "yellow")
     if covered.unchecked:
         print_text(screen, covered.unchecked, "note", "yellow")
 

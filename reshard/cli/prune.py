@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated
 
 from typer import Argument, Option
 
 from reshard.cli.arguments import AsJson, On, executor_on
-from reshard.cli.show import console, counted, print_json, print_text, size
+from reshard.cli.show import console, counted, print_json, print_text, size, some
+from reshard.errors import ReshardError
 
 __all__ = ["prune"]
 
@@ -32,16 +34,21 @@ def prune(
     from reshard.api.retention import leftovers
 
     with executor_on(on) as executor:
-        left = leftovers(run)
+        left, all_steps = leftovers(run), []
+        with suppress(ReshardError):  # which prune raises, too
+            all_steps = [step for step in reshard.steps(run) if step.problem is None]
         gone = reshard.prune(run, keep_last=keep_last, executor=executor, dry_run=dry_run)
     left = {path: nbytes for path, nbytes in left.items() if path not in gone}
     if as_json:
         files = [{"path": path, "nbytes": nbytes} for path, nbytes in left.items()]
         print_json({"path": run, "dry_run": dry_run, "removed": gone, "leftovers": files})
         return
-    done = "would delete" if dry_run else "deleted"
-    for path in gone:
-        print_text(console(), path, done)
+    done, keeps = ("would delete", "keeps") if dry_run else ("deleted", "kept")
     for path, nbytes in left.items():
         print_text(console(), f"{path}  (files of killed saves, {size(nbytes)})", done)
-    print_text(console(), f"{done} {counted(len(gone), 'checkpoint')} of {run}", style="bold")
+    top = f"{run.rstrip('/')}/"
+    stay = [step.path.removeprefix(top) for step in all_steps if step.path not in gone]
+    freed = size(sum(step.nbytes for step in all_steps if step.path in gone))
+    what = f", {freed} of tensors: {', '.join(path.removeprefix(top) for path in gone)}" if gone else ""
+    text = f"{done} {len(gone)} of {counted(len(gone) + len(stay), 'checkpoint')}{what}"
+    print_text(console(), text + f"; {keeps} {some(stay)}" * bool(stay), style="bold")

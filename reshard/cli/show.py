@@ -94,6 +94,7 @@ _SAID: list[tuple[str, Any]] = [
     (r"model_only=True", "--model"),
     (r" \(check=False reads it as it is\)", ""),
     (r"leave out onto\b", "leave out --onto"),
+    (r"(after|as) (dtype|onto)=", r"\1 --\2"),
     (r"leave out step=\d+", "leave out --step"),
     (r"max_shard_bytes", "--max-shard"),
     (r"pass rtol=", "add --rtol 1e-3"),

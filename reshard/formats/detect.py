@@ -27,7 +27,7 @@ from reshard.errors import (
     StorageError,
     did_you_mean,
 )
-from reshard.formats.format import Format
+from reshard.formats.format import Format, refuse_plan, unopened_text
 from reshard.formats.table import FORMATS, formats
 from reshard.live.garbage_collection import gc_paused
 from reshard.native import reader as native
@@ -83,7 +83,7 @@ class _Run(NamedTuple):
         if not self.beside:
             return []
         where = path_below(path, self.beside[0])
-        return [f"{format_some(self.beside, 1)} beside the steps was not opened: to open it, pass its path, {where}"]
+        return [unopened_text(self.beside, "next to the steps", where)]
 
     def having(self, number: int | None, path: AnyPath) -> list[RunStep]:
         """The steps with that number, or all, the newest first. Raises CheckpointNotFoundError if
@@ -475,11 +475,9 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
             name = next(iter(names))
             warning = f"{name} is the only file: if it is one stage of a pipeline, the other stages are missing"
             return replace(contents, warnings=(*contents.warnings, warning))
-    unopened = [f"{name} beside {MANIFEST}" for name in beside] if format.name == "native" else []
-    if not unopened:
+    if not beside or format.name != "native":
         return contents
-    warning = f"{format_some(unopened, 1)} was not opened: to open it, pass its path"
-    return replace(contents, warnings=(*contents.warnings, warning))
+    return replace(contents, warnings=(*contents.warnings, unopened_text(beside, f"next to {MANIFEST}")))
 
 
 def _find(path: StoragePath) -> tuple[Storage, dict[str, int]]:
@@ -550,6 +548,8 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
             f"{format_some(nested)}: open one of these{'. Their names have no step number' * bool(hint)}{hint}"
         )
     some = format_some(sorted(names))
+    if len(names) == 1:
+        refuse_plan(storage.read(some, 0, min(names[some], 99)), url)
     raise FormatError(
         f"{url} is not a checkpoint in a known format.{'' if url.endswith(some) else f' It contains {some}.'} "
         f"Known formats are {known}. Files must keep the names that the framework gave them"

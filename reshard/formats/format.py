@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Format", "Normalizer", "Widen", "Writing", "as_shape", "at_top", "check_index", "missing_files", "not_opened",
-    "read_index",
+    "read_index", "refuse_plan", "unopened_text",
 ]  # fmt: skip
 
 
@@ -139,11 +140,23 @@ def read_index(files: Files, ending: str) -> tuple[Files, str, dict[str, str]] |
 
 def not_opened(files: Files, opened: Iterable[str], glob: str = "*.safetensors") -> tuple[str, ...]:
     """A warning that names the files that match, but were not opened."""
-    others = set(fnmatch.filter(files.listed, glob)).difference(opened)
-    if not others:
-        return ()
-    some = format_some(sorted(others), 1)
-    return (f"{some} was not opened: to open it, pass its path",)
+    others = sorted(set(fnmatch.filter(files.listed, glob)).difference(opened))
+    return (unopened_text(others),) if others else ()
+
+
+def unopened_text(names: Sequence[str], where: str = "", path: str = "") -> str:
+    """The warning that these files, `where`, were not opened. `path`: of the first, if not clear."""
+    where, path = where and f" {where}", path and f", {path}"
+    if len(names) == 1:
+        return f"{names[0]}{where} was not opened. To open it, pass its path{path}"
+    return f"{len(names):,} files{where} were not opened, such as {names[0]}. To open one, pass its path{path}"
+
+
+def refuse_plan(head: bytes, url: str) -> None:
+    """Raise FormatError for a file that begins as those that `reshard plan` takes."""
+    if found := re.match(rb'\s*{\s*"reshard":\s*"(load_plan|state_layout|topology)"', head):
+        kind = found[1].decode().replace("_", " ")
+        raise FormatError(f"{url} is a {kind} of reshard, not a checkpoint: reshard plan CHECKPOINT {url} takes it")
 
 
 def missing_files(

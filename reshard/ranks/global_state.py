@@ -14,6 +14,7 @@ import xxhash
 
 from planners.geometry.layout import ProductForm, StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Replicate
+from planners.units import format_some
 from reshard.errors import FormatError, KeyMismatchError, LayoutError, format_names, format_ranks
 from reshard.live.dtypes import as_array, row_major_bytes
 from reshard.live.fingerprints import partials
@@ -327,6 +328,8 @@ class DigestTable:
     """Of holders; `_ANYBODY` if it is not known."""
     objects: dict[str, bytes]
     """A digest of each object."""
+    sharded: frozenset[str]
+    """Keys of sharded tensors."""
 
     @classmethod
     def of(
@@ -342,7 +345,9 @@ class DigestTable:
         """Arguments as for `agree_on_values`. If a tensor of any rank is on a device, all compare
         fingerprints, which devices compute where the elements are, instead of hashes of the bytes.
         """
-        table = cls({}, {}, {key: xxhash.xxh3_128_digest(msgspec.json.encode(data)) for key, data in objects.items()})
+        hashed = {key: xxhash.xxh3_128_digest(msgspec.json.encode(data)) for key, data in objects.items()}
+        sharded = {key for key, tensor in tensors.items() if tensor.is_sharded or _is_sharded(layout.get(key))}
+        table = cls({}, {}, hashed, frozenset(sharded))
         if not check_replicas:
             return table
         for key, digest in table.objects.items():
@@ -392,27 +397,55 @@ class DigestTable:
         differ = [holders for holders, (digest, *_) in told.digests.items() if not digest]
         if not differ:
             return bool(told.objects)
-        mine = {key: digest for holders in differ for key, digest in self.rows.get(holders, {}).items()}
+        mine = {
+            key: (digest, self._kind(key.partition("\0")[0]))
+            for holders in differ
+            for key, digest in self.rows.get(holders, {}).items()
+        }
         values: dict[str, dict[bytes, list[int]]] = {}
-        for theirs, ranks in group.distinct_answers(mine, kind=dict[str, bytes]):
-            for key, digest in theirs.items():
-                values.setdefault(key, {}).setdefault(digest, []).extend(ranks)
-        differing = {key.partition("\0")[0]: list(by.values()) for key, by in values.items() if len(by) > 1}
-        if not differing:
+        kinds: dict[str, str] = {}
+        for theirs, ranks in group.distinct_answers(mine, kind=dict[str, tuple[bytes, str]]):
+            for name, (digest, kind) in theirs.items():
+                values.setdefault(name, {}).setdefault(digest, []).extend(ranks)
+                kinds[name.partition("\0")[0]] = kind
+        pairs: dict[str, list[tuple[list[int], ...]]] = {}
+        for name, by in values.items():
+            if len(by) > 1:
+                pairs.setdefault(name.partition("\0")[0], []).append(tuple(by.values()))
+        if not pairs:
             return bool(told.objects)
-        shown = "; ".join(
-            f"{key!r} ({' / '.join(format_ranks(r) for r in by)})" for key, by in list(differing.items())[:20]
-        )
-        buffers = "" if self.objects.keys() >= differing.keys() else _BUFFERS
+        differing = {
+            key: format_some([" / ".join(map(format_ranks, one)) for one in sorted(of)], 8)
+            for key, of in sorted(pairs.items())
+        }
+        raise KeyMismatchError(_differing(differing, kinds))
+
+    def _kind(self, key: str) -> str:
+        return "object" if key in self.objects else "sharded" if key in self.sharded else "plain"
+
+
+def _differing(ranks: Mapping[str, str], kinds: Mapping[str, str]) -> str:
+    """The message about keys, each with the ranks that differ."""
+    texts = []
+    if sharded := [key for key in ranks if kinds[key] == "sharded"]:
+        same: dict[str, list[str]] = {}
+        for key in sharded:
+            same.setdefault(ranks[key], []).append(key)
+        shown = [f"replicas of {format_some([*map(repr, keys)])} differ: {of}" for of, keys in same.items()]
+        texts.append(f"{'; '.join(shown[:20])}{', and more' * (len(shown) > 20)}. {_SAME_VALUES}")
+    if others := [key for key in ranks if kinds[key] != "sharded"]:
+        shown = [f"{key!r} ({ranks[key]})" for key in others]
         fix = "Wrap values that differ on purpose in reshard.PerRank(value), or use another key on each rank"
-        if any("param_groups." in key and ".params." in key for key in differing):
+        if any("param_groups." in key and ".params." in key for key in others):
             fix = STAGES_DIFFER
-        raise KeyMismatchError(
-            f"values differ between ranks under the same key: {shown}{', and more' * (len(differing) > 20)}. "
-            f"{fix}{buffers}"
-        )
+        buffers = _BUFFERS * any(kinds[key] == "plain" for key in others)
+        texts.append(f"values differ between ranks under the same key: {format_some(shown, 20)}. {fix}{buffers}")
+    return ". ".join(texts)
 
 
+_SAME_VALUES = (
+    "Give all replicas the same initial values: the same seed, or a broadcast along the replicated axis of the mesh"
+)
 _BUFFERS = (
     ". If these are shards, as DTensor.to_local() returns them, pass the DTensors themselves, as "
     "reshard.get_model_state_dict(model) does. If these are buffers that each rank updates by itself, such as running "
@@ -428,6 +461,11 @@ def _holders(form: ProductForm, rank: int) -> tuple[bytes, int]:
     place = [None if is_copied else at for is_copied, at in zip(copied, form.mesh.coordinate(rank))]
     count = math.prod(size for size, is_copied in zip(form.mesh.shape, copied) if is_copied)
     return xxhash.xxh3_64_digest(f"{form.mesh} {copied} {place}".encode()), count
+
+
+def _is_sharded(layout: TensorLayout | None) -> bool:
+    form = layout and layout.form
+    return form is not None and not (isinstance(form, ProductForm) and {*map(type, form.placements)} <= {Replicate})
 
 
 def _replicas(

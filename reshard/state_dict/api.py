@@ -289,7 +289,7 @@ def _set(
         model_writes = plan_model(live, of_model, opts) if has_model else None
         if live_optimizers is not None and writes is None:
             writes = plan_optimizers(live_optimizers, of_optimizers, opts)
-    report = SetReport() if model_writes is None else apply_model(model_writes, opts.strict)
+    report = SetReport(model_unchanged=True) if model_writes is None else apply_model(model_writes, opts.strict)
     if live_optimizers is None or writes is None:
         return report, OptimizerReport()
     if has_model:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from planners.geometry.box import Shape
-from reshard.errors import KeyMismatchError, format_value, visible
+from reshard.errors import KeyMismatchError, fix_lines, format_value, visible
 from reshard.live.deepspeed import HOW_TO_GET, HOW_TO_SET
 from reshard.live.dtypes import overflowing
 from reshard.live.state import AFTER_WRITES, same_memory, same_value
@@ -390,22 +390,19 @@ def _message(live: LiveModel | None, missing: list[str], unexpected: list[str], 
         lines += listed("Missing key", missing)  # torch's words, as far as they go
         lines += listed("Unexpected key", unexpected, live)
     lines += listed("Mismatched", faults)
+    fixes = []
     if any("found LazyTensor(" in fault for fault in faults):
-        lines.append("  fix: read lazy tensors first: {name: tensor[...] for name, tensor in state.items()}")
+        fixes.append("read lazy tensors first: {name: tensor[...] for name, tensor in state.items()}")
     heads = [name for name in unexpected if missing and (name == "model" or name.endswith(f".{missing[0]}"))]
     if heads:
-        lines.append(
-            f"  fix: pass what is below {heads[0].removesuffix(missing[0])!r}, under names without this prefix"
-        )
+        fixes.append(f"pass what is below {heads[0].removesuffix(missing[0])!r}, under names without this prefix")
     if strict and (missing or unexpected):
-        lines.append(
-            "  fix: pass StateDictOptions(strict=False) to set only the entries that match and report the rest"
-        )
+        fixes.append("pass StateDictOptions(strict=False) to set only the entries that match and report the rest")
         if live is not None and any(segment in WRAPPER_SEGMENTS for name in unexpected for segment in name.split(".")):
-            lines.append("  fix: reshard.normalize(state_dict) removes wrapper segments from names")
+            fixes.append("reshard.normalize(state_dict) removes wrapper segments from names")
         if live is not None and missing and all(_is_frozen(live.by_name[n]) for n in missing if n in live.by_name):
-            lines.append("  fix: everything missing is frozen, and ignore_frozen_params=True allows that")
-    return "\n".join(lines)
+            fixes.append("everything missing is frozen, and ignore_frozen_params=True allows that")
+    return "\n".join([*lines, *fix_lines(fixes)])
 
 
 def listed(title: str, names: list[str], live: LiveModel | None = None, limit: int = 20) -> list[str]:

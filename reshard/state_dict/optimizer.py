@@ -172,7 +172,7 @@ def plan_optimizers(
     shapes = _misshapen(match.state, {id(one) for one, _, _ in places.rows}) if others else []
     faults = [*match.faults, *shapes, *_apart(match.state, live)]
     if faults or (options.strict and (match.missing or match.lost or match.strangers or match.unused)):
-        raise KeyMismatchError(_message(live, match, faults, options.strict))
+        raise KeyMismatchError(_message(live, match, faults, options))
     groups = [] if outlines else check_groups(live, saved, options)
     report = OptimizerReport(
         missing=(*match.missing, *match.lost),
@@ -227,7 +227,7 @@ def check_groups(live: LiveOptimizers, saved: SavedOptimizer, options: StateDict
             raise NormalizationError(
                 f"group {write.group} of optimizer {write.optimizer}{where()} was saved by an optimizer of another "
                 f"kind: it has {', '.join(theirs)}, and {name} needs {', '.join(own)}. Use the kind of optimizer that "
-                "was saved, or pass strict=False in StateDictOptions, or to restore"
+                f"was saved, or pass {options._LENIENT}"
             )
     return groups
 
@@ -388,9 +388,9 @@ def _apart(state: list[Entry], live: LiveOptimizers) -> list[str]:
     ]
 
 
-def _message(live: LiveOptimizers, match: _OptimizerMatch, faults: list[str], strict: bool) -> str:
+def _message(live: LiveOptimizers, match: _OptimizerMatch, faults: list[str], options: StateDictOptions) -> str:
     lines = [f"the optimizer state dict does not fit the optimizers{where()}:"]
-    if strict:
+    if options.strict:
         lines += listed("Missing key", [f"{name} (optimizer {live.by_name[name].optimizer})" for name in match.missing])
         told = "an empty dict under 'state.<fqn>' means that it has none"
         lines += listed("Missing optimizer state", [f"{name}; {told}" for name in match.lost])
@@ -406,11 +406,8 @@ def _message(live: LiveOptimizers, match: _OptimizerMatch, faults: list[str], st
             "no group of the dict lists a parameter of these optimizers: groups of pipeline stages have one key, under "
             "which one stage's were saved. Save with StateDictOptions(flatten_optimizer_state_dict=True)"
         )
-    if strict and (match.missing or match.lost or match.strangers or match.unused):
-        lines.append(
-            "  fix: pass StateDictOptions(strict=False), or strict=False to a manager's restore, to set only "
-            "the entries that match and report the rest"
-        )
+    if options.strict and (match.missing or match.lost or match.strangers or match.unused):
+        lines.append(f"  fix: pass {options._LENIENT} to set only the entries that match and report the rest")
     return "\n".join(lines)
 
 

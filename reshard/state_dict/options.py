@@ -52,6 +52,7 @@ class StateDictOptions:
     broadcast_from_rank0: bool = False
     flatten_optimizer_state_dict: bool = False
     dsd_fqn_modifiers: str = "_fqn_modifiers"
+    _LENIENT: ClassVar[str] = "StateDictOptions(strict=False)"
 
     # see `InChunks`; no field, since torch's own helpers take the fields for theirs
     in_chunks: ClassVar[bool] = False
@@ -174,6 +175,8 @@ class SetReport(Tabled):
     """FQNs in `untouched` that are still on the meta device, without values."""
     optimizer: OptimizerReport | None = None
     """The optimizer's report. Only `set_state_dict` has one."""
+    model_unchanged: bool = False
+    """True if the dict of the model was empty, so that `set_state_dict` set only optimizers."""
 
     @property
     def missing_keys(self) -> list[str]:
@@ -186,6 +189,8 @@ class SetReport(Tabled):
         return list(self.unexpected)
 
     def __repr__(self) -> str:
+        if self.model_unchanged:
+            return f"SetReport(model unchanged: empty dict, {self.optimizer!r})"
         if self.missing or self.uninitialized:
             return f"SetReport({_first_of_each(self)})"
         said, kept = _first_of_each(replace(self, untouched=())), format_names(self.untouched)

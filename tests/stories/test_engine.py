@@ -297,7 +297,7 @@ class TestKeys:
             "step",
             "saved with shape [5, 7], but the target has [5, 6]",
             "saved as bfloat16, but the target is float32",
-            "  fix: if the target is a shard from to_local(), pass its DTensor.",
+            "  or:  if the target is a shard from to_local(), pass its DTensor.",
         ):
             assert part in text
         assert target["model"]["wide"].abs().sum() == 0

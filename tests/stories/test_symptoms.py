@@ -40,11 +40,34 @@ def test_an_optimizer_that_was_not_saved_takes_one_line(tmp_path: Path) -> None:
     reshard.save({"model": names}, tmp_path / "c")
     with pytest.raises(KeyMismatchError) as caught:
         reshard.load({"model": names, "optim": reshard.get_optimizer_state_dict(model, optimizer)}, tmp_path / "c")
-    head, title, *rows, fix = str(caught.value).splitlines()
+    head, title, *rows, rename, partial, lenient = str(caught.value).splitlines()
     assert head == f"{tmp_path / 'c'} does not match the state to load into:"
-    assert fix.startswith("  fix: mapping= renames keys; strict={'some.*': 'partial'} allows these keys to be missing")
+    assert rename == "  fix: mapping= renames keys"
+    allows = "allows these keys to be missing or unexpected; missing ones keep their values"
+    assert partial == f"  or:  strict={{'optim.*': 'partial'}} {allows}"
+    assert lenient == "  or:  strict=False allows this for all keys"
     assert title == "  25 missing from the checkpoint:"
     assert rows == ["    optim.*   (25, such as 'optim.state.0.weight.step')"]
+
+
+def test_only_the_first_way_to_fix_is_called_fix(tmp_path: Path) -> None:
+    reshard.save({"w": torch.ones(2)}, tmp_path / "c")
+    with pytest.raises(KeyMismatchError) as load:
+        reshard.load({"w": torch.ones(3).bfloat16(), "v": torch.ones(2)}, tmp_path / "c")
+    with pytest.raises(KeyMismatchError) as move:
+        reshard.redistribute({"w": torch.ones(2)}, {"w": torch.ones(2).bfloat16(), "v": torch.ones(2)})
+    with pytest.raises(KeyMismatchError) as model:
+        reshard.set_model_state_dict(torch.nn.Linear(2, 2), {"module.weight": torch.ones(2, 2)})
+    net = torch.nn.Linear(2, 2)
+    with pytest.raises(KeyMismatchError) as optimizer:
+        reshard.set_optimizer_state_dict(net, torch.optim.AdamW(net.parameters()), {"state": {"x": {"step": 1}}})
+    for caught in (load, move, model, optimizer):
+        starts = [line[:7] for line in str(caught.value).splitlines() if line.startswith(("  fix: ", "  or: "))]
+        assert starts == ["  fix: ", *["  or:  "] * (len(starts) - 1)]
+        assert "manager" not in str(caught.value)
+        assert "restore" not in str(caught.value)
+    assert "  or:  strict={'v': 'partial'} allows" in str(load.value)
+    assert "  or:  StateDictOptions" not in str(model.value)
 
 
 def test_a_fresh_optimizer_has_no_place_for_its_state(tmp_path: Path) -> None:
@@ -116,7 +139,7 @@ def test_numbered_state_as_a_target_is_named_as_such_in_few_lines_and_the_fix_lo
     with pytest.raises(KeyMismatchError) as caught:
         reshard.load({"model": names, key: fresh.state_dict(), "epoch": 0}, path)
 
-    _, what, *rows, fix, _ = str(caught.value).splitlines()
+    _, what, *rows, fix, _, _, _ = str(caught.value).splitlines()
     assert what.startswith("  it has the optimizer's state under names of parameters, and the state to load into has")
     assert what.endswith(f" under integer ids, as torch's optimizer.state_dict() returns it ('{key}.state.0.step')")
     assert fix.startswith("  fix: load into state = reshard.optimizer_destinations(model, optimizer, path), ")

@@ -101,9 +101,10 @@ REFUSED = {
     "an option out of range": ("OptionError", "max_inflight_bytes"),
     "a policy that is not known": ("OptionError", "dtype_policy"),
     "replicas that have drifted": ("KeyMismatchError", "'w' (ranks 0-1 / rank 2)"),
+    "shards that have drifted, on a mesh": ("KeyMismatchError", "'w' (ranks 0-1 / rank 2)"),
     **{
-        f"shards that have drifted, {form}": ("KeyMismatchError", "'w' (ranks 0-1 / rank 2)")
-        for form in ("on a mesh", "boxes", "flat")
+        f"shards that have drifted, {form}": ("KeyMismatchError", "replicas of 'w' differ: ranks 0-1 / rank 2. Give")
+        for form in ("boxes", "flat")
     },
     "values that differ": ("KeyMismatchError", "'lr'"),
     "a tensor for a number": ("KeyMismatchError", "is a tensor in the source, but not in the target"),

@@ -224,6 +224,37 @@ def test_shards_without_their_dtensor_are_told_to_pass_the_dtensor(tmp_path: Pat
     assert os.listdir(tmp_path) == []
 
 
+def _drifted(folder: str) -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    mesh, rank = init_device_mesh("cpu", (2, 2)), dist.get_rank()
+    value = torch.full((2, 4), float(rank % 2))
+
+    def sharded(odd: tuple[int, ...]) -> DTensor:
+        return DTensor.from_local(value + (rank in odd), mesh, [Replicate(), Shard(0)], run_check=False)
+
+    state = {"w": sharded((2, 3)), "v": sharded((2, 3)), "u": sharded((3,)), "plain": W + (rank == 1), "n": rank // 3}
+    return (
+        _told(lambda: reshard.save(state, f"{folder}/c"))[1]
+        + _told(lambda: reshard.save({"n": rank // 3}, f"{folder}/c"))[1]
+    )
+
+
+@pytest.mark.gloo
+def test_replicas_that_differ_are_all_named_with_the_fix_of_their_kind(tmp_path: Path) -> None:
+    (words,) = set(gloo.run(_drifted, 4, str(tmp_path)))
+    pairs = "'u' differ: rank 1 / rank 3; replicas of 'v', 'w' differ: rank 0 / rank 2, rank 1 / rank 3. Give "
+    first, plain, alone = words.partition("values differ")[0], *words.split("values differ between ranks")[1:]
+    assert first.startswith(f"replicas of {pairs}all replicas the same initial values: the same seed, or a broadcast ")
+    assert "PerRank" not in first
+    assert plain.startswith(" under the same key: 'n' (ranks 0-2 / rank 3), 'plain' (ranks 0, 2-3 / rank 1). Wrap ")
+    assert "torch.distributed.broadcast" in plain
+    assert alone.startswith(" under the same key: 'n' (ranks 0-2 / rank 3). Wrap values that differ on purpose in")
+    assert "broadcast" not in alone
+    assert os.listdir(tmp_path) == []
+
+
 def _other_keys(folder: str) -> tuple[str, str]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor

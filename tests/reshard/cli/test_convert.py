@@ -65,6 +65,26 @@ def test_the_reason_is_told_of_each_that_is_left_out(say, tmp_path: Path) -> Non
     assert (told["omitted"], told["not_in_model"]) == (["ema.w"], ["ema.w", "epoch"])
 
 
+def test_a_checkpoint_as_layout_of_other_tensors_is_named_in_words(say, checkpoint: Path, tmp_path: Path) -> None:
+    reshard.save({"w": torch.ones(2), "b": torch.ones(1)}, tmp_path / "a")
+    reshard.save({"w": torch.ones(3), "b": torch.ones(1)}, tmp_path / "b")
+    reshard.save({"w": torch.ones(2)}, tmp_path / "c")
+    for onto, options, words in (
+        (
+            "a",
+            ["--dtype", "fp16"],
+            "'w' is float16 after --dtype, but float32 in the layout given as --onto. 2 tensors",
+        ),
+        ("b", [], "'w' is float32 [2] in the checkpoint, but float32 [3] in the layout given as --onto"),
+        ("c", [], "'b' is in the checkpoint, but not in the layout given as --onto"),
+    ):
+        said = say("convert", tmp_path / "a", tmp_path / "out", "--onto", tmp_path / onto, *options)
+        assert said.code != 0
+        assert words in " ".join(said.err.split())
+    said = say("convert", tmp_path / "c", tmp_path / "out", "--onto", tmp_path / "a")
+    assert "'b' is in the layout given as --onto, but not in the checkpoint" in " ".join(said.err.split())
+
+
 def test_onto_a_topology_as_json(say, checkpoint: Path, tmp_path: Path) -> None:
     words = ["--onto", "dp=2", "--rule", "*.w=S(0)", "--rule", "*=R", "--json"]
 

@@ -117,7 +117,7 @@ def _save_on_two_meshes(folder: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     both = DTensor.from_local(torch.ones(2, 8), mesh, [DimShard(0), DimShard(1)], run_check=False)
     one = DTensor.from_local(torch.ones(4, 8), mesh["fsdp"], [DimShard(0)], run_check=False)
-    reshard.save({"both": both, "one": one}, folder)
+    reshard.save({"both": both, "one": one, "step": 7}, folder)
 
 
 @pytest.mark.gloo
@@ -128,12 +128,31 @@ def test_a_selection_and_the_json_say_of_a_layout_what_the_text_of_the_whole_say
 
     assert f"{words} ({short_form})" in say("inspect", tmp_path / "c").out
     assert f"{words} ({short_form})" in say("inspect", tmp_path / "c", "--select", "one").out
+    for select in ((), ("--select", "one"), ("--select", "step")):
+        assert ", saved by 4 ranks\n" in say("inspect", tmp_path / "c", *select).out
+        assert json.loads(say("inspect", tmp_path / "c", "--json", *select).out)["world_size"] == 4
+    assert say("inspect", tmp_path / "c", "--select", "step", "--html", tmp_path / "p.html").code == 0
+    assert re.search(r"ranks that saved\W+\w+\W+\w*\W*4\b", (tmp_path / "p.html").read_text("utf-8"))
+    assert reshard.open(tmp_path / "c").select("step").select("*").layout.world_size == 4
     for select in ((), ("--select", "one")):
         layout = json.loads(say("inspect", tmp_path / "c", "--json", *select).out)["tensors"]["one"]["layout"]
         assert (layout["words"], layout["short_form"]) == (words, short_form)
         told = json.loads(say("explain", short_form, "--json").out)
         assert (told["words"], told["short_form"]) == (words, short_form)
         assert {axis["name"] for axis in layout["mesh"]} == {"fsdp", "tp"}
+
+
+def test_a_plan_file_is_named_with_the_command_that_takes_it(say, checkpoint, tmp_path) -> None:
+    file = tmp_path / "plan.json"
+    assert say("plan", checkpoint, "fsdp=2", "--rule", "*=S(0)", "--out", file).code == 0
+    for command in ("inspect", "verify"):
+        said = say(command, file)
+        assert said.code != 0
+        assert (
+            f"{file} is a load plan of reshard, not a checkpoint: reshard plan CHECKPOINT {file} takes it" in said.err
+        )
+        assert "Known formats" not in said.err
+    assert say("plan", checkpoint, file).code == 0
 
 
 def test_the_old_name_of_the_option(say, checkpoint) -> None:

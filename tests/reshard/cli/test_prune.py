@@ -30,23 +30,24 @@ def test_it_lists_what_it_removes(say, run) -> None:
     for words in ([], ["--json"]):
         said = say("prune", run, "--keep-last", 2, "--dry-run", *words)
         assert said.code == 0
-        assert all(f"{run}/step-{step}" in said.out for step in range(2))
+        assert all(f"step-{step}" in said.out for step in range(2))
         assert f"{run}/step-2" not in said.out
         assert _left(run) == before
     assert json.loads(said.out)["dry_run"] is True
+    assert say("prune", f"{run}/", "--keep-last", 1, "--dry-run").out.splitlines() == [
+        "would delete 3 of 4 checkpoints, 36 B of tensors: step-0, step-1, step-2; keeps step-3"
+    ]
 
     said = say("prune", run, "--keep-last", 2)
 
     assert said.code == 0
     assert said.out.splitlines() == [
-        f"deleted  {run}/step-0",
-        f"deleted  {run}/step-1",
-        f"deleted 2 checkpoints of {run}",
+        "deleted 2 of 4 checkpoints, 24 B of tensors: step-0, step-1; kept step-2, step-3",
     ]
     assert _left(run) == ["step-2", "step-3"]
     told = json.loads(say("prune", run, "--keep-last", 1, "--on", "processes:2", "--json").out)
     assert told == {"path": str(run), "dry_run": False, "removed": [f"{run}/step-2"], "leftovers": []}
-    assert say("prune", run, "--keep-last", 1).out == f"deleted 0 checkpoints of {run}\n"
+    assert say("prune", run, "--keep-last", 1).out == "deleted 0 of 1 checkpoint; kept step-3\n"
 
 
 def test_it_lists_what_killed_saves_left(say, run) -> None:
@@ -57,17 +58,16 @@ def test_it_lists_what_killed_saves_left(say, run) -> None:
         (left / "00000.safetensors").write_bytes(bytes(size - 2))
     before = _left(run)
     files = [{"path": f"{run}/step-3", "nbytes": 2 << 20}, {"path": f"{run}/step-4", "nbytes": 3 << 20}]
-    for words, done in ((["--dry-run"], "would delete"), ([], "deleted")):
+    for words, done, keeps in ((["--dry-run"], "would delete", "keeps"), ([], "deleted", "kept")):
         if words:
             found = json.loads(say("prune", run, "--keep-last", 3, *words, "--json").out)
             assert (found["removed"], found["leftovers"]) == ([f"{run}/step-0"], files)
             assert reshard.prune(run, keep_last=3, dry_run=True) == [f"{run}/step-0"]
         assert _left(run) == before
         assert say("prune", run, "--keep-last", 3, *words).out.splitlines() == [
-            f"{done}  {run}/step-0",
             f"{done}  {run}/step-3  (files of killed saves, 2.0 MiB)",
             f"{done}  {run}/step-4  (files of killed saves, 3.0 MiB)",
-            f"{done} 1 checkpoint of {run}",
+            f"{done} 1 of 4 checkpoints, 12 B of tensors: step-0; {keeps} step-1, step-2, step-3",
         ]
     assert _left(run) == ["step-1", "step-2", "step-3"]
     assert json.loads(say("prune", run, "--keep-last", 3, "--json").out)["leftovers"] == []

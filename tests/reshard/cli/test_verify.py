@@ -291,7 +291,7 @@ def test_names_beside_what_is_missing_are_not_called_damaged(say, tmp_path) -> N
     assert said.out.count(f"{file.name} has ") == 1, "the file and what is in it are one line"
     assert "2 names ('w8', 'w9'): " in said.out
     assert "Tensors there: 'w8' (bytes [" in said.out
-    assert re.search(r"·  \*: 14 names, such as 'w0': was not read: .*/00000.safetensors is damaged\n", said.out)
+    assert re.search(r"·  \*: 14 names, such as 'w0': were not read: .*/00000.safetensors is damaged\n", said.out)
     told = json.loads(say("verify", tmp_path / "one", "--json").out)["findings"]
     unread = {it["fqn"] for it in told if it["message"].startswith("was not read: ")}
     assert said.code == 1
@@ -494,7 +494,7 @@ def test_unread_reads_what_has_no_fingerprints(say, checkpoint, tmp_path) -> Non
 def test_a_verdict_of_the_same_says_what_was_not_compared(say, tmp_path) -> None:
     for name, value in {"a": {"n": 1, "e": {}, "l": [1, 2]}, "b": {"n": 1.0, "l": (1, 2)}, "c": {"n": True}}.items():
         reshard.save(value, tmp_path / name)
-    note = "note  types of containers are not compared, and 1 equals 1.0\n"
+    note = "note  lists and tuples count as equal, and so do 1 and 1.0\n"
 
     said = say("diff", tmp_path / "a", tmp_path / "b")
     assert said.code == 0

@@ -93,7 +93,7 @@ def test_files_that_an_index_does_not_name_are_told(tmp_path: Path) -> None:
     save_file({"c": A}, tmp_path / "model.safetensors")
     for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
         warned = open_checkpoint(path).warnings
-        assert warned == ("model.safetensors was not opened: to open it, pass its path",)
+        assert warned == ("model.safetensors was not opened. To open it, pass its path",)
     (tmp_path / "model.safetensors").unlink()
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -367,7 +367,7 @@ def test_files_that_the_index_does_not_name_stay_when_a_checkpoint_is_replaced(t
     shards = [f"model-{n:05d}-of-00002.safetensors" for n in (1, 2)]
     assert sorted(file.name for file in folder.glob("*.safetensors")) == [*shards, "my_lora.safetensors"]
     opened = open_checkpoint(folder)
-    assert opened.warnings == ("my_lora.safetensors was not opened: to open it, pass its path",)
+    assert opened.warnings == ("my_lora.safetensors was not opened. To open it, pass its path",)
     check_all(opened, {"a": A, "b": B})
 
 

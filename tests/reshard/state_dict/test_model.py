@@ -581,6 +581,17 @@ def test_what_cannot_be_copied_is_refused_before_anything_is_written() -> None:
         reshard.set_optimizer_state_dict(model, torch.optim.SGD(model.parameters()), "path")
 
 
+def test_a_report_says_that_an_empty_dict_left_the_model_as_it_is() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    of_model, of_optimizer = reshard.get_state_dict(model, optimizer)
+    optim = "OptimizerReport(without_state 2 ('weight', 'bias'))"
+    for given, words in (({}, f"SetReport(model unchanged: empty dict, {optim})"), (of_model, "")):
+        report = reshard.set_state_dict(model, optimizer, model_state_dict=given, optim_state_dict=of_optimizer)
+        assert report.model_unchanged == bool(words)
+        assert repr(report) == (words or f"SetReport(all set, {optim})")
+
+
 @pytest.mark.parametrize(("nest", "head"), [(lambda state: {"model": state}, "model"), (_with_prefix, "model.")])
 def test_a_checkpoint_in_place_of_its_model(nest: Any, head: str) -> None:
     model = torch.nn.Linear(2, 2)
