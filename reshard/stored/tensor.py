@@ -25,8 +25,8 @@ from reshard.stored.source import FileSource, Source
 
 __all__ = [
     "MAX_BUFFER_BYTES", "ByteRun", "Extent", "LazyChunks", "LazyTensor", "StoredChunk", "StoredTensor",
-    "check_cover", "copy_place", "copy_view", "empty", "read_box", "read_place", "read_value", "run_of", "same_bytes",
-    "whole",
+    "check_cover", "copy_place", "copy_view", "empty", "is_near", "read_box", "read_place", "read_value", "run_of",
+    "same_bytes", "whole",
 ]  # fmt: skip
 
 
@@ -550,6 +550,14 @@ def same_bytes(a: Extent, b: Extent, dtype: str) -> bool:
         return sums[0] == sums[1]
     x, y = (read_place(place, dtype).reshape(-1).view(torch.uint8) for place in (a, b))
     return torch.equal(x, y)
+
+
+def is_near(a: Extent, b: Extent, dtype: str, drift: float) -> bool:
+    """Whether floats at two places differ by at most `drift` times the largest one."""
+    x, y = (read_place(place, dtype) for place in (a, b))
+    if not (drift and x.is_floating_point()):
+        return False
+    return bool(((x.double() - y.double()).abs().amax() <= drift * x.double().abs().amax()).item())
 
 
 def _written(place: Extent) -> int | None:

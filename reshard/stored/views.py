@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
@@ -11,12 +12,14 @@ from planners.geometry.box import Box, Shape
 from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import TensorSpec, flat_boxes
 from reshard.errors import CorruptCheckpointError
-from reshard.stored.tensor import Extent, StoredChunk, StoredTensor, same_bytes
+from reshard.stored.tensor import Extent, StoredChunk, StoredTensor, is_near, same_bytes
 
 __all__ = [
     "Piece", "assemble", "concat", "copies", "cut", "flat_piece", "narrow", "select", "stack", "unflatten", "ungrid",
     "unstack",
 ]  # fmt: skip
+
+_log = logging.getLogger("reshard")
 
 
 # A stored tensor is a set of pairs (box, window), and each function here only maps boxes to
@@ -127,28 +130,40 @@ def _with_leading_dim(tensor: StoredTensor) -> StoredTensor:
 class _ChunkCopies(StoredChunk):
     """The first of chunks that should be the same: compared when it is located."""
 
-    __slots__ = ("_chunks", "_dtype", "_refuse")
+    __slots__ = ("_chunks", "_drift", "_dtype", "_refuse")
 
-    def __init__(self, chunks: Sequence[StoredChunk], dtype: str, refuse: Callable[[str], NoReturn]) -> None:
-        self._chunks, self._dtype, self._refuse = chunks, dtype, refuse
+    def __init__(
+        self, chunks: Sequence[StoredChunk], dtype: str, refuse: Callable[[str], NoReturn], drift: float
+    ) -> None:
+        self._chunks, self._dtype, self._refuse, self._drift = chunks, dtype, refuse, drift
         super().__init__(chunks[0].box, self._compared, chunks[0].owner)
 
     def _compared(self) -> Extent:
         first, *others = (chunk.place for chunk in self._chunks)
         for other in others:
-            if not same_bytes(first, other, self._dtype):
-                self._refuse(f"{first.source.label} and {other.source.label}")
+            if same_bytes(first, other, self._dtype):
+                continue
+            where = f"{first.source.label} and {other.source.label}"
+            if not is_near(first, other, self._dtype, self._drift):
+                self._refuse(where)
+            _log.warning("copies in %s have drifted apart: that of the first is used", where)
         return first
 
     def derived(self, box: Box, change: Callable[[Window], Window]) -> StoredChunk:
         chunks = [chunk.derived(box, change) for chunk in self._chunks]
-        return chunks[0] if self.is_located else _ChunkCopies(chunks, self._dtype, self._refuse)
+        return chunks[0] if self.is_located else _ChunkCopies(chunks, self._dtype, self._refuse, self._drift)
 
 
-def copies(fqn: str, tensors: Sequence[StoredTensor], refuse: Callable[[str], NoReturn]) -> StoredTensor:
+def copies(
+    fqn: str,
+    tensors: Sequence[StoredTensor],
+    refuse: Callable[[str], NoReturn],
+    drift: float = 0.0,
+) -> StoredTensor:
     """The first of tensors of one shape and dtype that should be the same.
 
-    They are compared where it is read; `refuse` gets the files of two that differ.
+    They are compared where it is read. `refuse` gets the files of two that differ
+    by more than `drift` times the largest value.
     """
     rows = [[chunk] for chunk in tensors[0].chunks]
     for tensor in tensors[1:]:
@@ -158,7 +173,7 @@ def copies(fqn: str, tensors: Sequence[StoredTensor], refuse: Callable[[str], No
             for chunk, common in tensor.meeting(row[0].box)
         ]
     spec = TensorSpec(fqn, tensors[0].spec.shape, tensors[0].spec.dtype)
-    return StoredTensor(spec, tuple(_ChunkCopies(row, spec.dtype, refuse) for row in rows))
+    return StoredTensor(spec, tuple(_ChunkCopies(row, spec.dtype, refuse, drift) for row in rows))
 
 
 def unflatten(tensor: StoredTensor, shape: Sequence[int], fqn: str) -> StoredTensor:

@@ -34,7 +34,7 @@ RETRACTED = {
     "commit.remove: storage.retract(last)": "prune",
     "commit.unpublish: storage.retract(MANIFEST)": "prune",
     "safetensors.SafetensorsWriter.finish: out.retract(name)": "convert over safetensors",
-    "writer.DeepSpeedWriter.finish: out.retract(_LATEST)": "convert to deepspeed",
+    "writer.DeepSpeedWriter.finish: out.retract(name)": "convert to deepspeed",
     "writer.TorchCheckpointingWriter.finish: out.retract(METADATA)": "convert sections",
 }
 """The same of each line that removes something before others go on: these calls do nothing else but to order."""

@@ -130,7 +130,7 @@ ALWAYS = {
     "numpy scalar": (np.float16(1.5), np.float16(0)),
     "numpy bool": (np.bool_(True), np.bool_(False)),
     "numpy array": (np.arange(6, dtype=">i2").reshape(2, 3), np.zeros(1, dtype=">i2")),
-    "numpy array of nothing": (np.zeros((0, 3), np.complex64), np.zeros(1)),
+    "numpy array of nothing": (np.zeros((0, 3), np.complex64), np.zeros(1, np.complex64)),
 }
 """Come back whatever is in their place: a value, and another of its type."""
 
@@ -173,7 +173,6 @@ REFUSED = {
     "time": datetime.time(12),
     "UUID": uuid.UUID(int=1),
     "layout": torch.strided,
-    "Generator": torch.Generator(),
     "slice": slice(1),
     "memoryview": memoryview(b"a"),
     "type": int,

@@ -463,16 +463,21 @@ def join_by_name(
     return assemble(full, whole, pieces)
 
 
+_DRIFT = 0.05
+"""Copies of a parameter that training let drift apart differ by at most so much of its largest value."""
+
+
 def first_copy(name: str, full: str, tensors: Sequence[StoredTensor], hints: Hints) -> StoredTensor:
     """The first of the copies of a parameter, or of its state `full`.
 
-    It is compared with those of other tensor parallel ranks where
-    it is read, unless a hint says None.
+    A parameter is compared with those of other tensor parallel ranks
+    where it is read, unless a hint says None. States follow it: ranks
+    that do not share gradients have moments of their own.
 
     Raises CorruptCheckpointError if they have different shapes or dtypes.
     """
     _common_shape(full, tensors)
-    if len(tensors) == 1 or None in [*_hinted(name, hints).values()][:1]:
+    if len(tensors) == 1 or full != name or None in [*_hinted(name, hints).values()][:1]:
         return tensors[0].renamed(full)
 
     def refuse(where: str) -> NoReturn:
@@ -484,7 +489,7 @@ def first_copy(name: str, full: str, tensors: Sequence[StoredTensor], hints: Hin
             f"{{{name!r}: {None if is_expert(name) else 0}}}",
         )
 
-    return copies(full, tensors, refuse)
+    return copies(full, tensors, refuse, _DRIFT)
 
 
 def _common_shape(name: str, shards: Sequence[StoredTensor]) -> Shape:
