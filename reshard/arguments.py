@@ -18,8 +18,8 @@ from reshard.storage.base import Storage
 from reshard.storage.opening import what_is_no_path
 
 __all__ = [
-    "check_arguments", "check_options", "globs_of", "named_arguments", "no_attribute", "options_of", "renamed",
-    "with_options",
+    "check_arguments", "check_options", "globs_of", "is_object", "named_arguments", "no_attribute", "options_of",
+    "renamed", "with_options",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -177,12 +177,6 @@ def _half(verb: str, given: Any) -> str:
     return f"{verb}(state_dict, path) was called with {what} only: {fix}"
 
 
-def _is_map(value: Any) -> bool:
-    """Return True for a `reshard.mapping.Mapping`, None, and a dict of names."""
-    is_names = isinstance(value, Mapping) and all(isinstance(name, str) for pair in value.items() for name in pair)
-    return value is None or is_names or hasattr(value, "stages")
-
-
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "workers threads memory_budget_bytes divide_above_bytes ranks_per_file ranks_per_host max_inflight_bytes": (
         lambda value: type(value) is int and value >= 1,
@@ -195,7 +189,14 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or (type(value) in (tuple, list) and len(value) == 2),
         "a pair of strings",
     ),
-    "mapping": (_is_map, "a dict of names or a reshard.mapping.Mapping"),
+    "mapping": (
+        lambda value: (
+            all(isinstance(name, str) for pair in value.items() for name in pair)
+            if isinstance(value, Mapping)
+            else value is None or hasattr(value, "stages")
+        ),
+        "a dict of names or a reshard.mapping.Mapping",
+    ),
     "hints": (lambda value: isinstance(value, Mapping | None), "a dict, such as {'vocab_size': 50257}"),
     "views": (lambda value: isinstance(value, Iterable), "a list of views"),
     "key": (lambda value: hasattr(value, "secret"), "a Key, such as reshard.fingerprints.Key(secret)"),
@@ -239,15 +240,20 @@ def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> bool:
     if isinstance(state, torch.nn.Module | torch.optim.Optimizer):
         name = type(state).__name__
         raise _refused(f"{verb} takes a dict, but the first argument is the {name} itself. Write: {_fix(verb, state)}")
-    for value in state.values() if isinstance(state, MutableMapping) else ():
-        one = value.value if isinstance(value, PerRank) else value
-        one = one[0] if isinstance(one, list | tuple) and one else one
-        if isinstance(one, torch.Tensor | Mapping | type):
-            continue
-        is_stage = isinstance(getattr(one, "module", None), torch.nn.Module)
-        if is_stage or isinstance(one, torch.Generator) or callable(getattr(one, "load_state_dict", None)):
-            return True
-    return False
+    return isinstance(state, MutableMapping) and any(
+        is_object(value[0] if isinstance(value, list | tuple) and value else value) for value in state.values()
+    )
+
+
+def is_object(value: Any) -> bool:
+    """Return whether a value is a model or stage, an optimizer, a generator, or another object with `state_dict` and
+    `load_state_dict`. A container of tensors is none."""
+    one = value.value if isinstance(value, PerRank) else value
+    if isinstance(one, torch.Tensor | Mapping | type):
+        return False
+    is_stage = isinstance(getattr(one, "module", None), torch.nn.Module)
+    has_state = all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict"))
+    return is_stage or has_state or isinstance(one, torch.Generator)
 
 
 _refused = functools.partial(option_error, was=FormatError)

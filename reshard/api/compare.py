@@ -32,6 +32,7 @@ from planners.geometry.overlap import Sweep
 from planners.units import format_bytes, format_count
 from reshard.api.equal_bytes import equal_as_bytes
 from reshard.api.key_suggestions import prefix_hint
+from reshard.api.stateful_objects import saved_state
 from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.api.transfer_memory import held_parts
@@ -125,9 +126,8 @@ def compare(
     from 0.0. With `atol` or `rtol`, values are equal if they differ by at most `atol + rtol * |b|`.
 
     Args:
-        a, b: a path, an open `Checkpoint`, or a (nested) state dict. With DTensors or
-            ShardedTensors the call is collective: each rank compares what it holds, and all ranks
-            return the same report. Nothing is gathered.
+        a, b: a path, an open `Checkpoint`, or a state, as for `save`. If it is sharded, the call is collective:
+            each rank compares what it holds, and all ranks return the same report. Nothing is gathered.
         rtol, atol: relative and absolute tolerance, as in `torch.allclose`. Default: bit by bit.
         by_fingerprint: compare saved fingerprints instead of values if both sides have them.
             This is fast, but does not detect damage since the save. Not with a tolerance.
@@ -145,6 +145,7 @@ def compare(
     first element that differs, in row-major order. `covered` says how many bytes of `a` were read
     and compared with those of `b`. Comparisons by fingerprint do not count.
     """
+    a, b = map(saved_state, (a, b))
     is_joint = process_group is not None or any(map(_is_sharded, (a, b)))
     group = Group(process_group, deadline_s=timeout) if is_joint else None
     with nullcontext() if group is None else group.together("compare" if process_group else _WITHOUT_GROUP):

@@ -17,6 +17,7 @@ from planners.geometry.box import Box
 from planners.geometry.layout import Part, ProductForm, StateLayout, TensorLayout
 from planners.geometry.mesh import Replicate
 from planners.units import format_count
+from reshard.api.stateful_objects import saved_state
 from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, run_tasks
 from reshard.arguments import check_options, renamed
@@ -90,7 +91,7 @@ def fingerprint(
             raise OptionError("layouts, rank, and exchange are for state dicts: for a checkpoint, leave them out")
         return _of_checkpoint(state_dict, key, executor)
     assert exchange is not None
-    _check_state(state_dict)
+    state_dict = _checked_state(state_dict)
     held = holdings(state_dict, layouts, this_rank() if rank is None else rank, key)
     return join(exchange(msgspec.msgpack.encode(held)), key=key)
 
@@ -107,7 +108,7 @@ def _of_all_ranks(
     with group.together("fingerprint"):
         check_options(key=key)
         check_executor(executor, 1, state_dict)
-        _check_state(state_dict)
+        state_dict = _checked_state(state_dict)
         group.same_options("fingerprint", {"key": key.name})
         held = holdings(state_dict, layouts, this_rank() if rank is None else rank, key, ranks=group.ranks)
         mine = sum_up(held, group.job_rank)
@@ -115,11 +116,12 @@ def _of_all_ranks(
     return conclude(told, key=key)
 
 
-def _check_state(state_dict: object) -> None:
+def _checked_state(state_dict: Any) -> Any:
     if not (isinstance(state_dict, Mapping | list | tuple) or is_tensor(state_dict)):
         raise OptionError(
             f"fingerprint takes a state dict, a path or an open Checkpoint, got {state_instead_of(state_dict)}"
         )
+    return saved_state(state_dict)
 
 
 @dataclass(frozen=True)

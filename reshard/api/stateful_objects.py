@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from reshard.api.options import LoadOptions
+from reshard.arguments import is_object
 from reshard.errors import (
     CheckpointError,
     FormatError,
@@ -39,7 +40,7 @@ from reshard.state_dict.api import (
 from reshard.state_dict.live_model import Stage
 from reshard.state_dict.options import StateDictOptions
 
-__all__ = ["LiveObjects"]
+__all__ = ["LiveObjects", "refuse_objects", "saved_state"]
 
 _Set = Callable[[Any], object]
 
@@ -53,7 +54,7 @@ class _Taken:
 
 
 class _Options(StateDictOptions):
-    _LENIENT = "strict=False to restore"
+    _LENIENT = "strict=False"
 
 
 class LiveObjects:
@@ -198,7 +199,7 @@ class LiveObjects:
             forgets = self._to_fill and options.strict
             read = optimizer_to_restore if forgets else get_optimizer_state_dict
             return _Taken(read(owners, optimizers, options=options), put)
-        if _is_stateful(value):
+        if is_object(value):
             state = self._stateful[path] = OwnState.of(value)
             return _Taken(state, partial(self._put_stateful, value))
         return None
@@ -214,7 +215,7 @@ class LiveObjects:
         its = wrapper.value
         if isinstance(its, torch.Generator):
             get, put = its.get_state, its.set_state
-        elif _is_stateful(its):
+        elif is_object(its):
             get, put = its.state_dict, its.load_state_dict
         else:
             return None
@@ -262,14 +263,6 @@ class LiveObjects:
         self._done.append(name)
 
 
-def _is_stateful(value: Any) -> bool:
-    return (
-        not isinstance(value, type)
-        and callable(getattr(value, "state_dict", None))
-        and callable(getattr(value, "load_state_dict", None))
-    )
-
-
 def _all(kind: Any, value: Any) -> list[Any]:
     """Return a value of that kind, or a list of only such values: the stages of a pipeline, or their optimizers."""
     if isinstance(value, kind):
@@ -278,16 +271,24 @@ def _all(kind: Any, value: Any) -> list[Any]:
     return list(value) if is_list else []
 
 
-def _is_object(value: Any) -> bool:
-    if isinstance(value, PerRank):
-        return _is_object(value.value)
-    return isinstance(value, nn.Module | Stage | Optimizer | torch.Generator) or _is_stateful(value)
-
-
 def _holds_objects(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return any(_is_object(each) or _holds_objects(each) for each in value.values())
-    return isinstance(value, list | tuple) and any(_is_object(each) or _holds_objects(each) for each in value)
+        return any(is_object(each) or _holds_objects(each) for each in value.values())
+    return isinstance(value, list | tuple) and any(is_object(each) or _holds_objects(each) for each in value)
+
+
+def saved_state(given: Any) -> Any:
+    """Return what is saved of a state with models and other objects, and anything else as it is."""
+    return LiveObjects(given).state if isinstance(given, MutableMapping) and _holds_objects(given) else given
+
+
+def refuse_objects(call: str, *states: Any) -> None:
+    """Raise OptionError for a state with models or other objects, which `call` does not take."""
+    if any(map(_holds_objects, states)):
+        raise OptionError(
+            f"{call} takes state dicts, and no models or other objects: pass {{'model': "
+            "reshard.get_model_state_dict(model)}, whose tensors are those of the model"
+        )
 
 
 def _models_in(value: Any, in_list: bool = False) -> Iterator[tuple[nn.Module | Stage, bool]]:

@@ -18,6 +18,7 @@ from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.views import TargetSlot, View, pull_back
 from reshard.api.key_suggestions import section
 from reshard.api.options import TransferOptions, shared
+from reshard.api.stateful_objects import refuse_objects
 from reshard.errors import (
     FormatError,
     KeyMismatchError,
@@ -412,6 +413,7 @@ def agree(
     Raises LayoutError, on every rank: ranks disagree about a layout or an option, or have no
     part at all.
     """
+    refuse_objects("a transfer", given, onto)
     source = TransferSide.read(given, options["source_layouts"], group)
     target = TransferSide.of(onto, options["target_layouts"])
     group.same_options("redistribute", shared(options))

@@ -18,6 +18,7 @@ from planners.findings import Coverage, Finding, Report
 from planners.geometry.box import Box, Range
 from planners.plans.plan import verify as prove
 from reshard.api.compare import WINDOW_BYTES, CompareReport, compare_sides, elements_of
+from reshard.api.stateful_objects import saved_state
 from reshard.api.task_shares import SHARE_BYTES, Opening, Share, absolute, is_about, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import check_options, renamed
@@ -243,7 +244,7 @@ def _compared(
 ) -> Report:
     """Call `compare`, with damage as a finding."""
     try:
-        against = against if isinstance(against, Checkpoint | Mapping) else open_checkpoint(against)
+        against = saved_state(against) if isinstance(against, Checkpoint | Mapping) else open_checkpoint(against)
         return compare_sides(checkpoint, against, (0.0, 0.0, False), by_fingerprint, None, executor, progress)
     except CorruptCheckpointError as error:
         return DamageReport("", (Finding(str(error)),), 0)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from planners.geometry.box import Shape
 from planners.geometry.layout import TensorLayout, TensorSpec
 from reshard.api.redistribute import redistribute
+from reshard.api.stateful_objects import refuse_objects
 from reshard.arguments import named_arguments
 from reshard.errors import KeyMismatchError, OptionError
 from reshard.live.copy_streams import batches
@@ -311,6 +312,7 @@ def _check_options(state: Any, bucket_bytes: int, dtype: Any) -> None:
         raise OptionError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
     if not isinstance(state, Mapping):
         raise OptionError(f"WeightSource takes the state dict of a model, got {state_instead_of(state)}")
+    refuse_objects("WeightSource", state)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise OptionError(f"dtype must be a floating-point torch.dtype, such as torch.bfloat16, got {dtype!r:.80}")
 

@@ -233,9 +233,7 @@ def test_parameters_that_were_frozen_train_on_only_when_told_so(strict: Any, tmp
     with reshard.CheckpointManager(tmp_path, every=Every(steps=1)) as manager:
         manager.save(1, {"model": model, "optim": head})
         if strict not in (False, {"optim.*": "partial"}):
-            with pytest.raises(
-                KeyMismatchError, match=r"(?s)Missing key: 0.weight.*\n  fix: pass strict=False to restore to set"
-            ):
+            with pytest.raises(KeyMismatchError, match=r"(?s)Missing key: 0.weight.*\n  fix: pass strict=False to set"):
                 manager.restore({"model": model, "optim": optimizer}, strict=strict)
             return
         report = manager.restore({"model": model, "optim": optimizer}, strict=strict)

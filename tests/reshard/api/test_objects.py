@@ -140,3 +140,33 @@ def test_sharded_models_are_set_by_all_ranks_and_never_by_one(tmp_path: Path) ->
     single = training(2)
     assert reshard.load(single, tmp_path / "c").ok
     assert all(map(torch.equal, full(single), values))
+
+
+def test_comparisons_take_them(tmp_path: Path) -> None:
+    """As they are saved: none is passed over."""
+    state = training(0)
+    train(state)
+    reshard.save(state, tmp_path / "c")
+
+    report = reshard.compare(tmp_path / "c", state)
+    assert report.ok
+    assert report.covered.read_bytes == report.covered.total_bytes > 0
+    assert reshard.verify(tmp_path / "c", against=state).ok
+    prints = reshard.fingerprint(state)
+    assert prints == reshard.fingerprint(tmp_path / "c")
+    assert "model.0.weight" in prints
+    train(state)
+    assert not reshard.compare(tmp_path / "c", state).ok
+    assert not reshard.verify(tmp_path / "c", against=state).ok
+    assert reshard.fingerprint({"in": {"model": state["model"]}}).keys() == {
+        f"in.model.{name}" for name, _ in state["model"].named_parameters()
+    }
+
+
+def test_transfers_refuse_them_and_say_what_to_pass() -> None:
+    one, other = {"model": nn.Linear(2, 2)}, {"model": nn.Linear(2, 2)}
+    for call in (reshard.redistribute, reshard.prepare, reshard.verify_live):
+        with pytest.raises(OptionError, match=r"takes state dicts.*get_model_state_dict\(model\)"):
+            call(one, other)  # type: ignore[operator]
+    with pytest.raises(OptionError, match=r"takes state dicts.*get_model_state_dict\(model\)"):
+        reshard.WeightSource({"in": one})
