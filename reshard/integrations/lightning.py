@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from reshard.api.manager import CheckpointManager, RestoreReport
+from reshard.api.manager import CheckpointManager, Every, RestoreReport
 from reshard.api.retention import remove_checkpoints
 from reshard.api.save import save
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.dcp import DefaultLoadPlanner, load as fill
-from reshard.errors import CheckpointError, framework
+from reshard.errors import CheckpointError, OptionError, format_value, framework
 from reshard.live.state import OwnState, PerRank, in_order
 from reshard.state_dict import fqn_map, get_model_state_dict, get_optimizer_state_dict, normalize, set_state_dict
 from reshard.state_dict.api import group_orders, refuse_groups
@@ -167,6 +167,10 @@ class ReshardCheckpoint(CheckpointCallback):
     """
 
     def __init__(self, root: str | os.PathLike[str], *, save_last: bool = True, **options: Any) -> None:
+        every = options.get("every")
+        if not (isinstance(every, Every) or options.get("read_only")):  # now, and not only when fit begins
+            words = "reshard.Every(steps=..., seconds=...)"
+            raise OptionError(f"ReshardCheckpoint: every must be {words}, got {format_value(every)}")
         self.manager: CheckpointManager | None = None
         self._save_last = save_last
         self._make = partial(CheckpointManager, root, **options)

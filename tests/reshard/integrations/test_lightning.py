@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import reshard
-from reshard.errors import KeyMismatchError, NormalizationError
+from reshard.errors import KeyMismatchError, NormalizationError, OptionError
 from tests import gloo
 from tests.same import same
 from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
@@ -257,6 +257,14 @@ def test_a_run_that_is_preempted_saves_and_ends(tmp_path: Path, by_signal: bool)
 
     assert {**first, **then} == straight
     assert not first.keys() & then.keys()
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 500}, {"evry": reshard.Every(steps=1)}])
+def test_a_callback_without_a_schedule_is_refused_at_once(options: Any, tmp_path: Path) -> None:
+    from reshard.integrations.lightning import ReshardCheckpoint
+
+    with pytest.raises(OptionError, match=r"ReshardCheckpoint: every must be reshard.Every\(steps=..."):
+        ReshardCheckpoint(tmp_path, **options)
 
 
 def test_the_best_steps_stay(tmp_path: Path) -> None:
