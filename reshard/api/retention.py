@@ -80,7 +80,7 @@ class Keep:
             raise OptionError(f"Keep: every must be an integer of steps >= 1, got {self.every!r:.80}")
         if not is_count(self.best, 0) or not isinstance(self.metric, str) or bool(self.best) > bool(self.metric):
             raise OptionError(
-                f"Keep: best must be an integer >= 0, and best= and metric= need each other, as in best=2, "
+                f"Keep: best must be an integer >= 0, and best= and metric= must be passed together, as in best=2, "
                 f"metric='loss'; got best={self.best!r}, metric={self.metric!r}"
             )
         if self.mode not in ("min", "max") and (self.metric or self.mode is not None):

@@ -217,11 +217,11 @@ def _summary(different: Sequence[Finding]) -> str:
     kinds = Counter(
         "only on one side" if finding.kind == "one-sided" else
         "not compared" if finding.kind == "unchecked" else
-        "with other values" if finding.element is not None else
+        "with different values" if finding.element is not None else
         "other differences"
         for finding in different
     )  # fmt: skip
-    names = {"with other values": "tensor", "only on one side": "name", "not compared": "name"}
+    names = {"with different values": "tensor", "only on one side": "name", "not compared": "name"}
     said = [f"{counted(kinds[kind], what)} {kind}" for kind, what in names.items() if kinds[kind]]
     if others := kinds["other differences"]:
         said.append(counted(others, "other difference" if said else "difference"))

@@ -261,7 +261,7 @@ class CheckpointManager:
             if not isinstance(its, kind):
                 raise OptionError(f"{name} must be {words}, got {format_value(its)}")
         if (self._memory is None) != (self._memory_every is None):
-            raise OptionError("memory= and memory_every= need each other: pass both or neither")
+            raise OptionError("pass memory= and memory_every= together, or neither")
         for name in ("full_every", "sync_every"):
             its = getattr(self, f"_{name}")
             if type(its) is not int or its < 1:
@@ -357,7 +357,7 @@ class CheckpointManager:
         if low != high:
             words = f"{low} on rank {one} and {high} on rank {other}: nothing was saved"
             group.refuse(CheckpointError(f"ranks call save with different steps, {words}"))
-        storage = ", ".join(said.asked) or ("asked for" if said.force else "")
+        storage = ", ".join(said.asked) or ("forced" if said.force else "")
         storage = storage or self.every.why(step, before, said.waited_s[0])
         memory = "" if self._memory_every is None else self._memory_every.why(step, before, said.waited_s[1])
         return Due(storage if step != self._newest else "", memory, ", ".join(said.asked), said.has_ended)

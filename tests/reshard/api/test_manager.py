@@ -684,7 +684,7 @@ BAD = [
     ({"every": 5}, "every must be reshard.Every"),
     ({"every": Every(steps=1), "full_every": 0}, "full_every must be an integer >= 1"),
     ({"every": Every(steps=1), "sync_every": 1.5}, "sync_every must be an integer >= 1"),
-    ({"every": Every(steps=1), "memory_every": Every(steps=1)}, "memory= and memory_every= need each other"),
+    ({"every": Every(steps=1), "memory_every": Every(steps=1)}, "pass memory= and memory_every= together"),
     ({"every": Every(steps=1), "base": "auto"}, "does not take base=: full_every"),
     ({"every": Every(steps=1), "keep": 3}, "keep must be reshard.Keep"),
     ({"every": Every(steps=1), "memory": "m", "memory_every": Every(steps=1)}, "memory must be a reshard.elastic.Tier"),

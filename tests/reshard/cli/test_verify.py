@@ -58,7 +58,7 @@ def test_values_that_cannot_be_read_are_not_compared(say, tmp_path) -> None:
     for first, other, verdict in [
         ("a", "a", "incomplete: 1 name not compared"),
         ("a", "b", "incomplete: 1 name not compared"),
-        ("a", "c", "different: 1 tensor with other values, 1 name not compared"),
+        ("a", "c", "different: 1 tensor with different values, 1 name not compared"),
     ]:
         said = say("diff", tmp_path / f"{first}.pt", tmp_path / f"{other}.pt")
         assert said.code == 1
@@ -523,7 +523,7 @@ def test_diff_for_people(say, checkpoint, other) -> None:
     said = say("diff", checkpoint, other, "--limit", "2")
 
     assert said.code == 1
-    assert said.out.startswith("different: 1 tensor with other values, 2 names only on one side, 1 other difference\n")
+    assert said.out.startswith("different: 1 tensor with different values, 2 names only on one side, 1 other difference\n")
     assert "1 of 24 elements differ; the first: 12 -> 12.5" in say("diff", checkpoint, other).out
     assert "and 2 more" in said.out
 
