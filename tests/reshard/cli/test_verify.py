@@ -523,7 +523,9 @@ def test_diff_for_people(say, checkpoint, other) -> None:
     said = say("diff", checkpoint, other, "--limit", "2")
 
     assert said.code == 1
-    assert said.out.startswith("different: 1 tensor with different values, 2 names only on one side, 1 other difference\n")
+    assert said.out.startswith(
+        "different: 1 tensor with different values, 2 names only on one side, 1 other difference\n"
+    )
     assert "1 of 24 elements differ; the first: 12 -> 12.5" in say("diff", checkpoint, other).out
     assert "and 2 more" in said.out
 
