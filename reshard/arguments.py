@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 
 from reshard.errors import FormatError, OptionError, did_you_mean, format_value, option_error, warn_renamed
-from reshard.live.state import PerRank
 from reshard.storage.base import Storage
 from reshard.storage.opening import what_is_no_path
 
 __all__ = [
-    "check_arguments", "check_options", "globs_of", "is_object", "named_arguments", "no_attribute", "options_of",
+    "check_arguments", "check_options", "globs_of", "named_arguments", "no_attribute", "options_of",
     "renamed", "with_options",
 ]  # fmt: skip
 
@@ -240,20 +239,11 @@ def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> bool:
     if isinstance(state, torch.nn.Module | torch.optim.Optimizer):
         name = type(state).__name__
         raise _refused(f"{verb} takes a dict, but the first argument is the {name} itself. Write: {_fix(verb, state)}")
+    from reshard.live.state import is_object  # not needed to open a checkpoint
+
     return isinstance(state, MutableMapping) and any(
         is_object(value[0] if isinstance(value, list | tuple) and value else value) for value in state.values()
     )
-
-
-def is_object(value: Any) -> bool:
-    """Return whether a value is a model or stage, an optimizer, a generator, or another object with `state_dict` and
-    `load_state_dict`. A container of tensors is none."""
-    one = value.value if isinstance(value, PerRank) else value
-    if isinstance(one, torch.Tensor | Mapping | type):
-        return False
-    is_stage = isinstance(getattr(one, "module", None), torch.nn.Module)
-    has_state = all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict"))
-    return is_stage or has_state or isinstance(one, torch.Generator)
 
 
 _refused = functools.partial(option_error, was=FormatError)

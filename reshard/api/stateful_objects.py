@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from reshard.api.options import LoadOptions
-from reshard.arguments import is_object
 from reshard.errors import (
     CheckpointError,
     FormatError,
@@ -24,7 +23,7 @@ from reshard.errors import (
     RankFailedError,
     ReshardError,
 )
-from reshard.live.state import CheckedState, OwnState, PerRank, in_order, put_at, same_value
+from reshard.live.state import CheckedState, OwnState, PerRank, in_order, is_object, put_at, same_value
 from reshard.live.tensors import identity_of, is_sharded, is_tensor
 from reshard.live.tree import leaves_of, rebuilt
 from reshard.state import KeyPath, key_of

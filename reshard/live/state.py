@@ -37,7 +37,7 @@ from reshard.live.tree import Flat, flatten, rebuilt
 from reshard.state import IntKey, KeyPath, State, is_selected, key_of, plain_key
 
 __all__ = [
-    "AFTER_WRITES", "LiveState", "OwnState", "PerRank", "Targets", "is_long", "like_fresh", "put_at",
+    "AFTER_WRITES", "LiveState", "OwnState", "PerRank", "Targets", "is_long", "is_object", "like_fresh", "put_at",
     "same_memory", "same_value", "take_apart", "tell_owners",
 ]  # fmt: skip
 
@@ -335,6 +335,17 @@ def _settings(state: Mapping[str, Any], above: KeyPath = ()) -> Iterator[KeyPath
             yield *above, name
     for number, inner in enumerate(state.get("_schedulers", ())):
         yield from _settings(inner, (*above, "_schedulers", number))
+
+
+def is_object(value: Any) -> bool:
+    """Return whether a value is a model or stage, an optimizer, a generator, or another object with `state_dict` and
+    `load_state_dict`. A container of tensors is none."""
+    one = value.value if isinstance(value, PerRank) else value
+    if isinstance(one, torch.Tensor | Mapping | type):
+        return False
+    is_stage = isinstance(getattr(one, "module", None), torch.nn.Module)
+    has_state = all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict"))
+    return is_stage or has_state or isinstance(one, torch.Generator)
 
 
 # A live state dict taken apart, so that values can be put into it in place.
