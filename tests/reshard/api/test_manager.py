@@ -674,7 +674,7 @@ def test_a_step_whose_save_failed_in_the_background_may_be_saved_again(tmp_path:
             with pytest.raises(StorageError, match="is full"):
                 manager.wait()
         report = manager.save(2, state, force=True)
-        assert (report.storage, report.is_saved) == ("asked for", False)
+        assert (report.storage, report.is_saved) == ("forced", False)
         manager.wait()
         assert manager.all_steps() == [1, 2]
         assert manager.save(2, state, force=True).is_saved
