@@ -148,7 +148,7 @@ def compare(
     a, b = map(saved_state, (a, b))
     is_joint = process_group is not None or any(map(_is_sharded, (a, b)))
     group = Group(process_group, deadline_s=timeout) if is_joint else None
-    with nullcontext() if group is None else group.together("compare" if process_group else _WITHOUT_GROUP):
+    with nullcontext() if group is None else group.together("compare" if process_group is not None else _WITHOUT_GROUP):
         check_executor(executor, workers, a, b)
         check_options(by_fingerprint=by_fingerprint, progress=progress, measure=measure)
         check_options(rtol=rtol, atol=atol, labels=labels)
