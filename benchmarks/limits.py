@@ -7,7 +7,10 @@ What a goal compares with runs in the same rounds, so peer / ours, or floor / ou
 passes can exceed. CPU time, and for conversions seconds too.
 
 - A load of the same layout that checks first hashes a mapped file and copies from it. One that checks during the
-  load reads each block and hashes it. The floor reads only.
+  load reads each block and hashes it. The floor reads only; the peer is torch's load.
+- A load of copies hashes a rank's share of the files, and then each rank reads all of them.
+- Of a load of columns, only the compiled loop counts, which reads, hashes, copies, and waits for other ranks. The floor
+  is that of the table of loads: one read, one hash, and one strided copy, by ranks that do not share what they read.
 - A save hashes and writes each block. By default it computes fingerprints, too, by numpy or by the compiled kernel. The
   floor writes only; the peer is torch's save.
 - A conversion reads pieces in one thread, with their CRC-32, and writes them in another. Columns take a second
@@ -16,6 +19,7 @@ passes can exceed. CPU time, and for conversions seconds too.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import shutil
@@ -35,14 +39,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
+import reshard
 from benchmarks.convert import CASES, WITH_ISAL, convert, save as save_for_convert
 from benchmarks.kernels import NAMED, compiled_kernel, is_installed
-from benchmarks.load import make
+from benchmarks.load import CASES as LOADS, make, save as save_for_load, work_of_columns
+from benchmarks.load_parts import LOOP, Clock
 from benchmarks.page import Row, arguments, report
 from benchmarks.processes import measured, over_ranks, run
 from benchmarks.save import CASES as SAVES
+from reshard.live.fingerprint_arithmetic import kernel
 from reshard.live.fingerprints import partials
 
 warnings.filterwarnings("ignore")
@@ -50,6 +57,11 @@ warnings.filterwarnings("ignore")
 ROUNDS = 3
 BLOCK, WRITE, PIECE = 64 << 10, 512 << 10, 2 << 20
 """Bytes of a block of checksums, of a write of a save, and of a piece of a conversion."""
+LOADS_LIMITED = {
+    "rows by 4 to columns by 8": "the compiled loop",
+    "rows by 4 to columns by 4": "the compiled loop",
+    "rows by 4 to copies on all": "hash a share, read all",
+}
 _MADV_POPULATE_READ = 22
 _CRC32: dict[str, Callable[[Any], int]] = {"": zlib.crc32}
 with suppress(ImportError):
@@ -108,6 +120,7 @@ def write_with_fingerprints(path: Path, source: Array, state: Mapping[str, torch
 def passes_of_rank(folder: str, shape: tuple[int, ...], count: int, rows: int) -> Any:
     """Seconds and CPU time of this rank, by round and pass, over what it holds of square tensors."""
     state, here = make(shape, [Shard(0)], count, rows, seed=1), Path(folder, str(dist.get_rank()))
+    other = make(shape, [Shard(0)], count, rows, seed=None)
     mine = {name: tensor.to_local() for name, tensor in state.items()}
     source = np.concatenate([tensor.view(torch.int16).numpy().reshape(-1) for tensor in mine.values()]).view(np.uint8)
     target, there, new = np.zeros(len(source), np.uint8), here / "there", here / "new"
@@ -121,12 +134,13 @@ def passes_of_rank(folder: str, shape: tuple[int, ...], count: int, rows: int) -
         "hash and write": lambda: write(new, source, hashes=True),
         "default": lambda: write_with_fingerprints(new, source, mine),
         "DCP": lambda: dcp.save(state, checkpoint_id=f"{folder}/dcp"),
+        "DCP load": lambda: dcp.load(other, checkpoint_id=f"{folder}/dcp"),
     }
 
     def took(name: str) -> tuple[float, float]:
         seconds, cpu, _ = measured(passes[name])
         new.unlink(missing_ok=True)
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0 and name != "DCP":  # what it saved is loaded next
             shutil.rmtree(f"{folder}/dcp", ignore_errors=True)
         return seconds, cpu
 
@@ -146,12 +160,59 @@ def loads_and_saves(folder: Path, size: tuple[int, int]) -> Iterator[Row]:
         here.mkdir()
         found = over_ranks(run(passes_of_rank, world, str(here), shape, *size))["CPU s"]
         shutil.rmtree(here)
-        floors = {"check first": "copy", "check during": "copy", "hash and write": "write"}
-        for name, floor in floors.items():
-            yield Row("limits", f"{case}, {name}", "CPU s", found[name], floor=found[floor])
+        for name in ("check first", "check during"):
+            yield Row("limits", f"{case}, {name}", "CPU s", found[name], {"DCP": found["DCP load"]}, found["copy"])
+        yield Row("limits", f"{case}, hash and write", "CPU s", found["hash and write"], floor=found["write"])
         for name in ("default", f"default{NAMED}"):
             if name in found:
                 yield Row("limits", f"{case}, {name}", "CPU s", found[name], {"DCP": found["DCP"]}, found["write"])
+
+
+def passes_of_load(folder: str, shape: tuple[int, ...], placements: list[Placement], count: int, rows: int) -> Any:
+    """Seconds and CPU time of this rank, by round and pass, of a load of other shards than were saved."""
+    ours, theirs = (make(shape, placements, count, rows, seed=None) for _ in range(2))
+    files = sorted(Path(folder, "reshard").glob("data-*/*.safetensors"))
+    nbytes = sum(tensor.to_local().nbytes for tensor in ours.values())
+    is_copy = placements == [Replicate()]
+    target = np.zeros(max(path.stat().st_size for path in files), np.uint8)
+
+    def copies() -> None:
+        hashed(files[dist.get_rank()].read_bytes())
+        for path in files:
+            read(path, target[: path.stat().st_size])
+
+    def floor() -> None:
+        work_of_columns([str(path) for path in files], nbytes)
+
+    clock = Clock()
+    if is_installed():
+        with compiled_kernel():
+            clock.watch(LOOP, kernel(), "run")
+    found: list[dict[str, tuple[float, float]]] = []
+    for _ in range(ROUNDS + 1):
+        found.append({})
+        *found[-1]["DCP"], _ = measured(lambda: dcp.load(theirs, checkpoint_id=f"{folder}/dcp"))
+        *found[-1]["floor"], _ = measured(copies if is_copy else floor)
+        if is_installed() and not is_copy:
+            clock.seconds.clear()
+            with compiled_kernel():
+                seconds, _, _ = measured(lambda: reshard.load(ours, f"{folder}/reshard"))
+            found[-1]["loop"] = seconds, clock.seconds[LOOP]
+    return found[1:]
+
+
+def loads(folder: Path, size: tuple[int, int]) -> Iterator[Row]:
+    """Of loads into other layouts, by the names that these have in the table of loads."""
+    for case, what in LOADS_LIMITED.items():
+        world, saved_shape, saved, shape, placements = LOADS[case]
+        here = folder / case
+        run(save_for_load, math.prod(saved_shape), str(here), saved_shape, saved, *size)
+        found = over_ranks(run(passes_of_load, world, str(here), shape, placements, *size))["CPU s"]
+        shutil.rmtree(here)
+        if placements == [Replicate()]:
+            yield Row("limits", f"{case}, {what}", "CPU s", found["floor"], {"DCP": found["DCP"]})
+        elif "loop" in found:
+            yield Row("limits", f"{case}, {what}", "CPU s", found["loop"], {"DCP": found["DCP"]}, found["floor"])
 
 
 def bare_conversion(sources: list[Path], target: Path, sums: int, crc32: Callable[[Any], int]) -> dict[str, float]:
@@ -204,6 +265,7 @@ def rows(folder: str, size: tuple[int, int]) -> Iterator[Row]:
     here = Path(tempfile.mkdtemp(dir=folder))
     try:
         yield from loads_and_saves(here, size)
+        yield from loads(here, size)
         yield from conversions(here, size)
     finally:
         shutil.rmtree(here)
