@@ -180,7 +180,7 @@ def test_programs_on_the_pages_of_integrations_import_what_they_use() -> None:
     """Apart from what is yours, such as your model."""
     yours = {"data", "engine", "group", "model", "optimizer", "replica_id"}
     pages = [text for name, text in TEXTS.items() if name.startswith("docs/integrations/")]
-    programs = [program for text in pages for program in re.findall(r"^```text\n((?:.*\n)*?)```", text, re.M)]
+    programs = [program for text in pages for program in re.findall(r"^```python\n((?:.*\n)*?)```", text, re.M)]
     trees = [ast.parse(program) for program in programs if "import " in program]
     assert len(trees) >= 9
     for tree in trees:
@@ -203,7 +203,7 @@ def test_every_page_of_a_framework_is_in_the_table_of_integrations() -> None:
 def test_configs_of_torchtitan_on_its_page_are_enabled() -> None:
     """By default, torchtitan's managers save nothing, without a word."""
     page = TEXTS["docs/integrations/torchtitan.md"]
-    programs = [ast.parse(program) for program in re.findall(r"^```text\n((?:.*\n)*?)```", page, re.M)]
+    programs = [ast.parse(program) for program in re.findall(r"^```python\n((?:.*\n)*?)```", page, re.M)]
     configs = [
         {each.arg: ast.unparse(each.value) for each in node.keywords}
         for program in programs
@@ -217,8 +217,8 @@ def test_names_of_reshard_that_unrun_snippets_import_are_there() -> None:
     """Snippets of frameworks that are not installed; modules of `reshard.integrations` need theirs, so only the text of
     the module is asked for."""
     found = 0
-    for page in TEXTS.values():
-        for program in re.findall(r"^```text\n((?:.*\n)*?)```", page, re.M):
+    for page in [text for name, text in TEXTS.items() if name.startswith("docs/integrations/")]:
+        for program in re.findall(r"^```python\n((?:.*\n)*?)```", page, re.M):
             for module, names in re.findall(r"^from (reshard[\w.]*) import (.+)$", program, re.M):
                 source = (ROOT / module.replace(".", "/")).with_suffix(".py")
                 tree = ast.parse(source.read_text(encoding="utf-8")) if "integrations" in module else None

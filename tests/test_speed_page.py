@@ -36,8 +36,8 @@ def test_the_readme_has_the_page_s_figures() -> None:
     readme = README.read_text()
 
     assert with_figures(readme, Results.from_json(RESULTS.read_text()).rows) == readme
-    assert readme.count("\nload: ") == 4
-    assert readme.count("<!--") == 2
+    assert (readme.count("\nload: "), readme.count("\ndrop_in: ")) == (4, 3)
+    assert readme.count("<!--") == 4
 
 
 def test_a_figure_within_a_text_is_the_page_s() -> None:

@@ -292,7 +292,7 @@ def plan_reads(
     if problems:
         lines = in_groups(problems)
         lines[20:] = [f"and {len(lines) - 20} more"] * (len(lines) > 20)
-        head = f"{len(problems)} of {len(wanted)} wanted tensors do not match the saved state:"
+        head = f"{len(problems)} of {len(wanted)} target tensors do not match the saved state:"
         listed, reasons = "\n    ".join([head, *lines]), "; ".join(it.message for it in problems)
         if " with shape " in reasons:
             listed += "\n  the shape of each tensor must be the same on both sides"
@@ -314,7 +314,7 @@ def _unfit(
         spec, view = layout.spec, views.get(fqn)
         if view is not None and (differs := _difference(view.spec, spec, allow_cast)):
             yield fqn, f"is made by a view {differs}"
-        user = "wanted layout" if view is None else "view"
+        user = "target layout" if view is None else "view"
         for source in (spec,) if view is None else view.sources:
             what, other = "is" if view is None else f"takes from {source.fqn!r}, which is", saved.get(source.fqn)
             if other is None:
@@ -324,7 +324,7 @@ def _unfit(
                 yield fqn, f"{what} saved {differs}"
 
 
-def _difference(given: TensorSpec, meant: TensorSpec, allow_cast: bool, user: str = "wanted layout") -> str:
+def _difference(given: TensorSpec, meant: TensorSpec, allow_cast: bool, user: str = "target layout") -> str:
     """Return in what a tensor is not what it is meant to be; "" if it is."""
     if given.shape != meant.shape:
         return f"with shape {list(given.shape)}, but the {user} has {list(meant.shape)}"

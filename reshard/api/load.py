@@ -92,7 +92,7 @@ def load(
         path: folder, file, URL, `Storage`, or `Checkpoint`; the same save for all ranks with parts of one tensor.
         strict: True or "strict": missing and unexpected keys are errors. "subset": unexpected keys are allowed. False
             or "partial": both are allowed. {glob: mode} sets it by key: the first match counts, others are strict.
-            Text for a tensor is always an error, and so is a tensor for a plain value, unless it is a 0-d number.
+            A tensor on one side and a plain value on the other are always an error, except a 0-d tensor and a number.
         dtype_policy: "error": another dtype is an error, but numbers and 0-d tensors fit each other: see `cast`.
             "cast": converts elements, but not from float to integer: see `overflowed`. "saved": sets the saved dtype.
         mapping: {key in `state_dict`: key in the checkpoint} for keys that differ, or a `reshard.mapping.Mapping`.

@@ -467,12 +467,12 @@ def verify_live(
         told = group.merge(sums, add, "fingerprints", kind=list[HeldSums])
     before, after = map(conclude, told)
     findings = [
-        Finding(f"has the fingerprint {after[key]}, but its source has {before[key]}: the values differ", key)
+        Finding(f"differs from its source: it has the fingerprint {after[key]}, and its source {before[key]}", key)
         for key in pairing.views
         if before[key] != after[key]
     ]
-    covers = "every target tensor that has a source has the same fingerprint as it; plain values were not compared"
-    return Report("the redistributed state", tuple(findings), len(pairing.views), covers=covers)
+    covers = "every tensor with a source equals it, by fingerprint; plain values were not compared"
+    return Report("the target", tuple(findings), len(pairing.views), covers=covers)
 
 
 def _refuse_uncounted(pairing: TensorMatches) -> None:

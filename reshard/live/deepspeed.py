@@ -20,7 +20,7 @@ __all__ = [
 # parameter like any other.
 
 
-HOW_TO_SAVE = "save with DeepSpeed's engine.save_checkpoint; reshard opens, normalizes, and converts the result"
+HOW_TO_SAVE = "save with DeepSpeed's engine.save_checkpoint; reshard opens and converts the result"
 """What to do about state that only DeepSpeed can put together."""
 
 HOW_TO_GET = (

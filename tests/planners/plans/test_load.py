@@ -77,7 +77,7 @@ def test_small_tensors_are_read_whole(shape, nbytes):
 def test_a_cast_is_read_in_bytes_as_saved():
     wanted = TensorLayout(TensorSpec("w", (4, 6), "bfloat16"), "dp=1", "R")
 
-    with pytest.raises(LayoutMismatchError, match="'w': is saved as float32, but the wanted layout has bfloat16"):
+    with pytest.raises(LayoutMismatchError, match="'w': is saved as float32, but the target layout has bfloat16"):
         plan_reads(state_of(ROWS), state_of(wanted))
     assert plan_reads(state_of(ROWS), state_of(wanted), allow_cast=True).bytes(0) == 96
 
@@ -88,12 +88,12 @@ def test_all_that_does_not_fit_is_named_at_once():
 
     with pytest.raises(LayoutMismatchError) as raised:
         plan_reads(saved, state_of(*(TensorLayout(s, "dp=1", "R") for s in others)))
-    assert "'w': is saved with shape [4, 6], but the wanted layout has [6, 4]" in str(raised.value)
+    assert "'w': is saved with shape [4, 6], but the target layout has [6, 4]" in str(raised.value)
     assert "'layers.0.wqq': is not saved: did you mean 'layers.0.wq'?" in str(raised.value)
     many = [TensorLayout(TensorSpec(f"x{i}", (2,), "float32"), "dp=1", "R") for i in range(25)]
     with pytest.raises(LayoutMismatchError) as raised:
         plan_reads(saved, state_of(*many))
-    assert str(raised.value).startswith("25 of 25 wanted tensors do not match the saved state:\n    *: 25 names, ")
+    assert str(raised.value).startswith("25 of 25 target tensors do not match the saved state:\n    *: 25 names, ")
     assert re.search(r"\n  fix: .+$", str(raised.value))
     many = [TensorLayout(TensorSpec(f"{i}.x", (i,), "float32"), "dp=1", "R") for i in range(25)]
     with pytest.raises(LayoutMismatchError, match=r"'19\.x': is saved with .*\n    and 5 more\n"):
@@ -158,12 +158,12 @@ def test_views_of_what_is_not_wanted_are_not_used():
     ("view", "message"),
     [
         (View.of(TensorSpec("gone", (4, 6), "float32")).rename("w"), "'w': takes from 'gone', which is not saved"),
-        (View.of(W)[:2], r"'w': is made by a view with shape \[2, 6\], but the wanted layout has \[4, 6\]"),
+        (View.of(W)[:2], r"'w': is made by a view with shape \[2, 6\], but the target layout has \[4, 6\]"),
         (
             View.of(TensorSpec("w", (8, 6), "float32"))[:4],
             r"'w': takes from 'w', which is saved with shape \[4, 6\], but the view has \[8, 6\]",
         ),
-        (View.of(TensorSpec("w", (4, 6), "int32")), "is made by a view as int32, but the wanted layout has float32"),
+        (View.of(TensorSpec("w", (4, 6), "int32")), "is made by a view as int32, but the target layout has float32"),
     ],
 )
 def test_views_that_do_not_fit_are_named(view, message):
@@ -177,7 +177,7 @@ def test_many_names_that_are_not_saved_are_refused_soon(monkeypatch):
     monkeypatch.setattr(load, "did_you_mean", lambda *_: asked.append(1) or "")
     saved, wanted = (fsdp(2).layout([TensorSpec(f"{n}.{i}", (2,), "uint8") for i in range(20_000)]) for n in "ab")
 
-    with pytest.raises(LayoutMismatchError, match=r"20000 of 20000 wanted tensors do not match"):
+    with pytest.raises(LayoutMismatchError, match=r"20000 of 20000 target tensors do not match"):
         plan_reads(saved, wanted)
 
     assert len(asked) == 5

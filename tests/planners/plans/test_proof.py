@@ -91,7 +91,7 @@ def test_load_plans_whose_sides_do_not_fit():
     gone = TensorLayout(TensorSpec("gone", (1,), "float32"), "dp=2", "R")
 
     assert said(verify(LoadPlan(state_of(ROWS), state_of(other, gone)))) == [
-        "'w': is saved with shape [4, 6], but the wanted layout has [6, 4]",
+        "'w': is saved with shape [4, 6], but the target layout has [6, 4]",
         "'gone': is not saved",
     ]
     view = View.of(gone.spec).rename("new")

@@ -191,7 +191,7 @@ def test_a_state_has_the_same_fingerprints_in_every_layout_and_what_differs_is_n
         assert all(found["same"])
         ((key, message),) = found["swap"]
         assert key == "w"
-        assert "but its source has" in message
+        assert message.startswith("differs from its source: it has the fingerprint rf1:")
         kind, words = found["drift"]
         assert kind == "ReplicaDriftError"
         assert "b: ranks 0, 2-3 vs. rank 1" in words

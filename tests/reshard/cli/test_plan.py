@@ -482,7 +482,7 @@ def test_a_checkpoint_with_other_names_is_refused_in_groups_with_a_fix(say, tmp_
 
     assert said.code == 3
     assert said.err.splitlines() == [
-        "error: 30 of 30 wanted tensors do not match the saved state:",
+        "error: 30 of 30 target tensors do not match the saved state:",
         "    other.*: 30 names, such as 'other.0': is not saved",
         "  fix: --normalized uses canonical names, or --select '!GLOB' leaves names out",
     ]
@@ -492,8 +492,8 @@ def test_only_other_names_are_fixed_by_other_names(say, tmp_path) -> None:
     for name, rows in (("a", 4), ("b", 5)):
         reshard.save({"w": torch.ones(rows, 2)}, tmp_path / name)
     assert say("plan", tmp_path / "a", tmp_path / "b").err.splitlines() == [
-        "error: 1 of 1 wanted tensors do not match the saved state:",
-        "    'w': is saved with shape [4, 2], but the wanted layout has [5, 2]",
+        "error: 1 of 1 target tensors do not match the saved state:",
+        "    'w': is saved with shape [4, 2], but the target layout has [5, 2]",
         "  the shape of each tensor must be the same on both sides",
     ]
 

@@ -59,7 +59,7 @@ def rows() -> Iterator[tuple[str, str, list[str]]]:
 
 
 def lists() -> str:
-    """The lists of the page, each in alphabetical order, and long ones as a table with a row for each letter."""
+    """The lists of the page, each in alphabetical order, and long ones as a list with an item for each letter."""
     return "\n".join(
         f"**{naming}**: {checked}:\n\n{listed(sorted(families))}\n" for naming, checked, families in rows()
     )
@@ -69,8 +69,7 @@ def listed(families: list[str]) -> str:
     if len(families) <= LONG:
         return ", ".join(families)
     letters = groupby(families, key=lambda family: family[0].upper())
-    table = [f"| {letter} | {', '.join(its)} |" for letter, its in letters]
-    return "\n".join(["| | `model_type` |", "|---|---|", *table])
+    return "\n".join(f"- {', '.join(its)}" for _, its in letters)
 
 
 def test_the_page_says_what_was_checked() -> None:
