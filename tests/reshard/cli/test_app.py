@@ -340,6 +340,16 @@ def test_a_reader_that_leaves_is_no_error(checkpoint, words) -> None:
     assert (ran.returncode, ran.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(("path", "code"), [("checkpoint", 0), ("nowhere", 3)])
+def test_streams_that_are_closed_change_no_exit_code(checkpoint: Path, closed: str, path: str, code: int) -> None:
+    words = ["sh", "-c", f'exec "$@" {closed}', "sh", *RESHARD, "inspect", path]
+
+    ran = subprocess.run(words, cwd=checkpoint.parent, capture_output=True, text=True)
+
+    assert (ran.returncode, "Traceback" in ran.stderr) == (code, False)
+
+
 @pytest.mark.parametrize(("words", "code"), [(["diff"], 1), (["diff", "--json"], 1), (["verify", "--against"], 1)])
 def test_the_answer_is_the_same_with_nobody_reading(checkpoint, tmp_path, words, code) -> None:
     other = tmp_path / "other"
