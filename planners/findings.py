@@ -40,7 +40,8 @@ _MOST_LISTED = 3
 
 
 _LOST = re.compile(
-    r"(?:chunk Box\[.*?\]: )?(there is no .*|(?!was not read).* has \d+ of its \d+ bytes: .*?)(?:\. Tensors there: .*)?"
+    r"(?:chunk Box\[.*?\]: )?(there is no .*|(?!was not read).* (?:has \d+ of its \d+ bytes|is missing): .*?)"
+    r"(?:\. Tensors there: .*)?"
 )
 
 

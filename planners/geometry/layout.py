@@ -44,7 +44,7 @@ def itemsize(dtype: str) -> int:
     try:
         return ITEM_SIZES[dtype]
     except (KeyError, TypeError):
-        near = did_you_mean(str(dtype).removeprefix("torch."), ITEM_SIZES) or f"; known: {', '.join(ITEM_SIZES)}"
+        near = did_you_mean(str(dtype).removeprefix("torch."), ITEM_SIZES, 0.85) or f"; known: {', '.join(ITEM_SIZES)}"
         raise PlanError(f"unknown dtype {dtype!r}{near}") from None
 
 

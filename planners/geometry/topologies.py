@@ -557,8 +557,8 @@ def topology_of(text: str, rules: Mapping[str, str] | None = None, saved: StateL
     if None not in parts and len(sizes) < len(parts):
         raise PlanError(f"the topology {text!r} names an axis twice")
     if None in parts:
-        found = re.findall(r"([A-Za-z_]+)[=:\s]*(\d+(?:x\d+)*)", text)
-        meant = ",".join(map("=".join, found)) if {name for name, _ in found} <= {*_NAMES} else ""
+        found = re.findall(r"([A-Za-z_]+)[=:\s]*(\d+(?:x\d+)*|)", text)  # of "tp" alone, no number
+        meant = ",".join(map("=".join, found)) if all(name in _NAMES and size for name, size in found) else ""
         near = f": did you mean {meant!r}?" if meant else "."
         raise PlanError(f"{text!r} is neither a path nor a topology{near} Write a topology like {WORDS}")
     recorded = _recorded_axes(saved) if saved is not None else []

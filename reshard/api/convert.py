@@ -24,7 +24,14 @@ from reshard.api.reports import CheckedReport, WrittenReport, overflows
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import check_options, globs_of, renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource
-from reshard.errors import CheckpointError, CheckpointExistsError, FormatError, ReshardError, format_names
+from reshard.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    FormatError,
+    ReshardError,
+    format_names,
+    option_error,
+)
 from reshard.formats.detect import BECOMES_FOLDER, FILE_SUFFIXES, kind_beside, refuse_first_step, refuse_run, run_in
 from reshard.formats.sections import find_sections, walk
 from reshard.formats.table import ALSO_CALLED, FormatName
@@ -271,6 +278,7 @@ def _run(
     with phase("agree"):
         digest = job.digest(state)
         group.agree(digest, "what is to be converted", error=CheckpointError)
+    _refuse_source(state, job)
     journal = job.journal(digest)
     storage = journal.storage
     job_id, is_new = "", not os.path.exists(storage.url)
@@ -363,12 +371,12 @@ def _check(group: Group, source: Any, target: Any, workers: int, executor: Execu
         raise CheckpointError("one process drives an executor: call convert on one rank, with alone=True")
 
 
-def _is_source(state: Checkpoint, job: ConvertJob, replaced: Iterable[str]) -> bool:
-    """Whether the output goes where the source is, or one of the replaced files is the source's."""
-    if isinstance(job.target, Storage):
-        return False  # storages in memory may have one name
+def _refuse_source(state: Checkpoint, job: ConvertJob, *replaced: str) -> None:
+    """Raise OptionError if the output goes where the source is, or one of the replaced files is the source's."""
     read = {state.url, *(f"{file.storage.url}/{file.name}" for file in state.contents.files)}
-    return not {*map(os.path.realpath, (job.target, *replaced))}.isdisjoint(map(os.path.realpath, read))
+    written = () if isinstance(job.target, Storage) else (job.target, *replaced)  # those in memory may have one name
+    if job.source == job.target or not {*map(os.path.realpath, written)}.isdisjoint(map(os.path.realpath, read)):
+        raise option_error(f"source and output are the same, {job.target}: choose another output", FormatError)
 
 
 def _check_vacant(
@@ -396,8 +404,8 @@ def _check_vacant(
 
         if not looks_like_torch_file(bytes(storage.read(found, 0, min(nbytes, 20)))):
             raise FormatError(f"{storage.url}/{found} exists and is not a file of torch.save: choose another path")
-    if job.source == job.target or _is_source(state, job, [f"{storage.url}/{found}"] * (found is not None)):
-        raise FormatError(f"source and output are the same, {job.target}: choose another output")
+    if found is not None:
+        _refuse_source(state, job, f"{storage.url}/{found}")
     if found is not None and not overwrite:
         what = f"{storage.url} already contains a checkpoint ({found})"
         raise CheckpointExistsError(

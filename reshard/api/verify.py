@@ -223,6 +223,10 @@ def _deep_findings(
                 harmed = {key for place in places for key in native.arrays_at(*place)}
                 unread = {key for file, _, last in places for key in native.arrays_at(file, 0, last)} - harmed
             read = _read_findings(checkpoint, opening, executor, step, unread)
+            said = {file: str(error) for error in lost for file, _, _ in error.places}
+            for i, it in enumerate(read):  # of a file that is gone, the same for all that was in it
+                file = it.message.partition("there is no ")[2].partition(" in ")[0]
+                read[i] = replace(it, message=said.get(file, it.message))
             findings += [it for it in read if (it.fqn or it.message not in told) and it.fqn not in named]
     return [*findings, *_object_findings(checkpoint)]
 

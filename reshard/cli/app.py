@@ -297,7 +297,11 @@ def in_a_pipeline() -> Iterator[None]:
     for stream in before:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="plain signs")
-    sys.stdout, sys.stderr = _Stream(sys.stdout), _Stream(sys.stderr)
+    # a stream that is closed is None; what is opened in its place also keeps its number from other files
+    sys.stdout, sys.stderr = (
+        _Stream(stream or open(os.devnull, "w", errors="ignore"))  # noqa: SIM115  for as long as the process
+        for stream in before
+    )
     try:
         yield
     finally:

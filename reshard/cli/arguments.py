@@ -19,6 +19,7 @@ from reshard.cli.show import console, print_text
 from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    FormatError,
     KeyMismatchError,
     ReshardError,
     did_you_mean,
@@ -37,7 +38,7 @@ __all__ = [
     "Rules", "Select", "Sides", "Source", "Step", "UsageError", "Workers", "both_sides", "choice", "dequantized",
     "dtype_name", "executor_on",
     "mapping_of", "newest", "read_hints", "rules_of", "side", "size_in_bytes",
-    "stored_hints", "untaken",
+    "stored_hints", "untaken", "writable",
 ]  # fmt: skip
 
 
@@ -52,8 +53,21 @@ NAMING_KEYS = (
 Source = Annotated[str, Argument(metavar="CHECKPOINT", help="A folder, file, or URL in any known format.")]
 AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
 Depth = Annotated[int | None, Option(metavar="N", min=1, help="Show at most this many levels of names.")]
+
+
+def writable(file: Path | None) -> Path | None:
+    """The file. Raises OSError, before anything is read, if it cannot be written."""
+    if file is not None and not file.is_fifo():
+        is_new = not file.exists()
+        file.open("a").close()
+        if is_new:
+            file.unlink()
+    return file
+
+
 Html = Annotated[
-    Path | None, Option(metavar="[FILE.html]", help="Write an HTML page. Default: ./reshard-COMMAND.html.")
+    Path | None,
+    Option(metavar="[FILE.html]", callback=writable, help="Write an HTML page. Default: ./reshard-COMMAND.html."),
 ]
 Legend = Annotated[bool, Option("--legend", help="Explain the notation of layouts.")]
 Rules = Annotated[
@@ -82,7 +96,7 @@ Names = Annotated[
         "--names",
         metavar="FROM:TO",
         autocompletion=namings,
-        help="Convert the names and tensors of CHECKPOINT from one naming scheme to another, such as "
+        help="Convert the names and tensors of the first checkpoint from one naming scheme to another, such as "
         "torchtitan:huggingface or torchtitan:hf. Needs --config.",
     ),
 ]
@@ -412,14 +426,12 @@ def choice(word: str, known: Iterable[str], what: str) -> str:
 
 def dtype_name(word: str) -> str:
     """torch's name of a dtype, also for `bf16`, `fp8` and the like. Raises UsageError for one that is not known."""
-    from planners.geometry.layout import ITEM_SIZES
-    from reshard.live.dtypes import SHORT_NAMES, full_name
+    from reshard.live.dtypes import dtype_from_name, full_name
 
-    if (name := full_name(word)) not in ITEM_SIZES:
-        raise UsageError(
-            f"there is no dtype {word!r}{did_you_mean(name, [*ITEM_SIZES, *SHORT_NAMES]) or '.'} Known: "
-            f"{', '.join(ITEM_SIZES)}"
-        )
+    try:
+        dtype_from_name(name := full_name(word))
+    except FormatError as error:
+        raise UsageError(str(error)) from None
     return name
 
 

@@ -21,7 +21,6 @@ from reshard.cli.arguments import (
     Normalized,
     On,
     Select,
-    Source,
     Workers,
 )
 from reshard.cli.show import (
@@ -52,7 +51,7 @@ _Rtol = Annotated[
     Option(
         metavar="X",
         min=0,
-        help="Tolerance for tensors, relative to the values in OTHER, such as 1e-3. Also allows different dtypes. "
+        help="Tolerance for tensors, relative to the values in AFTER, such as 1e-3. Also allows different dtypes. "
         "Plain numbers must be equal. Default: compare bit by bit.",
     ),
 ]
@@ -72,8 +71,8 @@ _ByFingerprint = Annotated[
 
 @gc_paused()
 def diff(
-    a: Source,
-    b: Annotated[str, Argument(metavar="OTHER", help="The checkpoint to compare with.")],
+    a: Annotated[str, Argument(metavar="BEFORE", help="A folder, file, or URL in any known format.")],
+    b: Annotated[str, Argument(metavar="AFTER", help="The checkpoint to compare with it.")],
     rtol: _Rtol = 0.0,
     atol: _Atol = 0.0,
     select: Select = None,
@@ -109,11 +108,10 @@ def diff(
     mapping, engine = arguments.mapping_of(names, config, naming), arguments.executor_on(on)
     sides = [_opened(path, as_json) for path in (a, b)]
     labels = (sides[0].url, sides[1].url)
-    has_objects = any([*side.objects, *side.contents.containers, *side.contents.per_rank] for side in sides)
-    sides = list(labels) if parallel else _named(sides, names, mapping, given, model, normalized, select)
+    sides = sides if parallel else _named(sides, names, mapping, given, model, normalized, select)
     with engine as executor:
         report = reshard.compare(
-            *sides,
+            *(labels if parallel else sides),
             rtol=rtol,
             atol=atol,
             by_fingerprint=by_fingerprint,
@@ -127,7 +125,7 @@ def diff(
         raise NormalizationError(f"{report.subject}: {report.covers}")
     if html is not None:
         html.write_text(report.to_html(), encoding="utf-8")
-    _print(report, by_fingerprint, bool(rtol or atol), has_objects, limit, as_json)
+    _print(report, by_fingerprint, bool(rtol or atol), sides, limit, as_json)
     print_written(html, as_json=as_json)
     if not report.ok:
         raise Exit(1)
@@ -169,7 +167,7 @@ def _named(
 
 
 def _print(
-    report: CompareReport, is_unread: bool, is_within: bool, has_objects: bool, limit: int, as_json: bool
+    report: CompareReport, is_unread: bool, is_within: bool, sides: list[Any], limit: int, as_json: bool
 ) -> None:
     if as_json:
         print_json(report_as_json(report))
@@ -187,10 +185,22 @@ def _print(
         shown = dataclasses.replace(report, findings=tuple(different))
         right = _verdict(covered, is_within) if report.ok else ""
         print_report(shown, right=right, of=" in common", limit=limit, more="--limit or --json")
-        if has_objects:
+        if _may_have_other_types(sides, report):
             print_text(screen, "lists and tuples count as equal, and so do 1 and 1.0", "note", "yellow")
     if covered.unchecked:
         print_text(screen, covered.unchecked, "note", "yellow")
+
+
+def _may_have_other_types(sides: list[Any], report: CompareReport) -> bool:
+    """Whether a list and a tuple, or 1 and 1.0, may count as equal."""
+    from reshard.live.plain_data import represent
+
+    x, y = (side.objects for side in sides)
+    if sides[0].format != sides[1].format:  # one may keep a list as one object
+        return bool(x or y)
+    kinds = sides[0].contents.containers.items() ^ sides[1].contents.containers.items()
+    equal = (x.keys() & y.keys()) - {finding.fqn for finding in report.findings}
+    return "tuple" in {kind for _, kind in kinds} or any(represent(x[name]) != represent(y[name]) for name in equal)
 
 
 def _damage(report: CompareReport) -> Iterator[str]:

@@ -47,6 +47,9 @@ _ReadRate = Annotated[
     Option(metavar="SIZE", help="Estimate the load time. SIZE is what each host reads per second, such as 2GB."),
 ]
 _AllowUnsharded = Annotated[bool, Option("--allow-unsharded-axes", help="Accept an axis that shards no tensor.")]
+_Out = Annotated[
+    Path | None, Option(metavar="FILE", callback=arguments.writable, help="Write the plan to FILE, as JSON.")
+]
 _Json = Annotated[
     bool, Option("--json", help="Print the bytes per rank and the proof as JSON. With --items, also the items.")
 ]
@@ -63,7 +66,7 @@ def plan(
     limit: Annotated[int, Option(metavar="N", min=0, help="Show at most this many ranks and read items.")] = 12,
     items: Annotated[bool, Option("--items", help="List what each rank reads, box by box.")] = False,
     legend: Legend = False,
-    out: Annotated[Path | None, Option(metavar="FILE", help="Write the plan to FILE, as JSON.")] = None,
+    out: _Out = None,
     html: Html = None,
     read_rate: _ReadRate = None,
     ranks_per_host: Annotated[int, Option(metavar="N", min=1, help="For --read-rate and --html.")] = 8,

@@ -41,7 +41,7 @@ def prune(
     left = {path: nbytes for path, nbytes in left.items() if path not in gone}
     if as_json:
         files = [{"path": path, "nbytes": nbytes} for path, nbytes in left.items()]
-        print_json({"path": run, "dry_run": dry_run, "removed": gone, "leftovers": files})
+        print_json({"path": run, "dry_run": dry_run, "deleted": gone, "leftovers": files})
         return
     done, keeps = ("would delete", "keeps") if dry_run else ("deleted", "kept")
     for path, nbytes in left.items():

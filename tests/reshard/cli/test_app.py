@@ -114,9 +114,18 @@ def test_version(say) -> None:
             "The rules are for 'x'. Add a last rule for",
         ),
         (["plan", "fsdp=4/tp=2", "tp=2"], 2, "topology: did you mean 'fsdp=4,tp=2'?"),
+        (
+            ["plan", ".", "fsdp=3,tp"],
+            2,
+            "'fsdp=3,tp' is neither a path nor a topology. Write a topology like 'fsdp=3', ",
+        ),
+        (["plan", ".", "tp=two,fsdp=2"], 2, "'tp=two,fsdp=2' is neither a path nor a topology. Write a topology like"),
         (["plan", "tp=", "tp=2"], 2, "cannot read the topology 'tp=': expected tp=RANKS, with numbers >= 1"),
         (["plan", "nowhere", "tp=2"], 3, "Or give a topology: 'fsdp=3'"),
         (["plan", ".", "tp=2", "--html", "/none/p.html"], 3, "No such file or directory. Check its folder and your"),
+        (["inspect", "nowhere", "--html", "/none/p.html"], 3, "cannot open '/none/p.html'"),
+        (["diff", "nowhere", ".", "--html", "/none/p.html"], 3, "cannot open '/none/p.html'"),
+        (["plan", "nowhere", "tp=2", "--out", "."], 3, "cannot open '.': Is a directory"),
         (["convert", ".", "out", "--names", "torchtitan:hf"], 2, "torchtitan:hf: the model's config.json is needed"),
         (
             ["convert", ".", "out", "--names", "torchtitan:hugface"],
@@ -199,8 +208,13 @@ def test_version(say) -> None:
             "error: unexpected argument: tp=2. Join axes, as in fsdp=4,tp=2. See reshard plan --help",
         ),
         (["convert", ".", "out", "-f", "safetensor"], 2, "did you mean 'safetensors'?"),
-        (["convert", ".", "out", "--dtype", "bf61"], 2, "there is no dtype 'bf61': did you mean 'bf16'?"),
-        (["convert", ".", "out", "--dtype", "q4"], 2, "there is no dtype 'q4'. Known: bool, "),
+        (["convert", ".", "out", "--dtype", "bfloat61"], 2, "unknown dtype 'bfloat61': did you mean 'bfloat16'?"),
+        (
+            ["convert", ".", "out", "--dtype", "float99"],
+            2,
+            "unknown dtype 'float99': write a torch dtype by name, such",
+        ),
+        (["convert", ".", "."], 2, "source and output are the same, "),
     ],
 )
 def test_errors(say, words, code, told, monkeypatch, checkpoint) -> None:
@@ -324,6 +338,16 @@ def test_a_reader_that_leaves_is_no_error(checkpoint, words) -> None:
     os.close(writing)
 
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(("path", "code"), [("checkpoint", 0), ("nowhere", 3)])
+def test_streams_that_are_closed_change_no_exit_code(checkpoint: Path, closed: str, path: str, code: int) -> None:
+    words = ["sh", "-c", f'exec "$@" {closed}', "sh", *RESHARD, "inspect", path]
+
+    ran = subprocess.run(words, cwd=checkpoint.parent, capture_output=True, text=True)
+
+    assert (ran.returncode, "Traceback" in ran.stderr) == (code, False)
 
 
 @pytest.mark.parametrize(("words", "code"), [(["diff"], 1), (["diff", "--json"], 1), (["verify", "--against"], 1)])

@@ -149,6 +149,9 @@ def test_a_page_of_no_name_is_named_after_its_command(
     assert json.loads(said.out)["ok"]
     assert say("plan", one, "fsdp=2", "--html", "--limit", "1").code == 0
     assert say("plan", one, "fsdp=2", "--html=a.html").code == 0
+    assert say("inspect", "nowhere", "--html", "b.html").code == 3
+    assert say("diff", one, "nowhere", "--html=a.html").code == 3
+    assert Path("a.html").read_text(encoding="utf-8").endswith("</html>\n"), "as it was"
     pages = ["a.html", "reshard-diff.html", "reshard-inspect.html", "reshard-plan.html"]
     assert sorted(file.name for file in tmp_path.glob("*.html")) == pages
 
@@ -257,6 +260,7 @@ def test_a_tensor_is_chosen_at_first_one_whose_values_were_asked_for(
     page = browser.open(file)
     assert page.ask("detail.querySelectorAll('.pair svg').length") == 1
     assert page.ask("document.getElementById('asked').hidden")
+    assert "Identical layers are shown as one row" in page.ask("document.body.innerText")
     assert "▪" not in page.ask("tree.textContent")
 
     file.write_text(reshard.open(saved).to_html(histograms="*.layers.9.b"), encoding="utf-8")
@@ -268,6 +272,15 @@ def test_a_tensor_is_chosen_at_first_one_whose_values_were_asked_for(
     page.ask("(search.value = 'w', search.oninput(), search.value = '', search.oninput())")
     assert page.ask(chosen) == "model.layers.{0–11}.b"
     assert_sound(page, 1400)
+
+
+@needs_browser
+def test_a_page_explains_folded_rows_only_if_it_has_some(browser: Browser, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(checkpoint_page(shown(["layers.0.w", "layers.2.w", "norm"])), encoding="utf-8")
+    page = browser.open(file)
+    assert page.ask("rows.length") == 4
+    assert "Identical layers" not in page.ask("document.body.innerText")
 
 
 @needs_browser

@@ -46,7 +46,7 @@ def test_it_lists_what_it_removes(say, run) -> None:
     ]
     assert _left(run) == ["step-2", "step-3"]
     told = json.loads(say("prune", run, "--keep-last", 1, "--on", "processes:2", "--json").out)
-    assert told == {"path": str(run), "dry_run": False, "removed": [f"{run}/step-2"], "leftovers": []}
+    assert told == {"path": str(run), "dry_run": False, "deleted": [f"{run}/step-2"], "leftovers": []}
     assert say("prune", run, "--keep-last", 1).out == "deleted 0 of 1 checkpoint; kept step-3\n"
 
 
@@ -61,7 +61,7 @@ def test_it_lists_what_killed_saves_left(say, run) -> None:
     for words, done, keeps in ((["--dry-run"], "would delete", "keeps"), ([], "deleted", "kept")):
         if words:
             found = json.loads(say("prune", run, "--keep-last", 3, *words, "--json").out)
-            assert (found["removed"], found["leftovers"]) == ([f"{run}/step-0"], files)
+            assert (found["deleted"], found["leftovers"]) == ([f"{run}/step-0"], files)
             assert reshard.prune(run, keep_last=3, dry_run=True) == [f"{run}/step-0"]
         assert _left(run) == before
         assert say("prune", run, "--keep-last", 3, *words).out.splitlines() == [

@@ -145,7 +145,9 @@ def test_a_missing_file(say, checkpoint) -> None:
 
     said = say("verify", checkpoint)
     assert said.code == 1
-    assert file.name in said.out
+    assert said.out.count(file.name) == 1, "the file and what was in it are one line"
+    assert said.out.endswith(f"{file.name} is missing: restore it, or load another checkpoint\n")
+    assert "·  6 names ('model.layers.0.w', 'model.layers.1.w', 'model.layers.2.w' and 3 more): " in said.out
 
     told = json.loads(say("verify", checkpoint, "--json").out)
 
@@ -492,17 +494,28 @@ def test_unread_reads_what_has_no_fingerprints(say, checkpoint, tmp_path) -> Non
 
 
 def test_a_verdict_of_the_same_says_what_was_not_compared(say, tmp_path) -> None:
-    for name, value in {"a": {"n": 1, "e": {}, "l": [1, 2]}, "b": {"n": 1.0, "l": (1, 2)}, "c": {"n": True}}.items():
+    values = {
+        "a": {"n": 1, "e": {}, "l": [1, 2]},
+        "tuple": {"n": 1, "l": (1, 2)},
+        "float": {"n": 1.0, "l": [1, 2]},
+        "item": {"n": 1, "l": [1.0, 2]},
+        "c": {"n": True},
+        "e": {"n": 2, "l": [1, 2]},
+    }
+    for name, value in values.items():
         reshard.save(value, tmp_path / name)
     note = "note  lists and tuples count as equal, and so do 1 and 1.0\n"
 
-    said = say("diff", tmp_path / "a", tmp_path / "b")
-    assert said.code == 0
-    assert said.out.endswith(note)
+    for name in ("tuple", "float", "item"):
+        said = say("diff", tmp_path / "a", tmp_path / name)
+        assert said.code == 0
+        assert said.out.endswith(note)
     said = say("diff", tmp_path / "a", tmp_path / "c")
     assert said.code == 1
     assert "'n': 1 in " in said.out
-    assert said.out.endswith(note)
+    assert "note" not in said.out, "nothing counted as equal"
+    assert "note" not in say("diff", tmp_path / "a", tmp_path / "a").out
+    assert "note" not in say("diff", tmp_path / "a", tmp_path / "e").out
     for name in "de":
         reshard.save({"model": {"w": torch.ones(2)}}, tmp_path / name)
     assert "note" not in say("diff", tmp_path / "d", tmp_path / "e").out
