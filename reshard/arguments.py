@@ -220,8 +220,8 @@ def no_attribute(it: object, name: str, meant: Mapping[str, str]) -> AttributeEr
 
 
 def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> bool:
-    """Return whether values of the state, or of lists in it, are models, optimizers, generators, or
-    other objects with `state_dict` and `load_state_dict`. Containers of tensors are none.
+    """Return whether the state holds models, optimizers, generators, or other objects with
+    `state_dict` and `load_state_dict`.
 
     Raises OptionError for swapped arguments, for what is no path, and for a module or optimizer
     instead of a dict. `paths` are further classes that stand for a path.
@@ -239,11 +239,9 @@ def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> bool:
     if isinstance(state, torch.nn.Module | torch.optim.Optimizer):
         name = type(state).__name__
         raise _refused(f"{verb} takes a dict, but the first argument is the {name} itself. Write: {_fix(verb, state)}")
-    from reshard.live.state import is_object  # not needed to open a checkpoint
+    from reshard.live.state import holds_objects  # not needed to open a checkpoint
 
-    return isinstance(state, MutableMapping) and any(
-        is_object(value[0] if isinstance(value, list | tuple) and value else value) for value in state.values()
-    )
+    return isinstance(state, MutableMapping) and holds_objects(state)
 
 
 _refused = functools.partial(option_error, was=FormatError)

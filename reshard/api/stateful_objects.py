@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -23,9 +23,19 @@ from reshard.errors import (
     RankFailedError,
     ReshardError,
 )
-from reshard.live.state import CheckedState, OwnState, PerRank, in_order, is_object, put_at, same_value
+from reshard.live.state import (
+    CheckedState,
+    OwnState,
+    PerRank,
+    holds_objects,
+    in_order,
+    is_long,
+    is_object,
+    put_at,
+    same_value,
+)
 from reshard.live.tensors import identity_of, is_sharded, is_tensor
-from reshard.live.tree import leaves_of, rebuilt
+from reshard.live.tree import flatten, leaves_of, rebuilt
 from reshard.state import KeyPath, key_of
 from reshard.state_dict.api import (
     get_model_state_dict,
@@ -83,7 +93,13 @@ class LiveObjects:
                 f"{type(user).__name__}"
             )
         self._user, self._to_fill, self._options = user, to_fill, LoadOptions(strict=strict)
-        self._models = list(_models_in(user))
+        leaves = flatten(user, is_leaf=is_object, whole_at=is_long).leaves if holds_objects(user) else {}
+        self._models = [
+            (value, isinstance(value, Stage) or any(type(part) is int for part in path))
+            for path, value in leaves.items()
+            if isinstance(value, nn.Module | Stage)
+        ]
+        """Each, and whether it is a stage of a pipeline."""
         self._taken: dict[int, _Taken] = {}
         self._done: list[str] = []
         self._stateful: dict[KeyPath, Any] = {}
@@ -160,7 +176,7 @@ class LiveObjects:
         if taken is not None:
             self._taken[id(value)] = taken
             return taken.state
-        if not _holds_objects(value):
+        if not holds_objects(value):
             return value
         if isinstance(value, MutableMapping):
             return {name: self._take(each, (*path, name)) for name, each in value.items()}
@@ -241,7 +257,7 @@ class LiveObjects:
             name = f"{above}{key}"
             if (taken := self._taken.get(id(value))) is not None:
                 self._give(taken, filled[key], name)
-            elif _holds_objects(value):
+            elif holds_objects(value):
                 self._put(value, filled[key], f"{name}.")
             else:
                 user[key] = filled[key]
@@ -270,33 +286,15 @@ def _all(kind: Any, value: Any) -> list[Any]:
     return list(value) if is_list else []
 
 
-def _holds_objects(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(is_object(each) or _holds_objects(each) for each in value.values())
-    return isinstance(value, list | tuple) and any(is_object(each) or _holds_objects(each) for each in value)
-
-
 def saved_state(given: Any) -> Any:
     """Return what is saved of a state with models and other objects, and anything else as it is."""
-    return LiveObjects(given).state if isinstance(given, MutableMapping) and _holds_objects(given) else given
+    return LiveObjects(given).state if isinstance(given, MutableMapping) and holds_objects(given) else given
 
 
 def refuse_objects(call: str, *states: Any) -> None:
     """Raise OptionError for a state with models or other objects, which `call` does not take."""
-    if any(map(_holds_objects, states)):
+    if any(map(holds_objects, states)):
         raise OptionError(
             f"{call} takes state dicts, and no models or other objects: pass {{'model': "
             "reshard.get_model_state_dict(model)}, whose tensors are those of the model"
         )
-
-
-def _models_in(value: Any, in_list: bool = False) -> Iterator[tuple[nn.Module | Stage, bool]]:
-    """Each model, and whether it is a stage of a pipeline."""
-    if isinstance(value, nn.Module | Stage):
-        yield value, in_list or isinstance(value, Stage)
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _models_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _models_in(each, True)

@@ -197,12 +197,12 @@ def test_a_plan_takes_what_the_command_line_takes(tmp_path) -> None:
             r"Write: reshard.save\({'model': model}, path\), or pass reshard.get_model_state_dict\(model\)$",
         ),
         (
-            lambda path: reshard.save({"in": {"m": NET}}, path),
-            "'in.m' cannot be saved: .* make the model a value of the dict itself, as {'model': model}, or",
+            lambda path: reshard.save({"in": {NET}}, path),
+            "'in' cannot be saved: .* make the model a value of a dict, as {'model': model}, or",
         ),
         (
-            lambda path: reshard.save({"in": {"o": torch.optim.SGD(NET.parameters())}}, path),
-            "make it a value of the dict itself, as {'model': model, 'optim': optimizer}, or save get_optimizer",
+            lambda path: reshard.save({"in": {torch.optim.SGD(NET.parameters())}}, path),
+            "make it a value of a dict, as {'model': model, 'optim': optimizer}, or save get_optimizer",
         ),
         (lambda path: reshard.load(NET.state_dict, path), r"load is a function or method: call it, state_dict\(\)"),
         (

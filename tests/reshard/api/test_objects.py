@@ -82,6 +82,54 @@ def test_memory_takes_them_too(tmp_path: Path) -> None:
     assert all(map(torch.equal, full(first), full(second)))
 
 
+def nested(state: dict[str, Any]) -> dict[str, Any]:
+    train = {name: state[name] for name in ("model", "optim")}
+    return {"train": train, "run": [{"sched": state["sched"], "step": state["step"]}]}
+
+
+@pytest.mark.parametrize("way", ["save", "async_save", "memory", "manager"])
+def test_objects_may_be_nested_in_dicts_and_lists(way: str, tmp_path: Path) -> None:
+    first, second = training(0), training(1)
+    train(first)
+    ours, theirs = nested(first), nested(second)
+    if way == "save":
+        reshard.save(ours, tmp_path / "c")
+        assert reshard.load(theirs, tmp_path / "c").ok
+    elif way == "async_save":
+        reshard.async_save(ours, tmp_path / "c").result()
+        assert reshard.load(theirs, tmp_path / "c").ok
+    elif way == "memory":
+        tier = reshard.elastic.Tier(tmp_path / "memory", copies=0)
+        tier.save(ours, 1)
+        assert tier.restore(theirs).load.ok
+    else:
+        with reshard.CheckpointManager(tmp_path / "run", every=reshard.Every(steps=1)) as manager:
+            manager.save(1, ours)
+            manager.wait()
+            restored = manager.restore(theirs)
+            assert restored is not None
+            assert restored.load.ok
+    assert theirs["train"] == nested(second)["train"]
+    assert theirs["run"][0]["step"] == 1
+    assert reshard.compare(ours, theirs).ok
+
+    train(first)
+    train(second)
+    assert all(map(torch.equal, full(first), full(second)))
+    assert first["sched"].state_dict() == second["sched"].state_dict()
+
+
+def test_a_state_with_objects_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"model": nn.Linear(2, 2)}
+    state["in"] = {"again": state}
+    for call in (reshard.save, reshard.compare):
+        with pytest.raises(KeyMismatchError, match="contains itself"):
+            call(state, state if call is reshard.compare else tmp_path / "c")  # type: ignore[operator]
+    del state["model"]
+    with pytest.raises(KeyMismatchError, match="contains itself"):
+        reshard.fingerprint(state)
+
+
 def test_a_dry_run_sets_nothing(tmp_path: Path) -> None:
     first, second = training(0), training(1)
     train(first)
@@ -109,7 +157,9 @@ def test_what_cannot_be_saved_says_what_to_write(tmp_path: Path) -> None:
     for wrong, error, words in (
         ({"optim": state["optim"]}, NormalizationError, "add the model"),
         (state["model"], OptionError, r"Write: reshard.save\({'model': model}, path\)"),
-        ({"in": {"model": state["model"]}}, FormatError, "make the model a value of the dict itself"),
+        ({"in": {"optim": state["optim"]}}, NormalizationError, "'in.optim' is an optimizer .* add the model"),
+        ({"in": (1, state["model"])}, FormatError, "'in' is a tuple that contains a model .* use a dict or a list"),
+        ({"in": {state["model"]}}, FormatError, "make the model a value of a dict"),
     ):
         with pytest.raises(error, match=words):
             reshard.save(wrong, tmp_path / "c")
