@@ -67,10 +67,11 @@ class CodecError(PlanError):
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """`": did you mean 'fsdp'?"`, or nothing where no name is near."""
+    """`": did you mean 'fsdp'?"`, or nothing where no name is near: one with other digits is not."""
     from difflib import get_close_matches
 
-    names = list(known)
+    digits = {*filter(str.isdigit, word)}
+    names = [name for name in known if {*filter(str.isdigit, name)} == digits]
     near = get_close_matches(word, names, 9, cutoff) or get_close_matches(word.lower(), names, 1, cutoff)
     parts = {*word.split(".")}  # of an FQN: most of them are right
     near.sort(key=lambda name: -len(parts.intersection(name.split("."))))

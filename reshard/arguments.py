@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import fields
 from inspect import Parameter, signature
 from types import FunctionType, MethodType
@@ -82,7 +82,7 @@ def _refuse_call(what: str, it: Callable[..., Any], args: tuple[Any, ...], given
     names = [*known, *(name for kind in kinds for name in getattr(kind, "__annotations__", ()))]
     for name in given.keys() - {*names}:
         if name in _OF_OTHERS or not rest:
-            raise _unexpected(what, name, names) from None
+            raise _unexpected(what, name, names, (*given, *names[: len(args)])) from None
     by_name = [name for name, each in known.items() if each.kind == each.KEYWORD_ONLY]
     places = [name for name, each in known.items() if each.kind <= each.POSITIONAL_OR_KEYWORD]
     if by_name and len(args) > len(places):
@@ -160,10 +160,11 @@ _OF_OTHERS = {
 """Arguments of other calls, also of torch and Orbax, and what to write here."""
 
 
-def _unexpected(verb: str, name: str, known: Iterable[str]) -> TypeError:
+def _unexpected(verb: str, name: str, known: Iterable[str], given: Collection[str] = ()) -> TypeError:
     words = [word for word in known if word != "self"]
     is_other = name in _OF_OTHERS and f"{name}s" not in words
-    meant = f": {_OF_OTHERS[name]}" if is_other else did_you_mean(name, words) or f": it takes {', '.join(words)}"
+    near = did_you_mean(name, [word for word in words if word not in given])
+    meant = f": {_OF_OTHERS[name]}" if is_other else near or f": it takes {', '.join(words)}"
     return TypeError(f"{verb}() got an unexpected keyword argument {name!r}{meant}")
 
 

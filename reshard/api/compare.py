@@ -32,7 +32,7 @@ from planners.geometry.overlap import Sweep
 from planners.units import format_bytes, format_count
 from reshard.api.equal_bytes import equal_as_bytes
 from reshard.api.key_suggestions import prefix_hint
-from reshard.api.stateful_objects import saved_state
+from reshard.api.stateful_objects import parameters_of, saved_state
 from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.api.transfer_memory import held_parts
@@ -145,10 +145,16 @@ def compare(
     first element that differs, in row-major order. `covered` says how many bytes of `a` were read
     and compared with those of `b`. Comparisons by fingerprint do not count.
     """
-    a, b = map(saved_state, (a, b))
+    wrong = None
+    try:
+        a, b = map(saved_state, (a, b))
+    except Exception as error:  # the other ranks wait for this one
+        wrong = error
     is_joint = process_group is not None or any(map(_is_sharded, (a, b)))
     group = Group(process_group, deadline_s=timeout) if is_joint else None
     with nullcontext() if group is None else group.together("compare" if process_group is not None else _WITHOUT_GROUP):
+        if wrong is not None:
+            raise wrong
         check_executor(executor, workers, a, b)
         check_options(by_fingerprint=by_fingerprint, progress=progress, measure=measure)
         check_options(rtol=rtol, atol=atol, labels=labels)
@@ -164,7 +170,8 @@ def compare(
 def _is_sharded(side: Any) -> bool:
     if isinstance(side, Checkpoint) or not isinstance(side, Mapping):
         return False
-    return any(map(is_sharded, flatten(side, is_leaf=lambda v: is_tensor(v) or isinstance(v, PerRank)).leaves.values()))
+    leaves = flatten(side, is_leaf=lambda v: is_tensor(v) or isinstance(v, PerRank)).leaves.values()
+    return any(is_sharded(tensor) for leaf in leaves for tensor in (leaf, *parameters_of(leaf)))
 
 
 @gc_paused()

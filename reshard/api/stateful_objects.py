@@ -42,14 +42,14 @@ from reshard.state_dict.api import (
     get_optimizer_state_dict,
     group_orders,
     optimizer_to_restore,
-    refuse_groups,
+    refuse_optimizers,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
 from reshard.state_dict.live_model import Stage
 from reshard.state_dict.options import StateDictOptions
 
-__all__ = ["LiveObjects", "refuse_objects", "saved_state"]
+__all__ = ["LiveObjects", "parameters_of", "refuse_objects", "saved_state"]
 
 _Set = Callable[[Any], object]
 
@@ -203,7 +203,11 @@ class LiveObjects:
                 flatten_optimizer_state_dict=any(is_stage for _, is_stage in found),  # ranks have other groups each
             )
 
-            self._checks[*path, "param_groups"] = partial(refuse_groups, owners, optimizers, options=options)
+            def check(groups: Any) -> None:
+                filled = {**reduce(getitem, path, self.state), "param_groups": groups}
+                refuse_optimizers(owners, optimizers, filled, options)
+
+            self._checks[*path, "param_groups"] = check
             self._optimizers.append((path, owners, optimizers))
 
             def put(got: Any) -> None:
@@ -238,11 +242,9 @@ class LiveObjects:
         return _Taken(held, lambda got: got.value is None or put(got.value))
 
     def _models_of(self, optimizers: list[Any], key: str) -> list[tuple[nn.Module | Stage, bool]]:
-        its = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        its = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
         found = [
-            (model, is_stage)
-            for model, is_stage in self._models
-            if any(id(p) in its for p in (model.module if isinstance(model, Stage) else model).parameters())
+            (model, is_stage) for model, is_stage in self._models if any(id(p) in its for p in parameters_of(model))
         ]
         if not found:
             raise NormalizationError(
@@ -289,6 +291,14 @@ def _all(kind: Any, value: Any) -> list[Any]:
 def saved_state(given: Any) -> Any:
     """Return what is saved of a state with models and other objects, and anything else as it is."""
     return LiveObjects(given).state if isinstance(given, MutableMapping) and holds_objects(given) else given
+
+
+def parameters_of(value: Any) -> list[torch.Tensor]:
+    """Return the parameters of a model or optimizer. Others have none."""
+    if isinstance(value, nn.Module | Stage):
+        return [*(value.module if isinstance(value, Stage) else value).parameters()]
+    groups = value.param_groups if isinstance(value, Optimizer) else ()
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def refuse_objects(call: str, *states: Any) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import reshard
-from reshard.errors import FormatError, KeyMismatchError, NormalizationError, OptionError
+from reshard.errors import FormatError, KeyMismatchError, NormalizationError, OptionError, RankFailedError
 from tests import gloo
 
 
@@ -152,6 +152,22 @@ def test_a_refused_load_sets_nothing(tmp_path: Path) -> None:
     assert all(map(torch.equal, full(other), before))
 
 
+@pytest.mark.parametrize(("kind", "strict"), [(torch.optim.Adamax, "subset"), (torch.optim.RMSprop, "partial")])
+def test_an_optimizer_of_another_kind_is_refused_before_the_model_is_set(
+    kind: type[torch.optim.Optimizer], strict: Any, tmp_path: Path
+) -> None:
+    first, second = training(0), training(1)
+    train(first)
+    reshard.save({name: first[name] for name in ("model", "optim")}, tmp_path / "c")
+    other = {"model": second["model"], "optim": kind(second["model"].parameters())}
+    before = full(second)
+
+    with pytest.raises(KeyMismatchError, match=rf"lacks '\w+', which {kind.__name__} needs"):
+        reshard.load(other, tmp_path / "c", strict=strict)
+    assert all(map(torch.equal, full(second), before))
+    assert not other["optim"].state
+
+
 def test_what_cannot_be_saved_says_what_to_write(tmp_path: Path) -> None:
     state = training(0)
     for wrong, error, words in (
@@ -211,6 +227,27 @@ def test_comparisons_take_them(tmp_path: Path) -> None:
     assert reshard.fingerprint({"in": {"model": state["model"]}}).keys() == {
         f"in.model.{name}" for name, _ in state["model"].named_parameters()
     }
+
+
+def compared_without_its_model(folder: str) -> str:
+    state = training(0, 2)
+    train(state)
+    reshard.save(state, f"{folder}/c")
+    if torch.distributed.get_rank() == 1:
+        del state["model"]
+    try:
+        reshard.compare(f"{folder}/c", state, timeout=20)
+    except (NormalizationError, RankFailedError) as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.gloo
+def test_a_comparison_that_one_rank_cannot_make_fails_on_all(tmp_path: Path) -> None:
+    other, own = gloo.run(compared_without_its_model, 2, str(tmp_path))
+    assert "rank 1 failed in 'compare" in other
+    for words in (other, own):
+        assert "'optim' is an optimizer whose model is not in the state" in words
 
 
 def test_transfers_refuse_them_and_say_what_to_pass() -> None:
