@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import fields
 from inspect import Parameter, signature
 from types import FunctionType, MethodType
@@ -17,7 +19,7 @@ from reshard.storage.base import Storage
 from reshard.storage.opening import what_is_no_path
 
 __all__ = [
-    "check_arguments", "check_options", "globs_of", "named_arguments", "no_attribute", "options_of",
+    "check_arguments", "check_options", "checked_step", "globs_of", "named_arguments", "no_attribute", "options_of",
     "renamed", "with_options",
 ]  # fmt: skip
 
@@ -212,6 +214,19 @@ def check_options(**given: Any) -> None:
         fits, words = next((kind for names, kind in _KINDS.items() if name in names.split()), flag)
         if not fits(value):
             raise OptionError(f"{name} must be {words}, got {format_value(value)}")
+
+
+def checked_step(step: object, call: str) -> int:
+    """Return the number of a step, also one of numpy's. Raises OptionError for other values, with the call as it should
+    be."""
+    number = -1
+    if not isinstance(step, bool) and hasattr(step, "__index__"):
+        with suppress(TypeError):  # of what has one and is no whole number, as a tensor of several
+            number = operator.index(step)
+    if number < 0:
+        swapped = ": the arguments are swapped" * isinstance(step, Mapping)
+        raise OptionError(f"step must be an integer >= 0, as in {call}, got {format_value(step)}{swapped}")
+    return number
 
 
 def no_attribute(it: object, name: str, meant: Mapping[str, str]) -> AttributeError:

@@ -483,8 +483,9 @@ class LoadReport(FilledReport, CheckedReport):
     """Keys whose shapes differ, with both shapes. With dtype_policy "error", also keys whose
     dtypes differ."""
     dropped: tuple[str, ...]
-    """Values of the target that were dropped. They were in a dict or list without tensors. The
-    saved one, which does not have them, replaced it."""
+    """Values of the target that the saved dict or list lacks. It has no tensors, and replaced the
+    target's. An object that is given the saved dict may keep its own values: an optimizer keeps
+    fields of its param groups."""
     replaced: Mapping[str, tuple[str, str]]
     """key -> (saved dtype, dtype of the target) of targets that dtype_policy "saved" replaced."""
     aliases: Mapping[str, str]

@@ -670,7 +670,7 @@ def test_each_result_prints_as_one_line(tmp_path: Path) -> None:
 
     converted = reshard.convert(tmp_path / "saved", tmp_path / "hf", format="safetensors")
     with reshard.CheckpointManager(tmp_path / "run", every=reshard.Every(steps=2)) as manager:
-        with pytest.raises(OptionError, match=r"as in save\(step, state\), got a value of type dict$"):
+        with pytest.raises(OptionError, match=r"as in save\(step, state\), got a dict: the arguments are swapped$"):
             manager.save({"w": torch.ones(4), "more": "x" * 1000}, 1)  # type: ignore[arg-type]
         idle, due, again = manager.save(1, state), manager.save(2, state), manager.save(2, state)
         manager.wait()

@@ -168,6 +168,17 @@ def test_an_optimizer_of_another_kind_is_refused_before_the_model_is_set(
     assert not other["optim"].state
 
 
+def test_an_object_may_keep_what_the_saved_state_lacks(tmp_path: Path) -> None:
+    saved, live = training(0), training(1)
+    model, optim = reshard.get_state_dict(saved["model"], saved["optim"])
+    del optim["param_groups"][0]["maximize"]
+    reshard.save({"model": model, "optim": optim}, tmp_path / "c")
+
+    report = reshard.load({name: live[name] for name in ("model", "optim")}, tmp_path / "c")
+    assert report.dropped == ("optim.param_groups.0.maximize",)
+    assert live["optim"].param_groups[0]["maximize"] is False
+
+
 def test_what_cannot_be_saved_says_what_to_write(tmp_path: Path) -> None:
     state = training(0)
     for wrong, error, words in (
