@@ -9,7 +9,7 @@ from typing import Protocol
 
 __all__ = [
     "BoxLike", "CodecError", "CoverageError", "LayoutMismatchError", "PlanError", "ProofError", "ReshardError",
-    "did_you_mean", "sentence", "warn_renamed",
+    "did_you_mean", "near_key", "sentence", "warn_renamed",
 ]  # fmt: skip
 
 
@@ -79,6 +79,15 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     if not near and 1 < len(word) < 4 and word.isalpha():  # an abbreviation, such as hf
         near = [name for name in names if re.match(".*".join(word), name)]
     return f": did you mean {near[0]!r}?" if near else ""
+
+
+def near_key(key: str, known: Iterable[str]) -> str:
+    """Return the known key that was probably meant, or "". Numbers, as of layers, are hardly ever mistyped."""
+    from difflib import get_close_matches
+
+    numbers = re.findall(r"\d+", key)
+    names = [name for name in known if re.findall(r"\d+", name) == numbers]
+    return next(iter(get_close_matches(key, names, 1, 0.75)), "")
 
 
 def warn_renamed(old: str, new: str) -> None:

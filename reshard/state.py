@@ -13,7 +13,7 @@ from reshard.errors import FormatError
 
 __all__ = [
     "NUMBERED", "IntKey", "KeyPath", "State", "cached_property", "count_objects", "empty_sequences", "is_selected",
-    "key_of", "near_key", "path_from_json", "path_to_json", "plain_key", "value_path",
+    "key_of", "path_from_json", "path_to_json", "plain_key", "value_path",
 ]  # fmt: skip
 
 
@@ -68,15 +68,6 @@ def key_of(path: KeyPath) -> str:
         return ".".join(path)  # type: ignore[arg-type]  # nearly always text alone
     except TypeError:
         return ".".join(map(str, path))
-
-
-def near_key(key: str, known: Iterable[str]) -> str:
-    """Return the known key that was probably meant, or "". Numbers, as of layers, are hardly ever mistyped."""
-    from difflib import get_close_matches
-
-    numbers = re.findall(r"\d+", key)
-    names = [name for name in known if re.findall(r"\d+", name) == numbers]
-    return next(iter(get_close_matches(key, names, 1, 0.75)), "")
 
 
 def is_selected(key: str, globs: Collection[str]) -> bool:

@@ -145,19 +145,15 @@ def compare(
     first element that differs, in row-major order. `covered` says how many bytes of `a` were read
     and compared with those of `b`. Comparisons by fingerprint do not count.
     """
-    wrong = None
-    try:
-        a, b = map(saved_state, (a, b))
-    except Exception as error:  # the other ranks wait for this one
-        wrong = error
+    (a, b), wrong = _taken_apart(a, b)
     is_joint = process_group is not None or any(map(_is_sharded, (a, b)))
     group = Group(process_group, deadline_s=timeout) if is_joint else None
     with nullcontext() if group is None else group.together("compare" if process_group is not None else _WITHOUT_GROUP):
         if wrong is not None:
             raise wrong
         check_executor(executor, workers, a, b)
-        check_options(by_fingerprint=by_fingerprint, progress=progress, measure=measure)
-        check_options(rtol=rtol, atol=atol, labels=labels)
+        check_options(by_fingerprint=by_fingerprint, progress=progress, measure=measure, labels=labels)
+        check_options(rtol=rtol, atol=atol)
         if by_fingerprint and (rtol or atol):
             raise option_error("compare: by_fingerprint compares bit by bit: pass it, or rtol and atol", ValueError)
         how = (rtol, atol, measure)
@@ -165,6 +161,14 @@ def compare(
             group.same_options("compare", {"tolerance and measure": how, "labels": labels})
         with engine(executor, workers) as hands:
             return compare_sides(a, b, how, by_fingerprint, labels, hands, progress, group)
+
+
+def _taken_apart(*sides: Any) -> tuple[Any, Exception | None]:
+    """Return the sides as they are saved. If this fails: as they are, and the error, for which other ranks may wait."""
+    try:
+        return [*map(saved_state, sides)], None
+    except Exception as error:
+        return sides, error
 
 
 def _is_sharded(side: Any) -> bool:

@@ -8,8 +8,9 @@ from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from planners.geometry.arrays import grouped
+from reshard.errors import near_key
 from reshard.live.wrappers import WRAPPER_SEGMENTS
-from reshard.state import NUMBERED, near_key
+from reshard.state import NUMBERED
 
 __all__ = [
     "OF_NUMBERED", "PrefixDifference", "by_number", "differ_in_form", "has_no_state_yet", "is_of_optimizer",

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from planners.geometry.box import Shape
-from reshard.errors import KeyMismatchError, fix_lines, format_value, visible
+from reshard.errors import KeyMismatchError, fix_lines, format_value, near_key, visible
 from reshard.live.deepspeed import HOW_TO_GET, HOW_TO_SET
 from reshard.live.dtypes import overflowing
 from reshard.live.state import AFTER_WRITES, same_memory, same_value
@@ -39,7 +39,6 @@ from reshard.live.tensors import (
     wrapped_like,
 )
 from reshard.live.wrappers import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all, of_version
-from reshard.state import near_key
 from reshard.state_dict.gather import exchange_rows, gather, scatter
 from reshard.state_dict.live_model import LiveModel, SelfLoadingModule, StateEntry, where
 from reshard.state_dict.options import Cast, SetReport, StateDictOptions

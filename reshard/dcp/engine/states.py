@@ -17,12 +17,11 @@ from torch.distributed.tensor import DTensor
 from planners.geometry.box import Box, Shape
 from planners.geometry.layout import Form
 from reshard.api.options import Wording
-from reshard.errors import KeyMismatchError, LayoutError, also, option_error
+from reshard.errors import KeyMismatchError, LayoutError, also, near_key, option_error
 from reshard.live.copy_streams import has_copy_streams, to_host
 from reshard.live.optimizer_state import Saved, lost_state
 from reshard.live.tensors import OVERWRITTEN_BY, LiveTensor, global_shape, is_sharded, is_tensor, this_rank
 from reshard.live.tree import leaves_of, map_leaves
-from reshard.state import near_key
 
 __all__ = [
     "ENGINE_WORDING", "HeldRegion", "copied_like", "flat_state", "holds_checkpointable", "is_checkpointable",
