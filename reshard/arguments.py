@@ -255,9 +255,9 @@ def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> bool:
     if isinstance(state, torch.nn.Module | torch.optim.Optimizer):
         name = type(state).__name__
         raise _refused(f"{verb} takes a dict, but the first argument is the {name} itself. Write: {_fix(verb, state)}")
-    from reshard.live.state import holds_objects  # not needed to open a checkpoint
+    from reshard.live.state import is_object  # not needed to open a checkpoint
 
-    return isinstance(state, MutableMapping) and holds_objects(state)
+    return isinstance(state, MutableMapping) and is_object(state, within=True)
 
 
 _refused = functools.partial(option_error, was=FormatError)

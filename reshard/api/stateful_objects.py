@@ -23,17 +23,7 @@ from reshard.errors import (
     RankFailedError,
     ReshardError,
 )
-from reshard.live.state import (
-    CheckedState,
-    OwnState,
-    PerRank,
-    holds_objects,
-    in_order,
-    is_long,
-    is_object,
-    put_at,
-    same_value,
-)
+from reshard.live.state import CheckedState, OwnState, PerRank, in_order, is_long, is_object, put_at, same_value
 from reshard.live.tensors import identity_of, is_sharded, is_tensor
 from reshard.live.tree import flatten, leaves_of, rebuilt
 from reshard.state import KeyPath, key_of
@@ -93,7 +83,7 @@ class LiveObjects:
                 f"{type(user).__name__}"
             )
         self._user, self._to_fill, self._options = user, to_fill, LoadOptions(strict=strict)
-        leaves = flatten(user, is_leaf=is_object, whole_at=is_long).leaves if holds_objects(user) else {}
+        leaves = flatten(user, is_leaf=is_object, whole_at=is_long).leaves if is_object(user, within=True) else {}
         self._models = [
             (value, isinstance(value, Stage) or any(type(part) is int for part in path))
             for path, value in leaves.items()
@@ -176,7 +166,7 @@ class LiveObjects:
         if taken is not None:
             self._taken[id(value)] = taken
             return taken.state
-        if not holds_objects(value):
+        if not is_object(value, within=True):
             return value
         if isinstance(value, MutableMapping):
             return {name: self._take(each, (*path, name)) for name, each in value.items()}
@@ -259,7 +249,7 @@ class LiveObjects:
             name = f"{above}{key}"
             if (taken := self._taken.get(id(value))) is not None:
                 self._give(taken, filled[key], name)
-            elif holds_objects(value):
+            elif is_object(value, within=True):
                 self._put(value, filled[key], f"{name}.")
             else:
                 user[key] = filled[key]
@@ -290,7 +280,7 @@ def _all(kind: Any, value: Any) -> list[Any]:
 
 def saved_state(given: Any) -> Any:
     """Return what is saved of a state with models and other objects, and anything else as it is."""
-    return LiveObjects(given).state if isinstance(given, MutableMapping) and holds_objects(given) else given
+    return LiveObjects(given).state if isinstance(given, MutableMapping) and is_object(given, within=True) else given
 
 
 def parameters_of(value: Any) -> list[torch.Tensor]:
@@ -303,7 +293,7 @@ def parameters_of(value: Any) -> list[torch.Tensor]:
 
 def refuse_objects(call: str, *states: Any) -> None:
     """Raise OptionError for a state with models or other objects, which `call` does not take."""
-    if any(map(holds_objects, states)):
+    if any(is_object(state, within=True) for state in states):
         raise OptionError(
             f"{call} takes state dicts, and no models or other objects: pass {{'model': "
             "reshard.get_model_state_dict(model)}, whose tensors are those of the model"
