@@ -119,11 +119,11 @@ def compare(
         reshard.load(state, "run/step-1000")
         assert reshard.compare("run/step-1000", state).ok    # on all ranks, if the state is sharded
 
-    Names, shapes, dtypes, objects, and values are compared, including per-rank values. Layouts and
-    formats may differ. Some formats do not record types of containers, so these are not compared: a
-    list equals a tuple, the key 1 equals "1", and an empty dict equals a missing one. 1 equals 1.0, but
-    not True. Values of tensors are compared bit by bit: NaN equals the same NaN, and -0.0 differs
-    from 0.0. With `atol` or `rtol`, values are equal if they differ by at most `atol + rtol * |b|`.
+    Names, shapes, dtypes, objects, and values are compared, including per-rank values. Layouts and formats may
+    differ. Some formats do not record types of containers, so these are not compared: a list equals a tuple, the key
+    1 equals "1", and an empty dict equals a missing one. 1 equals 1.0, but not True. Values of tensors are compared
+    bit by bit: NaN equals the same NaN, and -0.0 differs from 0.0. With `atol` or `rtol`, values are equal if they
+    differ by at most `atol + rtol * |b|`.
 
     Args:
         a, b: a path, an open `Checkpoint`, or a state, as for `save`. If it is sharded, the call is collective:
@@ -136,14 +136,13 @@ def compare(
         executor: runs the comparison as tasks, as in `reshard.convert`. Then pass both checkpoints by path.
         progress: show a progress bar if stderr is a terminal.
         measure: also measure by how much each tensor differs, for `.measures` and `.to_html()`. This takes longer.
-        process_group: the ranks that share the state. Default: the default group. If you pass it, the
-            call is collective even if no tensor is sharded, as for pipeline stages. A key is then
-            missing only if no rank has it.
+        process_group: the ranks that share the state. Default: the default group. If you pass it, the call is
+            collective even if no tensor is sharded, as for pipeline stages. A key is then missing only if no rank has it.
         timeout: limit for a collective call, in seconds or as a `timedelta`.
 
-    Returns a report. It lists everything that differs or cannot be read. For a tensor, it has the
-    first element that differs, in row-major order. `covered` says how many bytes of `a` were read
-    and compared with those of `b`. Comparisons by fingerprint do not count.
+    Returns a report. It lists everything that differs or cannot be read. For a tensor, it has the first element that
+    differs, in row-major order. `covered` says how many bytes of `a` were read and compared with those of `b`.
+    Comparisons by fingerprint do not count.
     """
     (a, b), wrong = _taken_apart(a, b)
     is_joint = process_group is not None or any(map(_is_sharded, (a, b)))

@@ -293,7 +293,7 @@ def parameters_of(value: Any) -> list[torch.Tensor]:
 
 def refuse_objects(call: str, *states: Any) -> None:
     """Raise OptionError for a state with models or other objects, which `call` does not take."""
-    if any(is_object(state, within=True) for state in states):
+    if any(is_object(state, within=True) for state in states if not is_object(state)):
         raise OptionError(
             f"{call} takes state dicts, and no models or other objects: pass {{'model': "
             "reshard.get_model_state_dict(model)}, whose tensors are those of the model"
