@@ -137,13 +137,12 @@ def compare(
         progress: show a progress bar if stderr is a terminal.
         measure: also measure by how much each tensor differs, for `.measures` and `.to_html()`. This takes longer.
         process_group: the ranks that share the state. Default: the default group. If you pass it, the call is
-            collective even if no tensor is sharded, as for pipeline stages. A key is then missing only if no rank has it.
+            collective even if no tensor is sharded, as for pipeline stages. A key that one rank has is not missing.
         timeout: limit for a collective call, in seconds or as a `timedelta`.
 
     Returns a report. It lists everything that differs or cannot be read. For a tensor, it has the first element that
     differs, in row-major order. `covered` says how many bytes of `a` were read and compared with those of `b`.
-    Comparisons by fingerprint do not count.
-    """
+    Comparisons by fingerprint do not count."""
     (a, b), wrong = _taken_apart(a, b)
     is_joint = process_group is not None or any(map(_is_sharded, (a, b)))
     group = Group(process_group, deadline_s=timeout) if is_joint else None
