@@ -112,7 +112,13 @@ def _page_of(plan: Any, **options: Any) -> str:
     return to_html(plan, **options)
 
 
-draw_pages_with(_page_of)
+def _text_of(plan: Any) -> str:
+    from planners.reports.text import format_plan
+
+    return format_plan(plan, items=False)
+
+
+draw_pages_with(_page_of, _text_of)
 
 
 def __dir__() -> list[str]:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 __all__ = [
     "BoxLike", "CodecError", "CoverageError", "LayoutMismatchError", "PlanError", "ProofError", "ReshardError",
-    "did_you_mean", "sentence", "warn_renamed",
+    "did_you_mean", "near_key", "sentence", "warn_renamed",
 ]  # fmt: skip
 
 
@@ -67,10 +67,11 @@ class CodecError(PlanError):
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """`": did you mean 'fsdp'?"`, or nothing where no name is near."""
+    """`": did you mean 'fsdp'?"`, or nothing where no name is near: one with other digits is not."""
     from difflib import get_close_matches
 
-    names = list(known)
+    digits = {*filter(str.isdigit, word)}
+    names = [name for name in known if {*filter(str.isdigit, name)} == digits]
     near = get_close_matches(word, names, 9, cutoff) or get_close_matches(word.lower(), names, 1, cutoff)
     parts = {*word.split(".")}  # of an FQN: most of them are right
     near.sort(key=lambda name: -len(parts.intersection(name.split("."))))
@@ -78,6 +79,15 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     if not near and 1 < len(word) < 4 and word.isalpha():  # an abbreviation, such as hf
         near = [name for name in names if re.match(".*".join(word), name)]
     return f": did you mean {near[0]!r}?" if near else ""
+
+
+def near_key(key: str, known: Iterable[str]) -> str:
+    """Return the known key that was probably meant, or "". Numbers, as of layers, are hardly ever mistyped."""
+    from difflib import get_close_matches
+
+    numbers = re.findall(r"\d+", key)
+    names = [name for name in known if re.findall(r"\d+", name) == numbers]
+    return next(iter(get_close_matches(key, names, 1, 0.75)), "")
 
 
 def warn_renamed(old: str, new: str) -> None:

@@ -1,4 +1,4 @@
-"""Plans and reports in notebooks. A package above this one draws pages and registers its function here."""
+"""Plans and reports in notebooks. A package above this one draws pages and registers its functions here."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MOST_LINES = 40
 _draw: list[Callable[..., str]] = []
 
 
-def draw_pages_with(draw: Callable[..., str]) -> None:
-    """Register a function that draws a plan as a complete HTML page."""
-    _draw[:] = [draw]
+def draw_pages_with(draw: Callable[..., str], write: Callable[..., str]) -> None:
+    """Register functions that draw a plan as a complete HTML page, and write it as text."""
+    _draw[:] = [draw, write]
 
 
 class Pictured:
@@ -61,6 +61,10 @@ class Pictured:
             cluster=cluster,
             wrong=wrong,
         )
+
+    def __str__(self) -> str:
+        """Totals, and the bytes of each rank. `reshard.planners.format_plan(plan)` also lists items."""
+        return _draw[1](self)
 
     def _repr_html_(self) -> str:
         return framed(self.to_html(), repr(self))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import operator
 import os
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import fields
 from inspect import Parameter, signature
 from types import FunctionType, MethodType
@@ -17,7 +19,7 @@ from reshard.storage.base import Storage
 from reshard.storage.opening import what_is_no_path
 
 __all__ = [
-    "check_arguments", "check_options", "globs_of", "named_arguments", "no_attribute", "options_of",
+    "check_arguments", "check_options", "checked_step", "globs_of", "named_arguments", "no_attribute", "options_of",
     "renamed", "with_options",
 ]  # fmt: skip
 
@@ -82,7 +84,7 @@ def _refuse_call(what: str, it: Callable[..., Any], args: tuple[Any, ...], given
     names = [*known, *(name for kind in kinds for name in getattr(kind, "__annotations__", ()))]
     for name in given.keys() - {*names}:
         if name in _OF_OTHERS or not rest:
-            raise _unexpected(what, name, names) from None
+            raise _unexpected(what, name, names, (*given, *names[: len(args)])) from None
     by_name = [name for name, each in known.items() if each.kind == each.KEYWORD_ONLY]
     places = [name for name, each in known.items() if each.kind <= each.POSITIONAL_OR_KEYWORD]
     if by_name and len(args) > len(places):
@@ -160,10 +162,11 @@ _OF_OTHERS = {
 """Arguments of other calls, also of torch and Orbax, and what to write here."""
 
 
-def _unexpected(verb: str, name: str, known: Iterable[str]) -> TypeError:
+def _unexpected(verb: str, name: str, known: Iterable[str], given: Collection[str] = ()) -> TypeError:
     words = [word for word in known if word != "self"]
     is_other = name in _OF_OTHERS and f"{name}s" not in words
-    meant = f": {_OF_OTHERS[name]}" if is_other else did_you_mean(name, words) or f": it takes {', '.join(words)}"
+    near = did_you_mean(name, [word for word in words if word not in given])
+    meant = f": {_OF_OTHERS[name]}" if is_other else near or f": it takes {', '.join(words)}"
     return TypeError(f"{verb}() got an unexpected keyword argument {name!r}{meant}")
 
 
@@ -213,6 +216,19 @@ def check_options(**given: Any) -> None:
             raise OptionError(f"{name} must be {words}, got {format_value(value)}")
 
 
+def checked_step(step: object, call: str) -> int:
+    """Return the number of a step, also one of numpy's. Raises OptionError for other values, with the call as it should
+    be."""
+    number = -1
+    if not isinstance(step, bool) and hasattr(step, "__index__"):
+        with suppress(TypeError):  # of what has one and is no whole number, as a tensor of several
+            number = operator.index(step)
+    if number < 0:
+        swapped = ": the arguments are swapped" * isinstance(step, Mapping)
+        raise OptionError(f"step must be an integer >= 0, as in {call}, got {format_value(step)}{swapped}")
+    return number
+
+
 def no_attribute(it: object, name: str, meant: Mapping[str, str]) -> AttributeError:
     """The error for a name that an object does not have, with what to write for one of another library."""
     fix = f": {meant[name]}" if name in meant else did_you_mean(name, [each for each in dir(it) if each[0] != "_"])
@@ -220,8 +236,8 @@ def no_attribute(it: object, name: str, meant: Mapping[str, str]) -> AttributeEr
 
 
 def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> bool:
-    """Return whether values of the state, or of lists in it, are models, optimizers, generators, or
-    other objects with `state_dict` and `load_state_dict`. Containers of tensors are none.
+    """Return whether the state holds models, optimizers, generators, or other objects with
+    `state_dict` and `load_state_dict`.
 
     Raises OptionError for swapped arguments, for what is no path, and for a module or optimizer
     instead of a dict. `paths` are further classes that stand for a path.
@@ -241,9 +257,7 @@ def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> bool:
         raise _refused(f"{verb} takes a dict, but the first argument is the {name} itself. Write: {_fix(verb, state)}")
     from reshard.live.state import is_object  # not needed to open a checkpoint
 
-    return isinstance(state, MutableMapping) and any(
-        is_object(value[0] if isinstance(value, list | tuple) and value else value) for value in state.values()
-    )
+    return isinstance(state, MutableMapping) and is_object(state, within=True)
 
 
 _refused = functools.partial(option_error, was=FormatError)

@@ -423,14 +423,13 @@ def stored_layout(stored: StoredTensor) -> TensorLayout:
 
 
 def _similar(name: str, known: Mapping[str, Any]) -> str:
-    import difflib
-
     if below := [each for each in known if each.startswith(f"{name}.")]:
         return f"that is a part of names such as {below[0]!r}: .nested() returns the nested state"
     close = [each for each in known if each.endswith(f".{name}")][:3]
-    close = close or difflib.get_close_matches(str(name), list(known), n=3, cutoff=0.6)
     if close:
         return f"did you mean {' or '.join(map(repr, close))}?"
+    if meant := did_you_mean(str(name), known):
+        return meant.removeprefix(": ")
     return f"it has {format_count(len(known), 'tensor')}" + (f", such as {next(iter(known))!r}" if known else "")
 
 

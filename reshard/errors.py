@@ -17,6 +17,7 @@ from planners.errors import (
     ProofError as ProofError,
     ReshardError as ReshardError,
     did_you_mean as did_you_mean,
+    near_key as near_key,
     sentence as sentence,
     warn_renamed as warn_renamed,
 )

@@ -115,7 +115,8 @@ def verify(subject: object) -> Report:
     if isinstance(subject, Provable):
         left = getattr(subject, "missing", ())
         covers = subject.covers + f"; not filled: {format_some([*map(repr, left)], 3)}" * bool(left)
-        return Report(str(subject), tuple(subject.findings()), len(subject.names), covers=covers)
+        name = repr(subject) if isinstance(subject, Plan) else str(subject)
+        return Report(name, tuple(subject.findings()), len(subject.names), covers=covers)
     raise PlanError(f"verify takes a layout, a plan, or a schedule, got {subject!r:.80}")
 
 
@@ -135,7 +136,7 @@ class Plan(ABC, Pictured, Generic[ItemsT]):
 
     __slots__ = ("explicit", "names", "world_size")
 
-    _INSTEAD: ClassVar[str] = "reshard.planners.verify(plan) proves a plan"
+    _INSTEAD: ClassVar[str] = "plan.verify() proves a plan"
     """What errors say where a checkpoint is expected."""
     kind: ClassVar[Literal["load", "save", "transfer"]]
     verb: ClassVar[str]
@@ -184,6 +185,10 @@ class Plan(ABC, Pictured, Generic[ItemsT]):
     @abstractmethod
     def _derived(self, rank: int) -> Iterable[Any]:
         """Return what the layouts make `rank` do, whatever was listed explicitly."""
+
+    def verify(self) -> Report:
+        """Prove the plan, as `reshard.planners.verify(plan)` does. `.ok` of the report is True if it is correct."""
+        return verify(self)
 
     @abstractmethod
     def findings(self) -> Iterator[Finding]:

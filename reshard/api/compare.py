@@ -32,7 +32,7 @@ from planners.geometry.overlap import Sweep
 from planners.units import format_bytes, format_count
 from reshard.api.equal_bytes import equal_as_bytes
 from reshard.api.key_suggestions import prefix_hint
-from reshard.api.stateful_objects import saved_state
+from reshard.api.stateful_objects import parameters_of, saved_state
 from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.api.transfer_memory import held_parts
@@ -119,11 +119,11 @@ def compare(
         reshard.load(state, "run/step-1000")
         assert reshard.compare("run/step-1000", state).ok    # on all ranks, if the state is sharded
 
-    Names, shapes, dtypes, objects, and values are compared, including per-rank values. Layouts and
-    formats may differ. Some formats do not record types of containers, so these are not compared: a
-    list equals a tuple, the key 1 equals "1", and an empty dict equals a missing one. 1 equals 1.0, but
-    not True. Values of tensors are compared bit by bit: NaN equals the same NaN, and -0.0 differs
-    from 0.0. With `atol` or `rtol`, values are equal if they differ by at most `atol + rtol * |b|`.
+    Names, shapes, dtypes, objects, and values are compared, including per-rank values. Layouts and formats may
+    differ. Some formats do not record types of containers, so these are not compared: a list equals a tuple, the key
+    1 equals "1", and an empty dict equals a missing one. 1 equals 1.0, but not True. Values of tensors are compared
+    bit by bit: NaN equals the same NaN, and -0.0 differs from 0.0. With `atol` or `rtol`, values are equal if they
+    differ by at most `atol + rtol * |b|`.
 
     Args:
         a, b: a path, an open `Checkpoint`, or a state, as for `save`. If it is sharded, the call is collective:
@@ -136,22 +136,22 @@ def compare(
         executor: runs the comparison as tasks, as in `reshard.convert`. Then pass both checkpoints by path.
         progress: show a progress bar if stderr is a terminal.
         measure: also measure by how much each tensor differs, for `.measures` and `.to_html()`. This takes longer.
-        process_group: the ranks that share the state. Default: the default group. If you pass it, the
-            call is collective even if no tensor is sharded, as for pipeline stages. A key is then
-            missing only if no rank has it.
+        process_group: the ranks that share the state. Default: the default group. If you pass it, the call is
+            collective even if no tensor is sharded, as for pipeline stages. A key that one rank has is not missing.
         timeout: limit for a collective call, in seconds or as a `timedelta`.
 
-    Returns a report. It lists everything that differs or cannot be read. For a tensor, it has the
-    first element that differs, in row-major order. `covered` says how many bytes of `a` were read
-    and compared with those of `b`. Comparisons by fingerprint do not count.
-    """
-    a, b = map(saved_state, (a, b))
+    Returns a report. It lists everything that differs or cannot be read. For a tensor, it has the first element that
+    differs, in row-major order. `covered` says how many bytes of `a` were read and compared with those of `b`.
+    Comparisons by fingerprint do not count."""
+    (a, b), wrong = _taken_apart(a, b)
     is_joint = process_group is not None or any(map(_is_sharded, (a, b)))
     group = Group(process_group, deadline_s=timeout) if is_joint else None
     with nullcontext() if group is None else group.together("compare" if process_group is not None else _WITHOUT_GROUP):
+        if wrong is not None:
+            raise wrong
         check_executor(executor, workers, a, b)
-        check_options(by_fingerprint=by_fingerprint, progress=progress, measure=measure)
-        check_options(rtol=rtol, atol=atol, labels=labels)
+        check_options(by_fingerprint=by_fingerprint, progress=progress, measure=measure, labels=labels)
+        check_options(rtol=rtol, atol=atol)
         if by_fingerprint and (rtol or atol):
             raise option_error("compare: by_fingerprint compares bit by bit: pass it, or rtol and atol", ValueError)
         how = (rtol, atol, measure)
@@ -161,10 +161,19 @@ def compare(
             return compare_sides(a, b, how, by_fingerprint, labels, hands, progress, group)
 
 
+def _taken_apart(*sides: Any) -> tuple[Any, Exception | None]:
+    """Return the sides as they are saved. If this fails: as they are, and the error, for which other ranks may wait."""
+    try:
+        return [*map(saved_state, sides)], None
+    except Exception as error:
+        return sides, error
+
+
 def _is_sharded(side: Any) -> bool:
     if isinstance(side, Checkpoint) or not isinstance(side, Mapping):
         return False
-    return any(map(is_sharded, flatten(side, is_leaf=lambda v: is_tensor(v) or isinstance(v, PerRank)).leaves.values()))
+    leaves = flatten(side, is_leaf=lambda v: is_tensor(v) or isinstance(v, PerRank)).leaves.values()
+    return any(is_sharded(tensor) for leaf in leaves for tensor in (leaf, *parameters_of(leaf)))
 
 
 @gc_paused()

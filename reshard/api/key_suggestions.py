@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from planners.geometry.arrays import grouped
+from reshard.errors import near_key
 from reshard.live.wrappers import WRAPPER_SEGMENTS
 from reshard.state import NUMBERED
 
@@ -228,19 +228,11 @@ def section(
     known = set(others)
     for i, (key, where) in enumerate(keys.items()):
         name = mapped.get(key, key) if mapped else key
-        close = (
-            difflib.get_close_matches(name, [o for o in others if _numbers(o) == _numbers(name)], n=1, cutoff=0.75)
-            if i < _MOST_GUESSES and name not in known and len(others) < _MOST_KNOWN
-            else []
-        )
+        guesses = i < _MOST_GUESSES and name not in known and len(others) < _MOST_KNOWN
+        near = near_key(name, others) if guesses else ""
         sought = f"   (looked for as {name!r})" if name != key else ""
-        out.append(f"    {key}{where}{sought}" + (f"   (did you mean {close[0]!r}?)" if close else ""))
+        out.append(f"    {key}{where}{sought}" + (f"   (did you mean {near!r}?)" if near else ""))
     return out
-
-
-def _numbers(name: str) -> list[str]:
-    """Those of layers and experts, which are hardly ever mistyped."""
-    return re.findall(r"\d+", name)
 
 
 def _by_front(keys: Mapping[str, str], there: Collection[str]) -> tuple[list[str], Mapping[str, str]]:

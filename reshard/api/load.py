@@ -87,8 +87,8 @@ def load(
     bytes exist, and verifies the blocks that a rank reads for itself. It verifies other data as it arrives.
 
     Args:
-        state_dict: nested dicts and lists of tensors, sharded in any way, and plain values. At its top level, also
-            models, optimizers beside their models, and other objects with `load_state_dict`.
+        state_dict: nested dicts and lists of tensors, sharded in any way, plain values, models, optimizers if
+            their models are in it, too, and other objects with `load_state_dict`.
         path: folder, file, URL, `Storage`, or `Checkpoint`; the same save for all ranks with parts of one tensor.
         strict: True or "strict": missing and unexpected keys are errors. "subset": unexpected keys are allowed. False
             or "partial": both are allowed. {glob: mode} sets it by key: the first match counts, others are strict.
@@ -483,8 +483,9 @@ class LoadReport(FilledReport, CheckedReport):
     """Keys whose shapes differ, with both shapes. With dtype_policy "error", also keys whose
     dtypes differ."""
     dropped: tuple[str, ...]
-    """Values of the target that were dropped. They were in a dict or list without tensors. The
-    saved one, which does not have them, replaced it."""
+    """Values of the target that the saved dict or list lacks. It has no tensors, and replaced the
+    target's. An object that is given the saved dict may keep its own values: an optimizer keeps
+    fields of its param groups."""
     replaced: Mapping[str, tuple[str, str]]
     """key -> (saved dtype, dtype of the target) of targets that dtype_policy "saved" replaced."""
     aliases: Mapping[str, str]

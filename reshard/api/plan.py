@@ -36,7 +36,7 @@ def plan(
     process group or GPU.
 
         plan = reshard.plan("run/step-1000", "fsdp=48,tp=16")
-        print(reshard.planners.format_plan(plan, limit=3), reshard.planners.verify(plan).ok)
+        print(plan, plan.verify().ok)
         Path("plan.html").write_text(plan.to_html())
 
     Args:

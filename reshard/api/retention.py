@@ -60,7 +60,8 @@ class Keep:
         every: keep all steps that are multiples of this number.
         best: keep this number of the steps with the best `metric`. If metrics are equal, the
             newer step is better. Steps that were saved without metrics do not count.
-        metric: a name in `metrics` of `CheckpointManager.save`. Metrics without it are an error.
+        metric: a name in `metrics` of `CheckpointManager.save`, required with `best`. Metrics without it are an
+            error. Alone, it is for `CheckpointManager.best_step`. Default: steps are not ranked.
         mode: "min" if low values of the metric are good, "max" if high values are. Required with
             `metric`.
 
@@ -78,15 +79,14 @@ class Keep:
             raise OptionError(f"Keep: last must be an integer >= 1, or None to keep all, got {self.last!r:.80}")
         if self.every is not None and not is_count(self.every):
             raise OptionError(f"Keep: every must be an integer of steps >= 1, got {self.every!r:.80}")
-        if not is_count(self.best, 0) or not isinstance(self.metric, str) or bool(self.best) > bool(self.metric):
-            raise OptionError(
-                f"Keep: best must be an integer >= 0, and best= and metric= must be passed together, as in best=2, "
-                f"metric='loss'; got best={self.best!r}, metric={self.metric!r}"
-            )
-        if self.mode not in ("min", "max") and (self.metric or self.mode is not None):
-            words = "'min' or 'max'"
-            if self.metric:
-                words = f"'min' if low values of {self.metric!r} are good, 'max' if high ones are"
+        if not is_count(self.best, 0):
+            raise OptionError(f"Keep: best must be an integer >= 0, got {self.best!r:.80}")
+        if not isinstance(self.metric, str):
+            raise OptionError(f"Keep: metric must be a name, such as 'loss', got {self.metric!r:.80}")
+        if not self.metric and (self.best or self.mode is not None):
+            raise OptionError("Keep: best= and mode= need metric=, as in Keep(best=2, metric='loss', mode='min')")
+        if self.mode not in ("min", "max") and self.metric:
+            words = f"'min' if low values of {self.metric!r} are good, 'max' if high ones are"
             raise OptionError(f"Keep: mode must be {words}, got {self.mode!r:.80}")
 
     def ranked(self, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:

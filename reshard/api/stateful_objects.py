@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -23,23 +23,23 @@ from reshard.errors import (
     RankFailedError,
     ReshardError,
 )
-from reshard.live.state import CheckedState, OwnState, PerRank, in_order, is_object, put_at, same_value
+from reshard.live.state import CheckedState, OwnState, PerRank, in_order, is_long, is_object, put_at, same_value
 from reshard.live.tensors import identity_of, is_sharded, is_tensor
-from reshard.live.tree import leaves_of, rebuilt
+from reshard.live.tree import flatten, leaves_of, rebuilt
 from reshard.state import KeyPath, key_of
 from reshard.state_dict.api import (
     get_model_state_dict,
     get_optimizer_state_dict,
     group_orders,
     optimizer_to_restore,
-    refuse_groups,
+    refuse_optimizers,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
 from reshard.state_dict.live_model import Stage
 from reshard.state_dict.options import StateDictOptions
 
-__all__ = ["LiveObjects", "refuse_objects", "saved_state"]
+__all__ = ["LiveObjects", "parameters_of", "refuse_objects", "saved_state"]
 
 _Set = Callable[[Any], object]
 
@@ -83,7 +83,13 @@ class LiveObjects:
                 f"{type(user).__name__}"
             )
         self._user, self._to_fill, self._options = user, to_fill, LoadOptions(strict=strict)
-        self._models = list(_models_in(user))
+        leaves = flatten(user, is_leaf=is_object, whole_at=is_long).leaves if is_object(user, within=True) else {}
+        self._models = [
+            (value, isinstance(value, Stage) or any(type(part) is int for part in path))
+            for path, value in leaves.items()
+            if isinstance(value, nn.Module | Stage)
+        ]
+        """Each, and whether it is a stage of a pipeline."""
         self._taken: dict[int, _Taken] = {}
         self._done: list[str] = []
         self._stateful: dict[KeyPath, Any] = {}
@@ -160,7 +166,7 @@ class LiveObjects:
         if taken is not None:
             self._taken[id(value)] = taken
             return taken.state
-        if not _holds_objects(value):
+        if not is_object(value, within=True):
             return value
         if isinstance(value, MutableMapping):
             return {name: self._take(each, (*path, name)) for name, each in value.items()}
@@ -187,7 +193,11 @@ class LiveObjects:
                 flatten_optimizer_state_dict=any(is_stage for _, is_stage in found),  # ranks have other groups each
             )
 
-            self._checks[*path, "param_groups"] = partial(refuse_groups, owners, optimizers, options=options)
+            def check(groups: Any) -> None:
+                filled = {**reduce(getitem, path, self.state), "param_groups": groups}
+                refuse_optimizers(owners, optimizers, filled, options)
+
+            self._checks[*path, "param_groups"] = check
             self._optimizers.append((path, owners, optimizers))
 
             def put(got: Any) -> None:
@@ -222,11 +232,9 @@ class LiveObjects:
         return _Taken(held, lambda got: got.value is None or put(got.value))
 
     def _models_of(self, optimizers: list[Any], key: str) -> list[tuple[nn.Module | Stage, bool]]:
-        its = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        its = {id(p) for optimizer in optimizers for p in parameters_of(optimizer)}
         found = [
-            (model, is_stage)
-            for model, is_stage in self._models
-            if any(id(p) in its for p in (model.module if isinstance(model, Stage) else model).parameters())
+            (model, is_stage) for model, is_stage in self._models if any(id(p) in its for p in parameters_of(model))
         ]
         if not found:
             raise NormalizationError(
@@ -241,7 +249,7 @@ class LiveObjects:
             name = f"{above}{key}"
             if (taken := self._taken.get(id(value))) is not None:
                 self._give(taken, filled[key], name)
-            elif _holds_objects(value):
+            elif is_object(value, within=True):
                 self._put(value, filled[key], f"{name}.")
             else:
                 user[key] = filled[key]
@@ -270,33 +278,23 @@ def _all(kind: Any, value: Any) -> list[Any]:
     return list(value) if is_list else []
 
 
-def _holds_objects(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(is_object(each) or _holds_objects(each) for each in value.values())
-    return isinstance(value, list | tuple) and any(is_object(each) or _holds_objects(each) for each in value)
-
-
 def saved_state(given: Any) -> Any:
     """Return what is saved of a state with models and other objects, and anything else as it is."""
-    return LiveObjects(given).state if isinstance(given, MutableMapping) and _holds_objects(given) else given
+    return LiveObjects(given).state if isinstance(given, MutableMapping) and is_object(given, within=True) else given
+
+
+def parameters_of(value: Any) -> list[torch.Tensor]:
+    """Return the parameters of a model or optimizer. Others have none."""
+    if isinstance(value, nn.Module | Stage):
+        return [*(value.module if isinstance(value, Stage) else value).parameters()]
+    groups = value.param_groups if isinstance(value, Optimizer) else ()
+    return [parameter for group in groups for parameter in group["params"]]
 
 
 def refuse_objects(call: str, *states: Any) -> None:
     """Raise OptionError for a state with models or other objects, which `call` does not take."""
-    if any(map(_holds_objects, states)):
+    if any(is_object(state, within=True) for state in states if not is_object(state)):
         raise OptionError(
             f"{call} takes state dicts, and no models or other objects: pass {{'model': "
             "reshard.get_model_state_dict(model)}, whose tensors are those of the model"
         )
-
-
-def _models_in(value: Any, in_list: bool = False) -> Iterator[tuple[nn.Module | Stage, bool]]:
-    """Each model, and whether it is a stage of a pipeline."""
-    if isinstance(value, nn.Module | Stage):
-        yield value, in_list or isinstance(value, Stage)
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _models_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _models_in(each, True)

@@ -49,7 +49,9 @@ def save_state(
 
 def load_state(accelerator: Accelerator, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Restore everything that is prepared from a checkpoint of `save_state`, or from the newest
-    complete one of a run. Return the saved `extra`. All processes must call it.
+    complete one of a run. Return the saved `extra`. All processes must call it. For the report, call
+    `reshard.load(state, path)` with `state = state_of(accelerator)` instead: `state["extra"]` is `extra` then,
+    if it has no tensors.
 
     Raises the errors of `reshard.load`, and ReshardError if the accelerator has no model or
     several.

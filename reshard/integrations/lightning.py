@@ -27,7 +27,7 @@ from reshard.dcp import DefaultLoadPlanner, load as fill
 from reshard.errors import CheckpointError, OptionError, format_value, framework
 from reshard.live.state import OwnState, PerRank, in_order
 from reshard.state_dict import fqn_map, get_model_state_dict, get_optimizer_state_dict, normalize, set_state_dict
-from reshard.state_dict.api import group_orders, refuse_groups
+from reshard.state_dict.api import group_orders, refuse_optimizers
 from reshard.state_dict.options import StateDictOptions
 from reshard.stored.tensor import whole
 
@@ -128,7 +128,8 @@ class ReshardModelParallel(ModelParallelStrategy):
         if not numbered:
             state["optimizer_states"] = [get_optimizer_state_dict(model, optimizer) for optimizer in self.optimizers]
             for optimizer, one in zip(self.optimizers, optimizers):  # before anything is overwritten
-                refuse_groups(model, optimizer, whole(one.get("param_groups", [])), StateDictOptions())
+                given = {**one, "param_groups": whole(one.get("param_groups", []))}
+                refuse_optimizers(model, optimizer, given, StateDictOptions())
         fill(state, checkpoint_id=checkpoint.url, planner=DefaultLoadPlanner(allow_partial_load=not strict))
         if numbered:  # a ReshardIO has saved it, of whole parameters
             order = fqn_map(model, *self.optimizers).parameter_order

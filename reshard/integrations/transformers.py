@@ -70,7 +70,8 @@ class ReshardTrainer(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
         """Train as the Trainer does. With `resume_from_checkpoint=True`, resume from the newest
-        complete checkpoint.
+        complete checkpoint, and with a path from that one. To resume only if there is a checkpoint, pass
+        `reshard.latest_complete(args.output_dir) is not None`.
 
         Raises CheckpointNotFoundError if there is none, and ReshardError under an engine that
         saves by itself.

@@ -150,10 +150,10 @@ def _encode(value: Any, above: set[int], tensors: _Tensors) -> Any:
 def _fix(value: object) -> str:
     """Return what to save instead."""
     if isinstance(value, torch.nn.Module):
-        return "make the model a value of the dict itself, as {'model': model}, or save get_model_state_dict(model)"
+        return "make the model a value of a dict, as {'model': model}, or save get_model_state_dict(model)"
     if isinstance(value, torch.optim.Optimizer):
         return (
-            "make it a value of the dict itself, as {'model': model, 'optim': optimizer}, or save "
+            "make it a value of a dict, as {'model': model, 'optim': optimizer}, or save "
             "get_optimizer_state_dict(model, optimizer)"
         )
     if type(value).__name__ == "LazyTensor":
@@ -161,7 +161,7 @@ def _fix(value: object) -> str:
     has_state = callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
     if isinstance(value, torch.utils.data.DataLoader):
         if has_state:
-            return "make reshard.PerRank(loader) a value of the dict itself, or save PerRank(loader.state_dict())"
+            return "make reshard.PerRank(loader) a value of a dict, or save PerRank(loader.state_dict())"
         return "give it a reshard.ElasticSampler, and save that"
     if has_state:
         return "save its state_dict() instead, and pass what you load to its load_state_dict()"

@@ -37,8 +37,8 @@ from reshard.live.tree import Flat, flatten, rebuilt
 from reshard.state import IntKey, KeyPath, State, is_selected, key_of, plain_key
 
 __all__ = [
-    "AFTER_WRITES", "LiveState", "OwnState", "PerRank", "Targets", "is_long", "is_object", "like_fresh", "put_at",
-    "same_memory", "same_value", "take_apart", "tell_owners",
+    "AFTER_WRITES", "LiveState", "OwnState", "PerRank", "Targets", "is_long", "is_object",
+    "like_fresh", "put_at", "same_memory", "same_value", "take_apart", "tell_owners",
 ]  # fmt: skip
 
 
@@ -337,15 +337,24 @@ def _settings(state: Mapping[str, Any], above: KeyPath = ()) -> Iterator[KeyPath
         yield from _settings(inner, (*above, "_schedulers", number))
 
 
-def is_object(value: Any) -> bool:
+_NO_OBJECTS = (str, int, float, torch.Tensor, type, Mapping)
+
+
+def is_object(value: Any, *, within: bool = False) -> bool:
     """Return whether a value is a model or stage, an optimizer, a generator, or another object with `state_dict` and
-    `load_state_dict`. A container of tensors is none."""
-    one = value.value if isinstance(value, PerRank) else value
-    if isinstance(one, torch.Tensor | Mapping | type):
-        return False
-    is_stage = isinstance(getattr(one, "module", None), torch.nn.Module)
-    has_state = all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict"))
-    return is_stage or has_state or isinstance(one, torch.Generator)
+    `load_state_dict`. A container of tensors is none. `within`: or whether dicts, lists, and tuples have one in it."""
+    found, seen = [value], set[int]()
+    for each in found:
+        one = each.value if isinstance(each, PerRank) else each
+        if not isinstance(one, _NO_OBJECTS):
+            is_stage = isinstance(getattr(one, "module", None), torch.nn.Module)
+            has_state = all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict"))
+            if is_stage or has_state or isinstance(one, torch.Generator):
+                return True
+        if within and isinstance(each, Mapping | list | tuple) and id(each) not in seen:
+            seen.add(id(each))
+            found += each.values() if isinstance(each, Mapping) else each
+    return False
 
 
 # A live state dict taken apart, so that values can be put into it in place.

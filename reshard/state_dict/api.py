@@ -22,7 +22,7 @@ from reshard.state_dict.collect import collect_model, collect_optimizer
 from reshard.state_dict.gather import joint_ranks, place_of
 from reshard.state_dict.live_model import LiveModel, Models
 from reshard.state_dict.model import apply_model, part_of, plan_model, read_model
-from reshard.state_dict.optimizer import apply_optimizers, check_groups, initial_state, plan_optimizers, read_optimizers
+from reshard.state_dict.optimizer import apply_optimizers, check_kind, initial_state, plan_optimizers, read_optimizers
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter
 from reshard.state_dict.options import OptimizerReport, SetReport, StateDictOptions, as_options
 from reshard.state_dict.saved_optimizer import StateKind, elsewhere_of, read_saved
@@ -225,15 +225,16 @@ def optimizer_to_restore(model: Models, optimizers: Optimizers, options: StateDi
     return _optimizer_state(LiveOptimizers(LiveModel(model), optimizers), None, options, forgets=True)
 
 
-def refuse_groups(
-    model: Models, optimizers: Optimizers, groups: Iterable[Mapping[str, Any]], options: StateDictOptions
+def refuse_optimizers(
+    model: Models, optimizers: Optimizers, given: Mapping[str, Any], options: StateDictOptions
 ) -> None:
-    """Raise NormalizationError for saved param groups that an optimizer would refuse.
+    """Raise NormalizationError for saved param groups that an optimizer would refuse, and KeyMismatchError for
+    state that lacks what it needs.
 
     Touches nothing.
     """
     live = LiveOptimizers(LiveModel(model), optimizers)
-    check_groups(live, read_saved({"param_groups": groups}, live), options)
+    check_kind(live, read_saved(given, live), options)
 
 
 def group_orders(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from planners.geometry.box import Shape
-from reshard.errors import KeyMismatchError, fix_lines, format_value, visible
+from reshard.errors import KeyMismatchError, fix_lines, format_value, near_key, visible
 from reshard.live.deepspeed import HOW_TO_GET, HOW_TO_SET
 from reshard.live.dtypes import overflowing
 from reshard.live.state import AFTER_WRITES, same_memory, same_value
@@ -388,7 +387,7 @@ def _message(live: LiveModel | None, missing: list[str], unexpected: list[str], 
     lines = [f"the state dict does not fit the model{where()}:"]
     if strict:
         lines += listed("Missing key", missing)  # torch's words, as far as they go
-        lines += listed("Unexpected key", unexpected, live)
+        lines += listed("Unexpected key", unexpected, missing)
     lines += listed("Mismatched", faults)
     fixes = []
     if any("found LazyTensor(" in fault for fault in faults):
@@ -405,11 +404,11 @@ def _message(live: LiveModel | None, missing: list[str], unexpected: list[str], 
     return "\n".join([*lines, *fix_lines(fixes)])
 
 
-def listed(title: str, names: list[str], live: LiveModel | None = None, limit: int = 20) -> list[str]:
+def listed(title: str, names: list[str], others: Collection[str] = (), limit: int = 20) -> list[str]:
     lines = []
     for i, name in enumerate(names[:limit]):
-        close = difflib.get_close_matches(name, live.by_name, 1, 0.8) if live is not None and i < 5 else []
-        lines.append(f"  {title}: {visible(name)}" + (f" (did you mean {close[0]}?)" if close else ""))
+        near = near_key(name, others) if i < 5 else ""
+        lines.append(f"  {title}: {visible(name)}" + (f" (did you mean {near}?)" if near else ""))
     return lines + ([f"  {title}: and {len(names) - limit} more"] if len(names) > limit else [])
 
 

@@ -227,9 +227,17 @@ def check_groups(live: LiveOptimizers, saved: SavedOptimizer, options: StateDict
             raise NormalizationError(
                 f"group {write.group} of optimizer {write.optimizer}{where()} was saved by an optimizer of another "
                 f"kind: it has {', '.join(theirs)}, and {name} needs {', '.join(own)}. Use the kind of optimizer that "
-                f"was saved, or pass {options._LENIENT}"
+                "was saved, or leave this one out"
             )
     return groups
+
+
+def check_kind(live: LiveOptimizers, saved: SavedOptimizer, options: StateDictOptions) -> None:
+    """Raise the errors of `check_groups`, and KeyMismatchError for state that lacks what an optimizer needs."""
+    check_groups(live, saved, options)
+    match = _OptimizerMatch(live, saved)
+    if match.faults:
+        raise KeyMismatchError(_message(live, match, match.faults, options))
 
 
 class _OptimizerMatch:
@@ -406,7 +414,7 @@ def _message(live: LiveOptimizers, match: _OptimizerMatch, faults: list[str], op
             "no group of the dict lists a parameter of these optimizers: groups of pipeline stages have one key, under "
             "which one stage's were saved. Save with StateDictOptions(flatten_optimizer_state_dict=True)"
         )
-    if options.strict and (match.missing or match.lost or match.strangers or match.unused):
+    if options.strict and not faults and (match.missing or match.lost or match.strangers or match.unused):
         lines.append(f"  fix: pass {options._LENIENT} to set only the entries that match and report the rest")
     return "\n".join(lines)
 

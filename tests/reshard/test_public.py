@@ -84,6 +84,18 @@ def test_a_suggestion_ends_its_sentence() -> None:
     assert sentence("No such command.") == "No such command."
 
 
+def test_what_has_other_digits_or_was_given_is_not_suggested() -> None:
+    from reshard.errors import did_you_mean
+
+    known = ["float", "float16", "float64", "int8", "bfloat16", "layers.1.w"]
+    for word, meant in (("flaot16", "float16"), ("bfloat61", "bfloat16"), ("layer.1.w", "layers.1.w")):
+        assert did_you_mean(word, known) == f": did you mean {meant!r}?"
+    for word in ("float99", "int128", "float32", "layers.2.w"):
+        assert not did_you_mean(word, known)
+    with pytest.raises(TypeError, match=r"'parts': it takes state_dict, path, "):
+        reshard.load({}, "c", parts=2)  # type: ignore[call-arg]
+
+
 def test_a_misspelt_name_is_told() -> None:
     with pytest.raises(AttributeError, match="no attribute 'sav': did you mean 'save'"):
         _ = reshard.sav
@@ -197,12 +209,12 @@ def test_a_plan_takes_what_the_command_line_takes(tmp_path) -> None:
             r"Write: reshard.save\({'model': model}, path\), or pass reshard.get_model_state_dict\(model\)$",
         ),
         (
-            lambda path: reshard.save({"in": {"m": NET}}, path),
-            "'in.m' cannot be saved: .* make the model a value of the dict itself, as {'model': model}, or",
+            lambda path: reshard.save({"in": {NET}}, path),
+            "'in' cannot be saved: .* make the model a value of a dict, as {'model': model}, or",
         ),
         (
-            lambda path: reshard.save({"in": {"o": torch.optim.SGD(NET.parameters())}}, path),
-            "make it a value of the dict itself, as {'model': model, 'optim': optimizer}, or save get_optimizer",
+            lambda path: reshard.save({"in": {torch.optim.SGD(NET.parameters())}}, path),
+            "make it a value of a dict, as {'model': model, 'optim': optimizer}, or save get_optimizer",
         ),
         (lambda path: reshard.load(NET.state_dict, path), r"load is a function or method: call it, state_dict\(\)"),
         (
@@ -658,7 +670,7 @@ def test_each_result_prints_as_one_line(tmp_path: Path) -> None:
 
     converted = reshard.convert(tmp_path / "saved", tmp_path / "hf", format="safetensors")
     with reshard.CheckpointManager(tmp_path / "run", every=reshard.Every(steps=2)) as manager:
-        with pytest.raises(OptionError, match=r"as in save\(step, state\), got a value of type dict$"):
+        with pytest.raises(OptionError, match=r"as in save\(step, state\), got a dict: the arguments are swapped$"):
             manager.save({"w": torch.ones(4), "more": "x" * 1000}, 1)  # type: ignore[arg-type]
         idle, due, again = manager.save(1, state), manager.save(2, state), manager.save(2, state)
         manager.wait()
@@ -770,7 +782,7 @@ def test_values_of_a_wrong_kind_are_told_the_right_one(tmp_path, monkeypatch) ->
             r"^'fsdp' is neither a path nor a topology\. Write a topology like",
         ),
         (lambda: plan.to_html(cluster=3), r"^cluster must be a Cluster, got 3$"),
-        (lambda: reshard.verify(plan), r"got LoadPlan: reshard.planners.verify\(plan\) proves a plan$"),
+        (lambda: reshard.verify(plan), r"got LoadPlan: plan.verify\(\) proves a plan$"),
         (lambda: planners.format_plan("run"), r"^format_plan takes a plan or a schedule, got 'run'$"),
         (
             lambda: reshard.WeightSource(net),

@@ -40,7 +40,7 @@ from reshard.api.options import DtypePolicy, LoadOptions, Mode, SaveOptions
 from reshard.api.save import PendingSave, agreed_plan
 from reshard.api.save_job import Choice, SaveJob, entries_of, write
 from reshard.api.staging import ToWrite, staged
-from reshard.arguments import check_arguments, renamed
+from reshard.arguments import check_arguments, checked_step, renamed
 from reshard.errors import CorruptCheckpointError, LayoutError, OptionError, ReshardError, StorageError, option_error
 from reshard.execute.exchange import new_group
 from reshard.live.fingerprints import add_tallies, pack_tally, unpack_tally
@@ -238,7 +238,7 @@ class Tier:
         with phase("Tier.restore", path=self.settings.folder), group.together("Tier.restore"):
             self._settle()
             if step is not None:
-                _check_step(step)
+                step = checked_step(step, "restore(state_dict, step=step)")
             options = LoadOptions(strict=strict, dtype_policy=dtype_policy, mapping=mapping)
             chosen = {"fallback": str(fallback), "step": step}
             group.same_options("Tier.restore", {**self._shared(), **chosen, **options.shared()})
@@ -269,7 +269,7 @@ class Tier:
     def _begun(self, group: Group, verb: str, state: Any, step: int, options: SaveOptions, **more: object) -> _KeepJob:
         """Collective: the next generation, of which nothing is written yet."""
         self._settle()
-        _check_step(step)
+        step = checked_step(step, "save(state_dict, step)")
         group.same_options(verb, {**self._shared(), "step": step, **options.shared(), **more})
         if check_arguments(verb, state, self.settings.folder):
             from reshard.api.stateful_objects import LiveObjects
@@ -319,11 +319,6 @@ class Tier:
     def __repr__(self) -> str:
         its = self.settings
         return f"Tier({str(its.folder)!r}, host={its.host!r}, copies={its.copies})"
-
-
-def _check_step(step: object) -> None:
-    if type(step) is not int or step < 0:
-        raise OptionError(f"step must be an integer >= 0, as in save(state_dict, step), got {step!r:.80}")
 
 
 def check_bytes_per_s(bytes_per_s: object) -> None:

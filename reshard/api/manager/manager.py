@@ -19,13 +19,13 @@ from reshard.api.elastic import Tier
 from reshard.api.elastic.tier import check_bytes_per_s
 from reshard.api.load import LoadReport, load, set_objects
 from reshard.api.manager.ledger import Ledger, RootClaim, step_path
-from reshard.api.manager.save_policies import Due, Every, Preemption, Signals, Vote, checked_metrics, checked_step
+from reshard.api.manager.save_policies import Due, Every, Preemption, Signals, Vote, checked_metrics
 from reshard.api.options import DtypePolicy, LoadOptions, Mode, SaveKeywords, SaveOptions
 from reshard.api.retention import Keep
 from reshard.api.save import PendingSave, SaveReport, async_save, save
 from reshard.api.stateful_objects import LiveObjects
 from reshard.api.task_shares import absolute
-from reshard.arguments import no_attribute, options_of, renamed, with_options
+from reshard.arguments import checked_step, no_attribute, options_of, renamed, with_options
 from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -322,7 +322,7 @@ class CheckpointManager:
             raise CheckpointError(
                 f"the manager of {self.root} cannot save: it was created with read_only=True. Create one without it"
             )
-        number = checked_step(step)
+        number = checked_step(step, "save(step, state)")
         if self._before is not None and number < self._before:
             raise CheckpointError(
                 f"step {number} is not after the last step, {self._before}: nothing was saved. To "
@@ -454,7 +454,8 @@ class CheckpointManager:
         """Collective: load the newest complete step, from memory or storage, into `state`. Ranks and layouts may
         differ. With `strict=True`, optimizer state that is not in the checkpoint is removed. Returns None and changes
         nothing if no save was completed. `skipped` lists steps that are damaged or foreign. If the step was saved with
-        `select`, a warning names keys of the state that it excludes.
+        `select`, a warning names keys of the state that it excludes. Param groups may be split or joined: each takes
+        what was saved for its parameters.
 
         Args:
             state: has the structure that you pass to `save`, and is filled in place.
@@ -464,15 +465,16 @@ class CheckpointManager:
             strict, dtype_policy, mapping: as for `reshard.load`.
 
         Raises the errors of `reshard.load`, CorruptCheckpointError if all steps are damaged, CheckpointNotFoundError if
-        the step does not exist, or all are foreign, and NormalizationError if param groups differ: then nothing was
-        overwritten, unless they contain tensors. If `load_state_dict` of an object fails, the error says what changed.
+        the step does not exist, or all are foreign, and NormalizationError if the optimizer is of another kind or
+        parameters of one group were saved with different values, such as learning rates: then nothing was overwritten,
+        unless param groups contain tensors. If `load_state_dict` of an object fails, the error says what changed.
         """
         self.wait()
         group = self._group()
         with group.together("CheckpointManager.restore"):
             if not self._is_open:
                 raise CheckpointError(f"the manager of {self.root} is closed: create a new one")
-            wanted = None if step is None else checked_step(step)
+            wanted = None if step is None else checked_step(step, "restore(state, step)")
             group.same_options("restore", {"step": step, "discard_newer": discard_newer})
             known = self._known(group)
             taken = LiveObjects(state, to_fill=True, strict=strict)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-import operator
 import os
 import signal
 import threading
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +17,7 @@ from reshard.api.retention import is_count
 from reshard.arguments import named_arguments
 from reshard.errors import OptionError, format_value
 
-__all__ = ["Due", "Every", "Preemption", "Signals", "Vote", "checked_metrics", "checked_step"]
+__all__ = ["Due", "Every", "Preemption", "Signals", "Vote", "checked_metrics"]
 
 _log = logging.getLogger("reshard")
 
@@ -172,19 +170,6 @@ class Vote(msgspec.Struct, frozen=True, array_like=True):
             all(vote.has_ended for vote in votes),
             votes[0].waited_s,
         )
-
-
-def checked_step(step: object) -> int:
-    """Return an integer, also from one of numpy's. Raises OptionError for other values."""
-    number = -1
-    if not isinstance(step, bool) and hasattr(step, "__index__"):
-        with suppress(TypeError):  # of what has one and is no whole number, as a tensor of several
-            number = operator.index(step)
-    if number < 0:
-        # it may be a state: the two are easily swapped
-        shown = repr(step) if isinstance(step, int | float | str | None) else f"a value of type {type(step).__name__}"
-        raise OptionError(f"step must be an integer >= 0, as in save(step, state), got {shown}")
-    return number
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None, wanted: str = "") -> dict[str, float]:

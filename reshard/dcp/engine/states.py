@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from planners.geometry.box import Box, Shape
 from planners.geometry.layout import Form
 from reshard.api.options import Wording
-from reshard.errors import KeyMismatchError, LayoutError, also, option_error
+from reshard.errors import KeyMismatchError, LayoutError, also, near_key, option_error
 from reshard.live.copy_streams import has_copy_streams, to_host
 from reshard.live.optimizer_state import Saved, lost_state
 from reshard.live.tensors import OVERWRITTEN_BY, LiveTensor, global_shape, is_sharded, is_tensor, this_rank
@@ -214,9 +213,10 @@ def refuse_misfits(wanted: Mapping[str, Any], saved: Mapping[str, Any], *, parti
     if not missing and not wrong:
         return
     lines = ["the checkpoint does not match the state to load:"]
+    others = saved.keys() - wanted.keys() if len(missing) < 20 else ()
     for key in missing:
-        close = difflib.get_close_matches(key, list(saved), n=1, cutoff=0.75) if len(missing) < 20 else []
-        lines.append(f"  {_MISSING}: {key}" + (f"   (did you mean {close[0]!r}?)" if close else ""))
+        near = near_key(key, others)
+        lines.append(f"  {_MISSING}: {key}" + (f"   (did you mean {near!r}?)" if near else ""))
     lines += [f"  {text}" for text in wrong]
     lines += [f"  ({_ALLOW})"] if missing else []
     raise (MISFIT if wrong else KeyMismatchError)("\n".join(lines))

@@ -74,7 +74,7 @@ def test_layouts_are_values():
         (lambda: TensorSpec("w", (-1,), "float32"), r"sizes must be >= 0, got shape \(-1,\) \(tensor 'w'\)"),
         (lambda: TensorSpec("w", (1,) * 64, "float32"), r"at most 63 dims, got 64 \(tensor 'w'\)"),
         (lambda: TensorSpec("w", (1 << 31, 1 << 30), "float32"), r"less than 2\*\*63 bytes, got shape"),
-        (lambda: TensorSpec("w", (1,), "float31"), "unknown dtype 'float31': did you mean 'float32'"),
+        (lambda: TensorSpec("w", (1,), "float23"), "unknown dtype 'float23': did you mean 'float32'"),
         (lambda: TensorSpec("w", (1,), torch.float32), r"torch\.float32: did you mean 'float32'\? \(tensor 'w'\)"),
         (lambda: TensorSpec("w", (1,), "q"), "unknown dtype 'q'; known: bool, "),
         (lambda: plan_reads(StateLayout({"w": ROWS}), "fsdp=4"), "wanted must be a StateLayout, .* 'fsdp=4'"),

@@ -14,6 +14,7 @@ from planners import (
     TensorLayout,
     TensorSpec,
     View,
+    format_plan,
     plan_reads,
     plan_transfers,
     plan_writes,
@@ -158,6 +159,15 @@ def test_save_plans():
     assert said(verify(plan.with_items({1: []}))) == ["'w', element (2, 0): is written 0 times, not once"]
     wrong = plan.with_items({1: [item._replace(box=Box((0, 0), (2, 6)))]})
     assert "writes Box[0:2, 0:6], which it does not hold there" in said(verify(wrong))[0]
+
+
+def test_a_plan_proves_itself_and_prints_what_each_rank_does():
+    for plan in (PLAN, plan_writes(state_of(ROWS))):
+        assert plan.verify() == verify(plan)
+        assert str(plan) == format_plan(plan, items=False)
+        assert str(plan).startswith(f"{plan!r}\n  rank     0 ")
+        assert plan.verify().subject == repr(plan)
+    assert not PLAN.with_items({1: []}).verify().ok
 
 
 def test_a_report_can_be_raised():

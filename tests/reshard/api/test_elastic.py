@@ -732,3 +732,8 @@ def test_every_option_is_on_one_side_or_the_other() -> None:
 def test_wrong_steps(step: Any) -> None:
     with pytest.raises(OptionError, match=r"step must be an integer >= 0, as in save\(state_dict, step\), got"):
         Tier("/dev/shm/x").save({}, step)
+
+
+def test_swapped_arguments() -> None:
+    with pytest.raises(OptionError, match=r"as in save\(state_dict, step\), got a dict: the arguments are swapped$"):
+        Tier("/dev/shm/x").save(7, {"w": torch.ones(1)})  # type: ignore[arg-type]

@@ -216,6 +216,26 @@ def test_other_param_groups_are_refused_before_anything_is_overwritten(tmp_path:
         assert manager.restore(before) is not None
 
 
+@pytest.mark.parametrize("groups", [(1, 2), (2, 1)])
+def test_param_groups_may_be_split_or_joined(groups: tuple[int, int], tmp_path: Path) -> None:
+    def state_of(count: int, lr: float) -> dict[str, Any]:
+        model = nn.Linear(3, 4)
+        parts = [[model.weight], [model.bias]] if count == 2 else [[model.weight, model.bias]]
+        return {"model": model, "optim": torch.optim.AdamW([{"params": part} for part in parts], lr=lr)}
+
+    before, after = state_of(groups[0], 0.1), state_of(groups[1], 0.2)
+    before["model"](torch.ones(2, 3)).sum().backward()
+    before["optim"].step()
+    with reshard.CheckpointManager(tmp_path, every=Every(steps=1)) as manager:
+        manager.save(1, before)
+        restored = manager.restore(after)
+    assert restored is not None
+    assert restored.load.ok
+    assert [group["lr"] for group in after["optim"].param_groups] == [0.1] * groups[1]
+    for name, parameter in after["model"].named_parameters():
+        assert_same(after["optim"].state[parameter], before["optim"].state[before["model"].get_parameter(name)])
+
+
 def test_an_empty_root_is_refused() -> None:
     with pytest.raises(StorageError, match="the path is empty: pass a folder"):
         reshard.CheckpointManager("", every=Every(steps=1))
@@ -707,9 +727,11 @@ POLICIES = [
     (lambda: Every(seconds=float("nan")), "seconds must be a positive number"),
     (lambda: Keep(last=0), "last must be an integer >= 1"),
     (lambda: Keep(every=-1), "every must be an integer"),
-    (lambda: Keep(best=2), "metric='loss'; got best=2, metric=''"),
+    (lambda: Keep(best=2), r"best= and mode= need metric=, as in Keep\(best=2, "),
+    (lambda: Keep(mode="min"), r"best= and mode= need metric=, as in Keep\(best=2, "),
+    (lambda: Keep(best=-1), "best must be an integer >= 0, got -1"),
+    (lambda: Keep(metric=["loss"], mode="min"), "metric must be a name, such as 'loss', got"),  # type: ignore[arg-type]
     (lambda: Keep(best=1, metric="x", mode="least"), "mode must be .*got 'least'"),  # type: ignore[arg-type]
-    (lambda: Keep(mode="least"), "mode must be 'min' or 'max'"),  # type: ignore[arg-type]
     (lambda: Keep(best=1, metric="acc"), "mode must be 'min' if low values of 'acc' are good, 'max' if high .* None"),
     (lambda: Keep(metric="loss"), "mode must be 'min' if low values of 'loss' are good"),  # best_step() ranks by it
     (lambda: Preemption(poll=True), "poll must be a function"),  # type: ignore[arg-type]
@@ -741,7 +763,7 @@ def test_bad_use_is_told_and_loses_nothing(tmp_path: Path) -> None:
         (-1, r">= 0, as in save\(step, state\), got -1"),
         (True, "got True"),
         ("5", "got '5'"),
-        (state, r"as in save\(step, state\), got a value of type dict$"),  # and no repr of it
+        (state, r"as in save\(step, state\), got a dict: the arguments are swapped$"),  # and no repr of it
     ):
         with pytest.raises((CheckpointError, OptionError), match=words):
             manager.save(step, state)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import reshard
-from reshard.errors import FormatError, KeyMismatchError, NormalizationError, OptionError
+from reshard.errors import FormatError, KeyMismatchError, NormalizationError, OptionError, RankFailedError
 from tests import gloo
 
 
@@ -82,6 +82,54 @@ def test_memory_takes_them_too(tmp_path: Path) -> None:
     assert all(map(torch.equal, full(first), full(second)))
 
 
+def nested(state: dict[str, Any]) -> dict[str, Any]:
+    train = {name: state[name] for name in ("model", "optim")}
+    return {"train": train, "run": [{"sched": state["sched"], "step": state["step"]}]}
+
+
+@pytest.mark.parametrize("way", ["save", "async_save", "memory", "manager"])
+def test_objects_may_be_nested_in_dicts_and_lists(way: str, tmp_path: Path) -> None:
+    first, second = training(0), training(1)
+    train(first)
+    ours, theirs = nested(first), nested(second)
+    if way == "save":
+        reshard.save(ours, tmp_path / "c")
+        assert reshard.load(theirs, tmp_path / "c").ok
+    elif way == "async_save":
+        reshard.async_save(ours, tmp_path / "c").result()
+        assert reshard.load(theirs, tmp_path / "c").ok
+    elif way == "memory":
+        tier = reshard.elastic.Tier(tmp_path / "memory", copies=0)
+        tier.save(ours, 1)
+        assert tier.restore(theirs).load.ok
+    else:
+        with reshard.CheckpointManager(tmp_path / "run", every=reshard.Every(steps=1)) as manager:
+            manager.save(1, ours)
+            manager.wait()
+            restored = manager.restore(theirs)
+            assert restored is not None
+            assert restored.load.ok
+    assert theirs["train"] == nested(second)["train"]
+    assert theirs["run"][0]["step"] == 1
+    assert reshard.compare(ours, theirs).ok
+
+    train(first)
+    train(second)
+    assert all(map(torch.equal, full(first), full(second)))
+    assert first["sched"].state_dict() == second["sched"].state_dict()
+
+
+def test_a_state_with_objects_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"model": nn.Linear(2, 2)}
+    state["in"] = {"again": state}
+    for call in (reshard.save, reshard.compare):
+        with pytest.raises(KeyMismatchError, match="contains itself"):
+            call(state, state if call is reshard.compare else tmp_path / "c")  # type: ignore[operator]
+    del state["model"]
+    with pytest.raises(KeyMismatchError, match="contains itself"):
+        reshard.fingerprint(state)
+
+
 def test_a_dry_run_sets_nothing(tmp_path: Path) -> None:
     first, second = training(0), training(1)
     train(first)
@@ -104,12 +152,41 @@ def test_a_refused_load_sets_nothing(tmp_path: Path) -> None:
     assert all(map(torch.equal, full(other), before))
 
 
+@pytest.mark.parametrize(("kind", "strict"), [(torch.optim.Adamax, "subset"), (torch.optim.RMSprop, "partial")])
+def test_an_optimizer_of_another_kind_is_refused_before_the_model_is_set(
+    kind: type[torch.optim.Optimizer], strict: Any, tmp_path: Path
+) -> None:
+    first, second = training(0), training(1)
+    train(first)
+    reshard.save({name: first[name] for name in ("model", "optim")}, tmp_path / "c")
+    other = {"model": second["model"], "optim": kind(second["model"].parameters())}
+    before = full(second)
+
+    with pytest.raises(KeyMismatchError, match=rf"lacks '\w+', which {kind.__name__} needs"):
+        reshard.load(other, tmp_path / "c", strict=strict)
+    assert all(map(torch.equal, full(second), before))
+    assert not other["optim"].state
+
+
+def test_an_object_may_keep_what_the_saved_state_lacks(tmp_path: Path) -> None:
+    saved, live = training(0), training(1)
+    model, optim = reshard.get_state_dict(saved["model"], saved["optim"])
+    del optim["param_groups"][0]["maximize"]
+    reshard.save({"model": model, "optim": optim}, tmp_path / "c")
+
+    report = reshard.load({name: live[name] for name in ("model", "optim")}, tmp_path / "c")
+    assert report.dropped == ("optim.param_groups.0.maximize",)
+    assert live["optim"].param_groups[0]["maximize"] is False
+
+
 def test_what_cannot_be_saved_says_what_to_write(tmp_path: Path) -> None:
     state = training(0)
     for wrong, error, words in (
         ({"optim": state["optim"]}, NormalizationError, "add the model"),
         (state["model"], OptionError, r"Write: reshard.save\({'model': model}, path\)"),
-        ({"in": {"model": state["model"]}}, FormatError, "make the model a value of the dict itself"),
+        ({"in": {"optim": state["optim"]}}, NormalizationError, "'in.optim' is an optimizer .* add the model"),
+        ({"in": (1, state["model"])}, FormatError, "'in' is a tuple that contains a model .* use a dict or a list"),
+        ({"in": {state["model"]}}, FormatError, "make the model a value of a dict"),
     ):
         with pytest.raises(error, match=words):
             reshard.save(wrong, tmp_path / "c")
@@ -161,6 +238,27 @@ def test_comparisons_take_them(tmp_path: Path) -> None:
     assert reshard.fingerprint({"in": {"model": state["model"]}}).keys() == {
         f"in.model.{name}" for name, _ in state["model"].named_parameters()
     }
+
+
+def compared_without_its_model(folder: str) -> str:
+    state = training(0, 2)
+    train(state)
+    reshard.save(state, f"{folder}/c")
+    if torch.distributed.get_rank() == 1:
+        del state["model"]
+    try:
+        reshard.compare(f"{folder}/c", state, timeout=20)
+    except (NormalizationError, RankFailedError) as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.gloo
+def test_a_comparison_that_one_rank_cannot_make_fails_on_all(tmp_path: Path) -> None:
+    other, own = gloo.run(compared_without_its_model, 2, str(tmp_path))
+    assert "rank 1 failed in 'compare" in other
+    for words in (other, own):
+        assert "'optim' is an optimizer whose model is not in the state" in words
 
 
 def test_transfers_refuse_them_and_say_what_to_pass() -> None:

@@ -69,8 +69,11 @@ def test_in_one_process_without_a_group(tmp_path):
 
 
 def test_missing_keys_are_all_named_and_extra_ones_are_not_read(tmp_path):
-    ours.save({"weight": torch.ones(2), "extra": torch.ones(1)}, checkpoint_id=tmp_path)
+    ours.save({"weight": torch.ones(2), "extra": torch.ones(1), "l.0": torch.ones(1)}, checkpoint_id=tmp_path)
 
+    with pytest.raises(KeyMismatchError) as caught:  # other numbers are other layers, and weight is loaded
+        ours.load({"weight": torch.ones(2), "weights": torch.ones(2), "l.1": torch.ones(1)}, checkpoint_id=tmp_path)
+    assert "did you mean" not in str(caught.value)
     with pytest.raises(KeyMismatchError) as caught:
         ours.load({"wieght": torch.zeros(2), "more": torch.zeros(1)}, checkpoint_id=tmp_path)
     assert "wieght   (did you mean 'weight'?)" in str(caught.value)
