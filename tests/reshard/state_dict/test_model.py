@@ -25,6 +25,7 @@ from reshard.state_dict import (
 )
 from tests.reshard.state_dict import zoo
 from tests.same import assert_same, same
+from tests.torch_releases import HAS_E8M0, requires
 
 LENIENT = StateDictOptions(strict=False)
 
@@ -299,6 +300,64 @@ def test_inputs_come_back_untouched_and_share_no_memory() -> None:
     other(torch.randn(4, 2)).sum().backward()
     other_optimizer.step()
     assert_same(given, kept)
+
+
+class Keeping(nn.Module):
+    """Its extra state is the object that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history = [0]
+
+    def get_extra_state(self) -> Any:
+        return self.history
+
+    def set_extra_state(self, state: Any) -> None:
+        self.history = state
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_module_does_not_get_the_extra_state_of_the_dict_itself(hooked: bool) -> None:
+    model, given = Keeping(), {"_extra_state": [1, 2]}
+    if hooked:
+        model.register_load_state_dict_pre_hook(lambda *_: None)
+    set_model_state_dict(model, given)
+    assert model.history == [1, 2]
+    model.history.append(3)
+    assert given == {"_extra_state": [1, 2]}
+
+
+class HalfOnMeta(nn.Module):
+    """Only its own method loads it, and only some of it is on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 2, device="meta"))
+        self.bias = nn.Parameter(torch.zeros(2))
+        self.register_buffer("mean", torch.zeros(2, dtype=torch.float64))
+        self.register_buffer("lost", torch.zeros(1, device="meta"), persistent=False)
+        self.register_load_state_dict_pre_hook(lambda *_: None)
+
+
+def test_a_module_that_loads_itself_and_is_partly_on_the_meta_device_gets_copies() -> None:
+    model = HalfOnMeta()
+    given = {name: torch.full(t.shape, 3.0) for name, t in model.state_dict().items()}
+    kept, bias = copy.deepcopy(given), model.bias
+    set_model_state_dict(model, given)
+    assert_same(given, kept)
+    assert_same(dict(model.state_dict()), {**kept, "mean": kept["mean"].double()})
+    assert model.bias is bias
+    with torch.no_grad():
+        model.weight.add_(1.0), model.bias.add_(1.0)
+        model.mean.add_(1.0)
+    assert_same(given, kept)
+
+
+def test_a_refused_set_leaves_modules_that_load_themselves_on_the_meta_device() -> None:
+    model = nn.Sequential(HalfOnMeta(), nn.Linear(2, 2))
+    with pytest.raises(KeyMismatchError, match=r"Missing key: 1\.weight"):
+        set_model_state_dict(model, {f"0.{name}": torch.ones(t.shape) for name, t in model[0].state_dict().items()})
+    assert model[0].weight.is_meta
 
 
 class Renaming(nn.Module):
@@ -579,6 +638,22 @@ def test_what_cannot_be_copied_is_refused_before_anything_is_written() -> None:
         set_model_state_dict(model, [1])
     with pytest.raises(NormalizationError, match=r"must be a mapping, got str. .* reshard.load\(state, path\)$"):
         reshard.set_optimizer_state_dict(model, torch.optim.SGD(model.parameters()), "path")
+
+
+@requires(HAS_E8M0, "lacks this dtype")
+def test_a_cast_that_loses_signs_is_refused() -> None:
+    """torch makes 2.0 of -2.0, and a tiny number of 0.0."""
+    model = nn.Module()
+    model.register_buffer("scale", torch.ones(2).to(torch.float8_e8m0fnu))
+    with pytest.raises(KeyMismatchError, match=r"scale: expected torch\.float8_e8m0fnu, .* has no signs and no 0"):
+        set_model_state_dict(model, {"scale": torch.tensor([-2.0, 0.0])})
+
+
+def test_codes_of_a_quantized_weight_are_no_values_of_it() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    given = {"weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "weight_scale_inv": torch.full((1, 1), 0.5)}
+    with pytest.raises(KeyMismatchError, match="weight: its values are those times 'weight_scale_inv': dequantize it"):
+        set_model_state_dict(model, given, options=LENIENT)
 
 
 def test_a_report_says_that_an_empty_dict_left_the_model_as_it_is() -> None:
