@@ -85,6 +85,7 @@ class LiveObjects:
         self._user, self._to_fill, self._options = user, to_fill, LoadOptions(strict=strict)
         self._models = list(_models_in(user))
         self._taken: dict[int, _Taken] = {}
+        self._paths: list[KeyPath] = []
         self._done: list[str] = []
         self._stateful: dict[KeyPath, Any] = {}
         self._untied: dict[KeyPath, torch.Tensor] = {}
@@ -93,6 +94,7 @@ class LiveObjects:
         self._optimizers: list[tuple[KeyPath, Any, Any]] = []
         self.state: Any = CheckedState(self._take(user, ()))
         self.state.checks = self._checks
+        self.state.apart = self._paths
         if to_fill and self._stateful:
             self._untie()
 
@@ -159,6 +161,7 @@ class LiveObjects:
         taken = self._object(value, path)
         if taken is not None:
             self._taken[id(value)] = taken
+            self._paths.append(path)
             return taken.state
         if not _holds_objects(value):
             return value

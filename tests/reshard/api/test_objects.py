@@ -104,6 +104,38 @@ def test_a_refused_load_sets_nothing(tmp_path: Path) -> None:
     assert all(map(torch.equal, full(other), before))
 
 
+class Counter:
+    """An object with a plain state."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [({"n": 2}, "missing.*sub.it"), ({}, "missing.*sub.it"), (7, "missing.*sub.it"), ([2], "missing.*sub.it")]
+    + [({"n": 2, "it": Counter(3), "more": 4}, "unexpected.*sub.more")],
+)
+def test_what_is_around_an_object_does_not_replace_it(saved: Any, words: str, tmp_path: Path) -> None:
+    """A KeyError was raised after values were overwritten, and what only the checkpoint had was lost without a word."""
+    reshard.save({"one": Counter(1), "sub": saved}, tmp_path / "c")
+    one, it = Counter(0), Counter(0)
+    state = {"one": one, "sub": {"n": 0, "it": it}}
+    with pytest.raises(KeyMismatchError, match=f"(?s){words}"):
+        reshard.load(state, tmp_path / "c")
+    assert (one.count, it.count, state["sub"]) == (0, 0, {"n": 0, "it": it})
+    report = reshard.load(state, tmp_path / "c", strict=False)
+    assert not report.ok
+    assert (one.count, it.count) == (1, 3 if "more" in words else 0)
+    assert state["sub"]["it"] is it
+
+
 def test_what_cannot_be_saved_says_what_to_write(tmp_path: Path) -> None:
     state = training(0)
     for wrong, error, words in (
