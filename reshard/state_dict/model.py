@@ -433,7 +433,7 @@ _EXPANDED = "has several elements at one memory address in the model, as after e
 def is_expanded(target: torch.Tensor) -> bool:
     """Return whether several elements here share a memory address: nothing can be copied there."""
     local = target if type(target) in _PLAIN else holder(target)
-    if local.layout is not torch.strided or 0 not in local.stride():
+    if local.layout is not torch.strided or 0 not in local.stride() or not local.numel():
         return False
     return any(size > 1 and not stride for size, stride in zip(local.shape, local.stride(), strict=True))
 
