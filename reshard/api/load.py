@@ -170,8 +170,6 @@ def load_with(
                 match = match_keys(
                     targets, checkpoint, dtype_policy=options.dtype_policy, mapping=names, allowed=allowed
                 )
-                if isinstance(state_dict, CheckedState):
-                    state_dict.check(match.objects)
             report = _Load(group, process_group, options, match, before, prefetch).run()
         if not options.dry_run and (report.dropped or report.retyped or report.overflowed):
             odd = [*report._first_of_each("dropped", "retyped"), *report._overflows]
@@ -235,6 +233,8 @@ class _Load:
         with phase("plan"):
             mismatches = gather_mismatches(match, self.group)
             truth = mismatches.raise_on_mismatch(match, options, self.group)
+            if isinstance(targets.root, CheckedState) and not (options.dry_run and truth.missing):
+                targets.root.check(match.objects)
             among = options.read_once if self.group.world_size > 1 and not options.dry_run else "rank"
             shared = self._share() if among == "job" else None
             space = Workspace.of(options.memory_budget_bytes, options.threads, mismatches.sharers)

@@ -22,10 +22,10 @@ from reshard.state_dict.collect import collect_model, collect_optimizer
 from reshard.state_dict.gather import joint_ranks, place_of
 from reshard.state_dict.live_model import LiveModel, Models
 from reshard.state_dict.model import apply_model, part_of, plan_model, read_model
-from reshard.state_dict.optimizer import apply_optimizers, check_groups, initial_state, plan_optimizers, read_optimizers
+from reshard.state_dict.optimizer import apply_optimizers, initial_state, plan_optimizers, read_optimizers
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter
 from reshard.state_dict.options import OptimizerReport, SetReport, StateDictOptions, as_options
-from reshard.state_dict.saved_optimizer import StateKind, elsewhere_of, read_saved
+from reshard.state_dict.saved_optimizer import StateKind, elsewhere_of
 
 __all__ = [
     "get_model_state_dict", "get_optimizer_state_dict", "get_state_dict", "set_model_state_dict",
@@ -228,12 +228,11 @@ def optimizer_to_restore(model: Models, optimizers: Optimizers, options: StateDi
 def refuse_groups(
     model: Models, optimizers: Optimizers, groups: Iterable[Mapping[str, Any]], options: StateDictOptions
 ) -> None:
-    """Raise NormalizationError for saved param groups that an optimizer would refuse.
+    """Raise NormalizationError or KeyMismatchError for saved param groups that an optimizer would refuse.
 
     Touches nothing.
     """
-    live = LiveOptimizers(LiveModel(model), optimizers)
-    check_groups(live, read_saved({"param_groups": groups}, live), options)
+    plan_optimizers(LiveOptimizers(LiveModel(model), optimizers), {"param_groups": groups}, options)
 
 
 def group_orders(

@@ -38,7 +38,7 @@ from reshard.state_dict.options import OptimizerReport, StateDictOptions
 from reshard.state_dict.saved_optimizer import GroupWrite, Misfit, SavedOptimizer, StateKind, plan_groups, read_saved
 
 __all__ = [
-    "OptimizerWrites", "apply_optimizers", "check_groups", "initial_state", "plan_optimizers", "read_optimizers",
+    "OptimizerWrites", "apply_optimizers", "initial_state", "plan_optimizers", "read_optimizers",
 ]  # fmt: skip
 
 
