@@ -94,7 +94,8 @@ def load(
             or "partial": both are allowed. {glob: mode} sets it by key: the first match counts, others are strict.
             Text for a tensor is always an error, and so is a tensor for a plain value, unless it is a 0-d number.
         dtype_policy: "error": another dtype is an error, but numbers and 0-d tensors fit each other: see `cast`.
-            "cast": converts elements, but not from float to integer: see `overflowed`. "saved": sets the saved dtype.
+            "cast": converts elements, but not from float to integer: see `overflowed`. "saved": sets the saved dtype,
+            but in models, "cast".
         mapping: {key in `state_dict`: key in the checkpoint} for keys that differ, or a `reshard.mapping.Mapping`.
         dry_run: only report what a load would do, including missing, unexpected, and mismatched keys.
         check: True or "before": compare with checksums before writing. "during": compare each block after writing it.

@@ -86,6 +86,7 @@ class LiveObjects:
         self._models = list(_models_in(user))
         self._taken: dict[int, _Taken] = {}
         self._paths: list[KeyPath] = []
+        self._model_paths: list[KeyPath] = []
         self._done: list[str] = []
         self._stateful: dict[KeyPath, Any] = {}
         self._untied: dict[KeyPath, torch.Tensor] = {}
@@ -94,7 +95,7 @@ class LiveObjects:
         self._optimizers: list[tuple[KeyPath, Any, Any]] = []
         self.state: Any = CheckedState(self._take(user, ()))
         self.state.checks = self._checks
-        self.state.apart = self._paths
+        self.state.apart, self.state.models = self._paths, self._model_paths
         if to_fill and self._stateful:
             self._untie()
 
@@ -181,6 +182,7 @@ class LiveObjects:
         if isinstance(value, PerRank):
             return self._own(value)
         if models := _all(nn.Module | Stage, value):
+            self._model_paths.append(path)
             return _Taken(get_model_state_dict(models), lambda got: set_model_state_dict(models, got))
         if optimizers := _all(Optimizer, value):
             found = self._models_of(optimizers, key)

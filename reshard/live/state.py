@@ -320,6 +320,8 @@ class CheckedState(dict[str, Any]):
     """By path. Each is called with the saved value there, and may raise."""
     apart: Collection[KeyPath]
     """Paths of objects. What is around them is matched entry by entry."""
+    models: Collection[KeyPath]
+    """Those of models, which keep their dtypes."""
 
     def check(self, objects: Mapping[str, Any]) -> None:
         """Run the checks. `objects` has the saved values by key; a container without tensors is one value."""

@@ -104,6 +104,28 @@ def test_a_refused_load_sets_nothing(tmp_path: Path) -> None:
     assert all(map(torch.equal, full(other), before))
 
 
+def test_a_model_keeps_its_dtypes_and_the_report_counts_what_overflowed(tmp_path: Path) -> None:
+    """The report said that the saved dtype was set, and nothing of infinite values."""
+    model, target = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False).half()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1e30, 2.0]]))
+    reshard.save({"model": model, "mean": torch.ones(1)}, tmp_path / "c")
+    state = {"model": target, "mean": torch.zeros(1, dtype=torch.float16)}
+
+    report = reshard.load(state, tmp_path / "c", dtype_policy="saved")
+
+    assert (target.weight.dtype, state["mean"].dtype) == (torch.float16, torch.float32)
+    assert target.weight.tolist() == [[float("inf"), 2.0]]
+    assert report.cast == {"model.weight": ("float32", "float16")}
+    assert report.replaced == {"mean": ("float32", "float16")}
+    assert report.overflowed == {"model.weight": 1}
+
+    whole = nn.Module()
+    whole.register_buffer("weight", torch.zeros(1, 2, dtype=torch.int32))
+    with pytest.raises(KeyMismatchError, match=r"model\.weight: saved as float32, but the target is int32"):
+        reshard.load({**state, "model": whole}, tmp_path / "c", dtype_policy="saved")
+
+
 class Counter:
     """An object with a plain state."""
 
