@@ -40,6 +40,7 @@ from reshard.live.tensors import (
     with_local,
     wrapped_like,
 )
+from reshard.live.tree import leaves_of
 from reshard.live.wrappers import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all, of_version
 from reshard.state_dict.gather import exchange_rows, gather, scatter
 from reshard.state_dict.live_model import LiveModel, SelfLoadingModule, StateEntry, where
@@ -171,7 +172,7 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
     are_plain: list[bool] = []
     for slot, value, is_plain in writes.direct:
         if slot.value is None:
-            slot.owner.set_extra_state(copy.deepcopy(value))  # of which the module may keep a part
+            slot.owner.set_extra_state(_copied(value))  # of which the module may keep a part
         elif is_plain or not slot.value.is_meta:
             targets.append(slot.value if is_plain else slot.tensor())
             values.append(value)
@@ -563,11 +564,17 @@ def _place(
     for key, value in left.items():
         model = models.get(key)
         if model is None:
-            state[key] = copy.deepcopy(value) if assign or not isinstance(value, torch.Tensor) else value
+            state[key] = _copied(value) if assign or not isinstance(value, torch.Tensor) else value
         elif assign or is_sharded(value) or is_sharded(model):
             value = like(value, model)
             state[key] = as_parameter(value.to(model.dtype), model) if assign else value
     return assign
+
+
+def _copied(value: Any) -> Any:
+    """A deep copy, also of tensors that have a graph, which torch does not copy."""
+    tensors = [leaf for leaf in leaves_of(value).values() if isinstance(leaf, torch.Tensor)]
+    return copy.deepcopy(value, {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf})
 
 
 def _keep_objects(slots: Sequence[StateEntry]) -> None:

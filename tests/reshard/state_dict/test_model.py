@@ -325,6 +325,8 @@ def test_a_module_does_not_get_the_extra_state_of_the_dict_itself(hooked: bool) 
     assert model.history == [1, 2]
     model.history.append(3)
     assert given == {"_extra_state": [1, 2]}
+    set_model_state_dict(model, {"_extra_state": [torch.ones(1, requires_grad=True) * 2]})  # of a forward pass
+    assert model.history == [2.0]
 
 
 class HalfOnMeta(nn.Module):
