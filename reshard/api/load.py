@@ -37,7 +37,7 @@ from reshard.live.copy_streams import Uploads
 from reshard.live.dtypes import DROPS, as_array, dtype_from_name
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.optimizer_state import Saved, materialize
-from reshard.live.state import CheckedState, PerRank, Targets
+from reshard.live.state import PerRank, Targets
 from reshard.live.tensors import UNSHARDED, world_size
 from reshard.live.tree import needs_class, restore_types, unresolved_class
 from reshard.native.reader import NativeFacts
@@ -94,8 +94,7 @@ def load(
             or "partial": both are allowed. {glob: mode} sets it by key: the first match counts, others are strict.
             Text for a tensor is always an error, and so is a tensor for a plain value, unless it is a 0-d number.
         dtype_policy: "error": another dtype is an error, but numbers and 0-d tensors fit each other: see `cast`.
-            "cast": converts elements, but not from float to integer: see `overflowed`. "saved": sets the saved dtype,
-            but in models, "cast".
+            "cast": converts, but not float to integer: see `overflowed`. "saved": sets the saved dtype; models cast.
         mapping: {key in `state_dict`: key in the checkpoint} for keys that differ, or a `reshard.mapping.Mapping`.
         dry_run: only report what a load would do, including missing, unexpected, and mismatched keys.
         check: True or "before": compare with checksums before writing. "during": compare each block after writing it.
@@ -234,8 +233,6 @@ class _Load:
         with phase("plan"):
             mismatches = gather_mismatches(match, self.group)
             truth = mismatches.raise_on_mismatch(match, options, self.group)
-            if isinstance(targets.root, CheckedState) and not (options.dry_run and truth.missing):
-                targets.root.check(match.objects)
             among = options.read_once if self.group.world_size > 1 and not options.dry_run else "rank"
             shared = self._share() if among == "job" else None
             space = Workspace.of(options.memory_budget_bytes, options.threads, mismatches.sharers)

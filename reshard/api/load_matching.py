@@ -528,7 +528,7 @@ class Mismatches:
         """The keys that do not belong together, if strictness allows them all; a dry run only reports.
 
         Raises KeyMismatchError, on every rank where all load from the same, with every key of any rank that strictness
-        does not allow to be missing, unexpected or mismatched.
+        does not allow to be missing, unexpected or mismatched. Then also what the checks of objects raise.
         """
         globs = match.checkpoint.contents.subset  # it ought to have all keys, unless it was declared a subset
         outside = set()
@@ -551,6 +551,9 @@ class Mismatches:
             if self.missing and match.names and not self.used and group.rank == 0:
                 url = match.checkpoint.url
                 _log.warning("reshard.load: nothing was loaded: the state has no key of %s", url)
+            root = match.targets.root
+            if isinstance(root, CheckedState) and not (options.dry_run and truth.missing):
+                root.check(match.objects)
             return truth
         kind = options.wording.mismatch_error if self.mismatched else KeyMismatchError
         error = kind(self._message(match, missing, unexpected, idle, group, options.wording))
