@@ -37,7 +37,7 @@ from reshard.live.copy_streams import Uploads
 from reshard.live.dtypes import DROPS, as_array, dtype_from_name
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.optimizer_state import Saved, materialize
-from reshard.live.state import CheckedState, PerRank, Targets
+from reshard.live.state import PerRank, Targets
 from reshard.live.tensors import UNSHARDED, world_size
 from reshard.live.tree import needs_class, restore_types, unresolved_class
 from reshard.native.reader import NativeFacts
@@ -94,7 +94,7 @@ def load(
             or "partial": both are allowed. {glob: mode} sets it by key: the first match counts, others are strict.
             A tensor on one side and a plain value on the other are always an error, except a 0-d tensor and a number.
         dtype_policy: "error": another dtype is an error, but numbers and 0-d tensors fit each other: see `cast`.
-            "cast": converts elements, but not from float to integer: see `overflowed`. "saved": sets the saved dtype.
+            "cast": converts, but not float to integer: see `overflowed`. "saved": sets the saved dtype; models cast.
         mapping: {key in `state_dict`: key in the checkpoint} for keys that differ, or a `reshard.mapping.Mapping`.
         dry_run: only report what a load would do, including missing, unexpected, and mismatched keys.
         check: True or "before": compare with checksums before writing. "during": compare each block after writing it.
@@ -170,8 +170,6 @@ def load_with(
                 match = match_keys(
                     targets, checkpoint, dtype_policy=options.dtype_policy, mapping=names, allowed=allowed
                 )
-                if isinstance(state_dict, CheckedState):
-                    state_dict.check(match.objects)
             report = _Load(group, process_group, options, match, before, prefetch).run()
         if not options.dry_run and (report.dropped or report.retyped or report.overflowed):
             odd = [*report._first_of_each("dropped", "retyped"), *report._overflows]

@@ -36,7 +36,7 @@ from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, fix_
 from reshard.live.dtypes import DROPS, dtype_from_name, refused_cast, refused_codes
 from reshard.live.optimizer_state import LazyOptimizerState
 from reshard.live.plain_data import UNSUPPORTED_TENSORS
-from reshard.live.state import OwnState, Targets, like_fresh
+from reshard.live.state import CheckedState, OwnState, Targets, like_fresh
 from reshard.live.tensors import LiveTensor, tensor_class
 from reshard.live.tree import (
     class_name,
@@ -182,13 +182,16 @@ class KeyMatch:
             why = refused_cast(spec.dtype, dtype) or refused_codes(
                 spec.fqn, spec.dtype, dtype, self.checkpoint.contents.tensors
             )
-            if self.dtype_policy == "error" or (self.dtype_policy == "cast" and why not in ("", self.allowed)):
+            root, path, policy = self.targets.root, self.targets.paths[key], str(self.dtype_policy)
+            if isinstance(root, CheckedState) and any(path[: len(model)] == model for model in root.models):
+                policy = policy.replace("saved", "cast")  # a model keeps its dtypes
+            if policy == "error" or (policy == "cast" and why not in ("", self.allowed)):
                 note = f" ({why})" * bool(why)
                 self.mismatched.append(f"{key}: saved as {spec.dtype}, but the target is {dtype}{note}")
                 return False
-            if self.dtype_policy == "saved":
+            if policy == "saved":
                 self.targets.replaced[key] = dtype_from_name(spec.dtype)
-            (self.cast if self.dtype_policy == "cast" else self.replaced)[key] = (spec.dtype, dtype)
+            (self.cast if policy == "cast" else self.replaced)[key] = (spec.dtype, dtype)
         return True
 
     def _number_into_tensor(self, key: str, value: Any, tensor: LiveTensor) -> None:
@@ -525,7 +528,7 @@ class Mismatches:
         """The keys that do not belong together, if strictness allows them all; a dry run only reports.
 
         Raises KeyMismatchError, on every rank where all load from the same, with every key of any rank that strictness
-        does not allow to be missing, unexpected or mismatched.
+        does not allow to be missing, unexpected or mismatched. Then also what the checks of objects raise.
         """
         globs = match.checkpoint.contents.subset  # it ought to have all keys, unless it was declared a subset
         outside = set()
@@ -548,6 +551,9 @@ class Mismatches:
             if self.missing and match.names and not self.used and group.rank == 0:
                 url = match.checkpoint.url
                 _log.warning("reshard.load: nothing was loaded: the state has no key of %s", url)
+            root = match.targets.root
+            if isinstance(root, CheckedState) and not (options.dry_run and truth.missing):
+                root.check(match.objects)
             return truth
         kind = options.wording.mismatch_error if self.mismatched else KeyMismatchError
         error = kind(self._message(match, missing, unexpected, idle, group, options.wording))

@@ -91,6 +91,8 @@ class LiveObjects:
         ]
         """Each, and whether it is a stage of a pipeline."""
         self._taken: dict[int, _Taken] = {}
+        self._paths: list[KeyPath] = []
+        self._model_paths: list[KeyPath] = []
         self._done: list[str] = []
         self._stateful: dict[KeyPath, Any] = {}
         self._untied: dict[KeyPath, torch.Tensor] = {}
@@ -99,6 +101,7 @@ class LiveObjects:
         self._optimizers: list[tuple[KeyPath, Any, Any]] = []
         self.state: Any = CheckedState(self._take(user, ()))
         self.state.checks = self._checks
+        self.state.apart, self.state.models = self._paths, self._model_paths
         if to_fill and self._stateful:
             self._untie()
 
@@ -165,6 +168,7 @@ class LiveObjects:
         taken = self._object(value, path)
         if taken is not None:
             self._taken[id(value)] = taken
+            self._paths.append(path)
             return taken.state
         if not is_object(value, within=True):
             return value
@@ -184,6 +188,7 @@ class LiveObjects:
         if isinstance(value, PerRank):
             return self._own(value)
         if models := _all(nn.Module | Stage, value):
+            self._model_paths.append(path)
             return _Taken(get_model_state_dict(models), lambda got: set_model_state_dict(models, got))
         if optimizers := _all(Optimizer, value):
             found = self._models_of(optimizers, key)

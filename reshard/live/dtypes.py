@@ -50,7 +50,7 @@ _POWERS = "float8_e8m0fnu"
 
 def refused_cast(old: object, new: object) -> str:
     """Return why elements of one dtype, or class of numbers, do not become those of another; empty if they do."""
-    old, new = str(old), str(new)
+    old, new = (str(one).removeprefix("torch.") for one in (old, new))
     if old == new:
         return ""
     if new.endswith(_POWERS):

@@ -406,22 +406,26 @@ def fill_absent(
     state: Mapping[str, Mapping[Any, Any]], pieces: Mapping[str, FlatPiece]
 ) -> dict[str, Mapping[Any, Any]]:
     """State that only some ranks have, since the others hold no element of an original parameter,
-    as an empty part on those others; so that all can gather it together. Collective over all
-    ranks."""
+    as an empty part on those others; so that all can gather it together. Collective over the ranks
+    of each unit."""
+    sharded = {name: piece for name, piece in pieces.items() if piece.sharded}
     mine = {
         name: {key: dtype_of(value) if is_sharded(value) else value for key, value in state[name].items()}
-        for name, piece in pieces.items()
-        if name in state and piece.sharded
+        for name in sharded
+        if name in state
     }
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    groups = {tuple(dist.get_process_group_ranks(piece.group)): piece.group for piece in sharded.values()}
+    outlines: dict[str, Mapping[Any, Any]] = {}
+    for ranks in sorted(groups):
+        told: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(told, mine, group=groups[ranks])
+        for theirs in reversed(told):
+            outlines.update(theirs)
     out = dict(state)
-    for name, piece in pieces.items():
-        ranks = dist.get_process_group_ranks(piece.group)
-        outline = next((everyone[rank][name] for rank in ranks if name in everyone[rank]), None)
-        if name not in out and outline is not None:
+    for name, piece in sharded.items():
+        if name not in out and name in outlines:
             low, high = piece.range_of(dist.get_rank(piece.group))
-            out[name] = {key: _filled(value, piece, high - low) for key, value in outline.items()}
+            out[name] = {key: _filled(value, piece, high - low) for key, value in outlines[name].items()}
     return out
 
 

@@ -318,6 +318,10 @@ class CheckedState(dict[str, Any]):
 
     checks: dict[KeyPath, Callable[[Any], object]]
     """By path. Each is called with the saved value there, and may raise."""
+    apart: Collection[KeyPath]
+    """Paths of objects. What is around them is matched entry by entry."""
+    models: Collection[KeyPath]
+    """Those of models, which keep their dtypes."""
 
     def check(self, objects: Mapping[str, Any]) -> None:
         """Run the checks. `objects` has the saved values by key; a container without tensors is one value."""
@@ -408,10 +412,11 @@ class Targets(State[LiveTensor]):
         """
         if not isinstance(state, MutableMapping | list):
             raise option_error(f"the state to fill must be a dict or list, got {_in_words(state)}", FormatError)
-        own: list[KeyPath] = []
-        live = take_apart(state, whole_at=partial(_saved_whole, saved or {}, own))
-        # containers that are not replaced whole: those that hold a tensor or an `OwnState` somewhere
-        full: set[KeyPath] = {(), *(path[:i] for path in own for i in range(len(path)))}
+        # containers that are not replaced whole: those that hold a tensor or an object somewhere
+        full: set[KeyPath] = {()}
+        for path in state.apart if isinstance(state, CheckedState) else ():
+            full.update(path[:i] for i in range(len(path)))
+        live = take_apart(state, whole_at=partial(_saved_whole, saved or {}, full))
         saved_full = {path[:i] for path in tensors for i in range(len(path))}
         for key, path in live.paths.items():
             above = [path[:i] for i in range(len(path))]
@@ -546,13 +551,13 @@ def _refilled(live: Any, value: Any, filled: set[int]) -> Any:
     return live
 
 
-def _saved_whole(saved: Mapping[str, Any], own: list[KeyPath], path: KeyPath, value: Any) -> bool:
-    """Return True if the container at a path was saved as one object and can be replaced by it. `own` gets the paths of
-    each `OwnState`."""
+def _saved_whole(saved: Mapping[str, Any], full: set[KeyPath], path: KeyPath, value: Any) -> bool:
+    """Return True if the container at a path was saved as one object and can be replaced by it: not those that are
+    `full`, to which the ones around each `OwnState` are added."""
     if isinstance(value, OwnState):
-        own.append(path)
+        full.update(path[:i] for i in range(len(path)))
     key = key_of(path)
-    if not path or key not in saved:
+    if path in full or key not in saved:
         return False
     if not any(map(is_single, flatten(value, is_leaf=is_single).leaves.values())):
         return True

@@ -234,6 +234,7 @@ def refuse_optimizers(
     Touches nothing.
     """
     live = LiveOptimizers(LiveModel(model), optimizers)
+    plan_optimizers(live, {"param_groups": given["param_groups"]}, options)
     check_kind(live, read_saved(given, live), options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from planners.geometry.box import Shape
 from reshard.errors import KeyMismatchError, fix_lines, format_value, near_key, visible
 from reshard.live.deepspeed import HOW_TO_GET, HOW_TO_SET
-from reshard.live.dtypes import overflowing
+from reshard.live.dtypes import overflowing, refused_cast, refused_codes
 from reshard.live.state import AFTER_WRITES, same_memory, same_value
 from reshard.live.tensors import (
     LiveTensor,
@@ -38,6 +39,7 @@ from reshard.live.tensors import (
     with_local,
     wrapped_like,
 )
+from reshard.live.tree import leaves_of
 from reshard.live.wrappers import WRAPPER_SEGMENTS, as_parameter, assign_tensor, copy_all, of_version
 from reshard.state_dict.gather import exchange_rows, gather, scatter
 from reshard.state_dict.live_model import LiveModel, SelfLoadingModule, StateEntry, where
@@ -81,8 +83,8 @@ class RegionWrite(NamedTuple):
     region: SelfLoadingModule
     state: dict[str, Any]
     """By the module's own keys."""
-    assign: bool
-    """Whether tensors on the meta device are replaced."""
+    slots: dict[str, StateEntry]
+    """Where these go, as far as known, by the same keys."""
     forgiven: frozenset[str]
     """Names that may be missing."""
 
@@ -145,8 +147,10 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
     """
     missing, unexpected = list(writes.report.missing), list(writes.report.unexpected)
     begun: list[SelfLoadingModule] = []
-    for region, state, assign, forgiven in writes.regions:
+    made: dict[Any, torch.Tensor] = {}
+    for region, state, slots, forgiven in writes.regions:
         begun.append(region)
+        assign = _place(region, state, slots, made)
         try:
             found = region.module.load_state_dict(state, strict=False, **({"assign": True} if assign else {}))
         except Exception as error:
@@ -162,13 +166,12 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
     if strict and writes.regions and (missing or unexpected):
         refused = _refused_by_their_own(begun, unexpected)
         raise KeyMismatchError(f"{_message(None, missing, unexpected, [], strict)}\n{refused}{_written(begun)}")
-    made: dict[Any, torch.Tensor] = {}
     targets: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
     are_plain: list[bool] = []
     for slot, value, is_plain in writes.direct:
         if slot.value is None:
-            slot.owner.set_extra_state(value)
+            slot.owner.set_extra_state(_copied(value))  # of which the module may keep a part
         elif is_plain or not slot.value.is_meta:
             targets.append(slot.value if is_plain else slot.tensor())
             values.append(value)
@@ -223,9 +226,6 @@ class _ModelMatch:
         self.casts: list[Cast] = []
         self.reshaped: list[str] = []
         self.written: set[Any] = set()
-        self.made: dict[Any, torch.Tensor] = {}
-        """New tensors for those on the meta device inside regions, by identity, so that ties
-        last."""
 
     def direct(self, slot: StateEntry) -> DirectWrite | None:
         """Return what is to be written there; None where nothing is given for it."""
@@ -271,6 +271,7 @@ class _ModelMatch:
         """Return what to give to the module's own `load_state_dict`: its keys by their names, and
         with every name below it that is unknown, since its hooks may know it."""
         state: dict[str, Any] = {}
+        places: dict[str, StateEntry] = {}
         missing: list[str] = []
         slots = {slot.name: slot for slot in region.slots if slot.value is not None}
         by_memory = {address: slot for slot in slots.values() if (address := _address(slot.value))}
@@ -286,7 +287,9 @@ class _ModelMatch:
                 self.used.add(source)
                 # a hook may emit a live tensor under a name of its own
                 slot = slot or by_memory.get(_address(emitted))
-                state[key] = self._placed(self.given[source], slot)
+                state[key] = self.given[source]
+                if slot is not None:
+                    places[key] = slot
                 slot = slot or slots.get(part_of(name, slots))
                 if slot is not None and slot.name not in missing:
                     self.written.add(slot.identity)
@@ -300,8 +303,7 @@ class _ModelMatch:
             # of this version
             self.missing += missing
             state = of_version(state, own)
-        assign = any(slot.value is not None and slot.value.is_meta for slot in slots.values())
-        return RegionWrite(region, state, assign, forgiven)
+        return RegionWrite(region, state, places, forgiven)
 
     def aliases(self, unexpected: list[str]) -> dict[str, str]:
         """Return the unexpected names that share memory with a used name, and that name."""
@@ -327,28 +329,21 @@ class _ModelMatch:
             uninitialized=tuple(dict.fromkeys(s.name for s in untouched if s.value is not None and s.value.is_meta)),
         )
 
-    def _placed(self, value: Any, slot: StateEntry | None) -> Any:
-        if self.outlines or slot is None or slot.value is None or not isinstance(value, torch.Tensor):
-            return value
-        if global_shape(value) != slot.shape:
-            return value  # what the module makes of it is its own business
-        if slot.value.is_meta and not is_meta(value):
-            return _materialized(value, slot, self.made)
-        return like(value, slot.value) if is_sharded(value) or is_sharded(slot.value) else value
-
     def _fit(self, name: str, value: Any, slot: StateEntry) -> None:
         if _is_plain_pair(slot, value):
             return
-        target, shape = slot.value, slot.shape
+        target = slot.value
         assert target is not None
-        fault = problem(value, shape, target.dtype, target.is_meta or self.outlines)
+        fault = problem(value, slot.shape, target.dtype, target.is_meta or self.outlines)
         if fault is None and not self.outlines:
             fault = _EXPANDED if is_expanded(target) else _other_class(value, target)
-        if fault is not None:
+        if not fault:
+            old, new = (str(dtype).removeprefix("torch.") for dtype in (dtype_of(value), target.dtype))
+            fault = refused_codes(name, old, new, self.given)
+        if fault:
             self.faults.append(f"{name}: {fault}")
             return
-        if dtype_of(value) != target.dtype:
-            old, new = (str(dtype).removeprefix("torch.") for dtype in (dtype_of(value), target.dtype))
+        if old != new:
             local = holder(value)
             is_plain = type(local) in _PLAIN and local.layout is torch.strided and not local.is_meta
             self.casts.append(Cast(name, old, new, overflowing(local, target.dtype) if is_plain else 0))
@@ -438,7 +433,7 @@ _EXPANDED = "has several elements at one memory address in the model, as after e
 def is_expanded(target: torch.Tensor) -> bool:
     """Return whether several elements here share a memory address: nothing can be copied there."""
     local = target if type(target) in _PLAIN else holder(target)
-    if local.layout is not torch.strided or 0 not in local.stride():
+    if local.layout is not torch.strided or 0 not in local.stride() or not local.numel():
         return False
     return any(size > 1 and not stride for size, stride in zip(local.shape, local.stride(), strict=True))
 
@@ -470,8 +465,8 @@ def problem(value: Any, shape: Shape, dtype: torch.dtype, on_meta: bool = False)
         return f"expected shape {shape}, found {found}"
     if is_meta(value) and not on_meta:
         return "the given tensor is on the meta device and has no value"
-    if _kind(dtype_of(value)) > _kind(dtype):
-        return f"expected {dtype}, found {dtype_of(value)}, which would lose data: cast it yourself if you want that"
+    if why := refused_cast(dtype_of(value), dtype):
+        return f"expected {dtype}, found {dtype_of(value)}, and {why}: cast it yourself if you want that"
     return None
 
 
@@ -546,6 +541,41 @@ def _materialized(value: torch.Tensor, slot: StateEntry, made: dict[Any, torch.T
     return made[slot.identity]
 
 
+def _place(
+    region: SelfLoadingModule, state: dict[str, Any], slots: Mapping[str, StateEntry], made: dict[Any, torch.Tensor]
+) -> bool:
+    """Give the module real tensors for those on the meta device, and the values in `state` the layouts of `slots`.
+
+    Return whether tensors on the meta device are left, which only the module's `load_state_dict` may know how to
+    replace. It replaces all others, too, so that `state` gets copies.
+    """
+    models, left = dict[str, torch.Tensor](), dict(state)
+    for key, slot in slots.items():
+        value, model = state[key], slot.value
+        if model is None or not isinstance(value, torch.Tensor) or global_shape(value) != slot.shape:
+            continue  # what the module makes of it is its own business
+        models[key] = model
+        if model.is_meta and not is_meta(value):
+            state[key] = _materialized(value, slot, made)
+            assign_tensor(slot.owner, slot.attr, state[key])
+            del left[key]
+    assign = any(getattr(slot.owner, slot.attr).is_meta for slot in region.slots if slot.value is not None)
+    for key, value in left.items():
+        model = models.get(key)
+        if model is None:
+            state[key] = _copied(value) if assign or not isinstance(value, torch.Tensor) else value
+        elif assign or is_sharded(value) or is_sharded(model):
+            value = like(value, model)
+            state[key] = as_parameter(value.to(model.dtype), model) if assign else value
+    return assign
+
+
+def _copied(value: Any) -> Any:
+    """A deep copy, also of tensors that have a graph, which torch does not copy."""
+    tensors = [leaf for leaf in leaves_of(value).values() if isinstance(leaf, torch.Tensor)]
+    return copy.deepcopy(value, {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf})
+
+
 def _keep_objects(slots: Sequence[StateEntry]) -> None:
     """Give modules back the tensors that a load replaced, with what it put in their places."""
     kept: dict[int, torch.Tensor] = {}
@@ -587,11 +617,6 @@ def _clone(value: torch.Tensor, device: torch.device) -> torch.Tensor:
         return made
     new = value.detach().to(device)
     return new.clone() if new.data_ptr() == value.data_ptr() else new
-
-
-def _kind(dtype: torch.dtype) -> int:
-    """Order of what can be held without a change of kind: integers < floats < complex."""
-    return 2 if dtype.is_complex else 1 if dtype.is_floating_point else 0
 
 
 # Which tensors share memory on this rank: by their addresses, never by their names.

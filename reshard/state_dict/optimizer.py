@@ -38,7 +38,7 @@ from reshard.state_dict.options import OptimizerReport, StateDictOptions
 from reshard.state_dict.saved_optimizer import GroupWrite, Misfit, SavedOptimizer, StateKind, plan_groups, read_saved
 
 __all__ = [
-    "OptimizerWrites", "apply_optimizers", "check_groups", "initial_state", "plan_optimizers", "read_optimizers",
+    "OptimizerWrites", "apply_optimizers", "initial_state", "plan_optimizers", "read_optimizers",
 ]  # fmt: skip
 
 
@@ -209,6 +209,8 @@ _OF_ONE_KIND = frozenset(
     ]
 )
 """Fields that some of torch's optimizers have and others do not, in every release of torch."""
+_DECOUPLED = "decoupled_weight_decay"
+"""The field in which AdamW differs from Adam, its base class."""
 
 
 def check_groups(live: LiveOptimizers, saved: SavedOptimizer, options: StateDictOptions) -> list[GroupWrite]:
@@ -217,13 +219,17 @@ def check_groups(live: LiveOptimizers, saved: SavedOptimizer, options: StateDict
     Raises NormalizationError for groups that contradict each other.
 
     If strict, also for groups with fields of another kind of optimizer,
-    and not those of its own.
+    and not those of its own, and for those of AdamW and Adam in each other.
     """
     groups = plan_groups(live, saved)
     for write in groups if options.strict else ():
+        optimizer = live.optimizers[write.optimizer]
         theirs, own = (sorted(_OF_ONE_KIND.intersection(names)) for names in (write.added, write.kept))
+        decays = [fields.get(_DECOUPLED) for fields in (write.fields, optimizer.param_groups[write.group])]
+        if isinstance(optimizer, torch.optim.Adam) and {*decays} == {True, False}:
+            theirs, own = ([f"{_DECOUPLED}={decay}"] for decay in decays)
         if theirs and own:
-            name = type(live.optimizers[write.optimizer]).__name__
+            name = type(optimizer).__name__
             raise NormalizationError(
                 f"group {write.group} of optimizer {write.optimizer}{where()} was saved by an optimizer of another "
                 f"kind: it has {', '.join(theirs)}, and {name} needs {', '.join(own)}. Use the kind of optimizer that "

@@ -134,8 +134,8 @@ def read_saved(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer
 
 def with_state_of_others(saved: SavedOptimizer, given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer:
     """`saved`, which was read from `given`, with an empty part of the state of each parameter
-    that only other ranks hold elements of. Collective over all ranks, unless the live parameters
-    are sharded in the same way.
+    that only other ranks hold elements of. Collective over the ranks of each unit, unless the live
+    parameters are sharded in the same way.
 
     Raises NormalizationError where another rank has all of a parameter's state.
     """

@@ -179,6 +179,60 @@ def test_an_object_may_keep_what_the_saved_state_lacks(tmp_path: Path) -> None:
     assert live["optim"].param_groups[0]["maximize"] is False
 
 
+def test_a_model_keeps_its_dtypes_and_the_report_counts_what_overflowed(tmp_path: Path) -> None:
+    """The report said that the saved dtype was set, and nothing of infinite values."""
+    model, target = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False).half()
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1e30, 2.0]]))
+    reshard.save({"model": model, "mean": torch.ones(1)}, tmp_path / "c")
+    state = {"model": target, "mean": torch.zeros(1, dtype=torch.float16)}
+
+    report = reshard.load(state, tmp_path / "c", dtype_policy="saved")
+
+    assert (target.weight.dtype, state["mean"].dtype) == (torch.float16, torch.float32)
+    assert target.weight.tolist() == [[float("inf"), 2.0]]
+    assert report.cast == {"model.weight": ("float32", "float16")}
+    assert report.replaced == {"mean": ("float32", "float16")}
+    assert report.overflowed == {"model.weight": 1}
+
+    whole = nn.Module()
+    whole.register_buffer("weight", torch.zeros(1, 2, dtype=torch.int32))
+    with pytest.raises(KeyMismatchError, match=r"model\.weight: saved as float32, but the target is int32"):
+        reshard.load({**state, "model": whole}, tmp_path / "c", dtype_policy="saved")
+
+
+class Counter:
+    """An object with a plain state."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "words"),
+    [({"n": 2}, "missing.*sub.it"), ({}, "missing.*sub.it"), (7, "missing.*sub.it"), ([2], "missing.*sub.it")]
+    + [({"n": 2, "it": Counter(3), "more": 4}, "unexpected.*sub.more")],
+)
+def test_what_is_around_an_object_does_not_replace_it(saved: Any, words: str, tmp_path: Path) -> None:
+    """A KeyError was raised after values were overwritten, and what only the checkpoint had was lost without a word."""
+    reshard.save({"one": Counter(1), "sub": saved}, tmp_path / "c")
+    one, it = Counter(0), Counter(0)
+    state = {"one": one, "sub": {"n": 0, "it": it}}
+    with pytest.raises(KeyMismatchError, match=f"(?s){words}"):
+        reshard.load(state, tmp_path / "c")
+    assert (one.count, it.count, state["sub"]) == (0, 0, {"n": 0, "it": it})
+    report = reshard.load(state, tmp_path / "c", strict=False)
+    assert not report.ok
+    assert (one.count, it.count) == (1, 3 if "more" in words else 0)
+    assert state["sub"]["it"] is it
+
+
 def test_what_cannot_be_saved_says_what_to_write(tmp_path: Path) -> None:
     state = training(0)
     for wrong, error, words in (

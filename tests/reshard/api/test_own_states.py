@@ -254,6 +254,26 @@ def test_a_scheduler_of_another_number_of_groups_is_refused(tmp_path: Path) -> N
     assert torch.equal(two["model"].weight, untouched)
 
 
+def test_a_parameter_that_no_saved_group_has_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    model, target = nn.Linear(2, 3), nn.Linear(2, 3)
+    untouched = target.weight.detach().clone()
+    reshard.save({"model": model, "optim": torch.optim.AdamW([model.weight])}, tmp_path / "c")
+    state = {"model": target, "optim": torch.optim.AdamW(target.parameters())}
+    with pytest.raises(KeyMismatchError, match=r"Missing key: bias \(optimizer 0\)"):
+        reshard.load(state, tmp_path / "c")
+    assert torch.equal(target.weight, untouched)
+
+    target.new = nn.Linear(1, 1)  # then the keys of the model are told first
+    state["optim"].add_param_group({"params": target.new.parameters()})
+    with pytest.raises(KeyMismatchError, match=r"(?s)2 missing from the checkpoint.*model\.new\.weight"):
+        reshard.load(state, tmp_path / "c")
+    assert "model.new.bias" in reshard.load(state, tmp_path / "c", dry_run=True).missing
+    of_model = ("model.new.weight", "model.new.bias")
+    of_optimizer = ("optim.state.bias", "optim.state.new.weight", "optim.state.new.bias")
+    assert reshard.load(state, tmp_path / "c", strict=False).missing == (*of_model, *of_optimizer)
+    assert torch.equal(target.weight, model.weight)
+
+
 @pytest.mark.parametrize("other", ["kind", "values"])
 def test_groups_are_refused_before_anything_is_written_also_without_state(other: str, tmp_path: Path) -> None:
     model, target = nn.Linear(2, 3), nn.Linear(2, 3)

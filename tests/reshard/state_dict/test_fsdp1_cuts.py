@@ -332,3 +332,26 @@ def into_other_layouts(sources: list[str]) -> None:
 @pytest.mark.parametrize(("world", "sources"), [(2, ["one unit", "each", "flat"]), (4, ["one unit"])])
 def test_state_of_which_a_rank_has_no_element_is_set_in_any_other_layout(world: int, sources: list[str]) -> None:
     gloo.run(into_other_layouts, world, sources)
+
+
+def state_of_two_ranks_of_three(original: bool) -> dict[str, torch.Tensor]:
+    group = dist.new_group([0, 1])
+    if dist.get_rank() == 2:  # which does something else, as an inference engine does
+        return {}
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 4))
+    options: dict[str, Any] = {"use_orig_params": original, "device_id": torch.device("cpu")}
+    model = FullyShardedDataParallel(body, process_group=group, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.arange(8.0).view(2, 4)).sum().backward()
+    optimizer.step()
+    before = reshard.get_optimizer_state_dict(model, optimizer, options=reshard.StateDictOptions(full_state_dict=True))
+    reshard.set_optimizer_state_dict(model, optimizer, before)
+    return {name: state["exp_avg"] for name, state in before["state"].items()}
+
+
+@pytest.mark.parametrize("original", [False, True])
+def test_ranks_outside_of_a_model_need_not_take_part_in_getting_its_state(original: bool) -> None:
+    one, other, _ = gloo.run(state_of_two_ranks_of_three, 3, original, timeout_s=60.0)
+    assert len(one) == 4
+    assert all(torch.equal(value, other[name]) for name, value in one.items())

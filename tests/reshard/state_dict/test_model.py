@@ -25,6 +25,7 @@ from reshard.state_dict import (
 )
 from tests.reshard.state_dict import zoo
 from tests.same import assert_same, same
+from tests.torch_releases import HAS_E8M0, requires
 
 LENIENT = StateDictOptions(strict=False)
 
@@ -299,6 +300,66 @@ def test_inputs_come_back_untouched_and_share_no_memory() -> None:
     other(torch.randn(4, 2)).sum().backward()
     other_optimizer.step()
     assert_same(given, kept)
+
+
+class Keeping(nn.Module):
+    """Its extra state is the object that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history = [0]
+
+    def get_extra_state(self) -> Any:
+        return self.history
+
+    def set_extra_state(self, state: Any) -> None:
+        self.history = state
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_module_does_not_get_the_extra_state_of_the_dict_itself(hooked: bool) -> None:
+    model, given = Keeping(), {"_extra_state": [1, 2]}
+    if hooked:
+        model.register_load_state_dict_pre_hook(lambda *_: None)
+    set_model_state_dict(model, given)
+    assert model.history == [1, 2]
+    model.history.append(3)
+    assert given == {"_extra_state": [1, 2]}
+    set_model_state_dict(model, {"_extra_state": [torch.ones(1, requires_grad=True) * 2]})  # of a forward pass
+    assert model.history == [2.0]
+
+
+class HalfOnMeta(nn.Module):
+    """Only its own method loads it, and only some of it is on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 2, device="meta"))
+        self.bias = nn.Parameter(torch.zeros(2))
+        self.register_buffer("mean", torch.zeros(2, dtype=torch.float64))
+        self.register_buffer("lost", torch.zeros(1, device="meta"), persistent=False)
+        self.register_load_state_dict_pre_hook(lambda *_: None)
+
+
+def test_a_module_that_loads_itself_and_is_partly_on_the_meta_device_gets_copies() -> None:
+    model = HalfOnMeta()
+    given = {name: torch.full(t.shape, 3.0) for name, t in model.state_dict().items()}
+    kept, bias = copy.deepcopy(given), model.bias
+    set_model_state_dict(model, given)
+    assert_same(given, kept)
+    assert_same(dict(model.state_dict()), {**kept, "mean": kept["mean"].double()})
+    assert model.bias is bias
+    with torch.no_grad():
+        model.weight.add_(1.0), model.bias.add_(1.0)
+        model.mean.add_(1.0)
+    assert_same(given, kept)
+
+
+def test_a_refused_set_leaves_modules_that_load_themselves_on_the_meta_device() -> None:
+    model = nn.Sequential(HalfOnMeta(), nn.Linear(2, 2))
+    with pytest.raises(KeyMismatchError, match=r"Missing key: 1\.weight"):
+        set_model_state_dict(model, {f"0.{name}": torch.ones(t.shape) for name, t in model[0].state_dict().items()})
+    assert model[0].weight.is_meta
 
 
 class Renaming(nn.Module):
@@ -581,6 +642,22 @@ def test_what_cannot_be_copied_is_refused_before_anything_is_written() -> None:
         reshard.set_optimizer_state_dict(model, torch.optim.SGD(model.parameters()), "path")
 
 
+@requires(HAS_E8M0, "lacks this dtype")
+def test_a_cast_that_loses_signs_is_refused() -> None:
+    """torch makes 2.0 of -2.0, and a tiny number of 0.0."""
+    model = nn.Module()
+    model.register_buffer("scale", torch.ones(2).to(torch.float8_e8m0fnu))
+    with pytest.raises(KeyMismatchError, match=r"scale: expected torch\.float8_e8m0fnu, .* has no signs and no 0"):
+        set_model_state_dict(model, {"scale": torch.tensor([-2.0, 0.0])})
+
+
+def test_codes_of_a_quantized_weight_are_no_values_of_it() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    given = {"weight": torch.ones(2, 2).to(torch.float8_e4m3fn), "weight_scale_inv": torch.full((1, 1), 0.5)}
+    with pytest.raises(KeyMismatchError, match="weight: its values are those times 'weight_scale_inv': dequantize it"):
+        set_model_state_dict(model, given, options=LENIENT)
+
+
 def test_a_report_says_that_an_empty_dict_left_the_model_as_it_is() -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -638,12 +715,14 @@ def test_a_buffer_with_several_elements_at_one_address_is_refused_before_anythin
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model.register_buffer("mask", torch.ones(1, 3).expand(2, 3))
     model.register_buffer("one", torch.ones(1, 1).expand(1, 1))
+    model.register_buffer("empty", torch.ones(1, 0).expand(2, 0))  # as a DTensor's local tensor can be
     before = {name: value.clone() for name, value in model.state_dict().items()}
     given = {name: value + 5 for name, value in reshard.get_model_state_dict(model).items()}
 
-    with pytest.raises(KeyMismatchError, match=r"mask: has several elements at one memory address in the model"):
+    with pytest.raises(KeyMismatchError, match=r"mask: has several elements at one memory address") as caught:
         reshard.set_model_state_dict(model, given)
 
+    assert "empty: " not in str(caught.value)
     assert same(before, model.state_dict())
     model.mask = model.mask.clone()
     reshard.set_model_state_dict(model, given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from reshard.errors import KeyMismatchError, NormalizationError
 from reshard.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from tests.reshard.state_dict.test_layouts import assert_same
 from tests.reshard.state_dict.torch_optimizers import CLASSES, OPTIONS, make, step, takes
+from tests.torch_releases import requires
 
 LENIENT = StateDictOptions(strict=False)
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+DECOUPLED = requires("decoupled_weight_decay" in signature(torch.optim.Adam).parameters, "has no such field")
 SPARSE = pytest.mark.not_simulated("it has no sparse tensors")
 NOT_THERE = {"SparseAdam": [SPARSE], "Rprop": [pytest.mark.not_simulated("it sets elements by a tensor of the host")]}
 OF_THE_HOST = {"Adagrad": {"fused": True}}
@@ -232,6 +235,8 @@ def test_state_beside_that_of_a_class_of_torch_goes_into_a_fresh_optimizer(by_ho
         ("SGD", "AdamW", "dampening, momentum, nesterov", "betas"),
         ("SGD", "RMSprop", "dampening, nesterov", "alpha, centered"),
         ("Adam", "Adagrad", "betas", "lr_decay"),
+        pytest.param("AdamW", "Adam", "decoupled_weight_decay=True", "decoupled_weight_decay=False", marks=DECOUPLED),
+        pytest.param("Adam", "AdamW", "decoupled_weight_decay=False", "decoupled_weight_decay=True", marks=DECOUPLED),
     ],
 )
 def test_groups_of_another_kind_are_refused(saved: str, live: str, theirs: str, own: str, flat: bool) -> None:
@@ -249,7 +254,7 @@ def test_groups_of_another_kind_are_refused(saved: str, live: str, theirs: str, 
 
 def test_groups_of_a_related_kind_or_another_release_are_taken() -> None:
     """Only fields that tell kinds apart count, and only if some are there and others lack."""
-    for saved, live in (("Adam", "AdamW"), ("Adam", "NAdam"), ("AdamW", "RAdam")):
+    for saved, live in (("Adam", "RAdam"), ("Adam", "NAdam"), ("AdamW", "RAdam")):
         model, optimizer = warm(saved, {}, 0)
         state = get_optimizer_state_dict(model, optimizer)
         state["param_groups"][0] |= {"initial_lr": 1.0, "momentum": 0.5}
