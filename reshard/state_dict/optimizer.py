@@ -14,10 +14,20 @@ import torch
 from planners.geometry.arrays import grouped
 from reshard.errors import KeyMismatchError, NormalizationError, format_names
 from reshard.live.deepspeed import HOW_TO_SAVE
+from reshard.live.dtypes import is_freed
 from reshard.live.fsdp1 import split_state
 from reshard.live.optimizer_state import SCALARS, LazyOptimizerState, is_nested, listed_in, settings_of
 from reshard.live.state import same_value
-from reshard.live.tensors import dtype_of, global_shape, identity_of, inner_names, is_dtensor, is_sharded, tensor_class
+from reshard.live.tensors import (
+    dtype_of,
+    global_shape,
+    held_tensors,
+    identity_of,
+    inner_names,
+    is_dtensor,
+    is_sharded,
+    tensor_class,
+)
 from reshard.live.tree import copy_containers, leaves_of, map_leaves
 from reshard.live.wrappers import has_torchs_setstate
 from reshard.state_dict import saved_optimizer
@@ -581,7 +591,7 @@ class _Copies:
                 and old.dtype == value.dtype
                 and old.shape == value.shape
                 and tensor_class(old) == tensor_class(value)
-                and not is_expanded(old)
+                and not (is_expanded(old) or any(map(is_freed, held_tensors(old))))
                 and (not on_device or old.device == parameter.device)
             ):
                 self.targets.append(old)
@@ -695,6 +705,7 @@ def _alike(targets: Sequence[Any], values: Sequence[Any]) -> bool:
         and all_plain(values)
         and list(map(_DTYPE, targets)) == list(map(_DTYPE, values))
         and all(map(torch.Tensor.is_same_size, targets, values))
+        and not any(map(is_freed, targets))
         and (all(map(torch.Tensor.is_contiguous, targets)) or not any(map(is_expanded, targets)))
     )
 
