@@ -115,6 +115,17 @@ def test_an_optimizer_gets_new_state_in_place_of_what_was_freed(changed: bool) -
     assert torch.equal(optimizer.state[model.weight]["exp_avg"], saved["state"]["weight"]["exp_avg"])
 
 
+def test_an_optimizer_is_not_set_to_state_without_memory() -> None:
+    model = _model(is_freed=False)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 48)).sum().backward()
+    optimizer.step()
+    given = copy.deepcopy(reshard.get_optimizer_state_dict(model, optimizer))
+    given["state"]["weight"]["exp_avg"].untyped_storage().resize_(0)
+    with pytest.raises(reshard.errors.KeyMismatchError, match=r"weight: its 'exp_avg' has no memory"):
+        reshard.set_optimizer_state_dict(model, optimizer, given)
+
+
 def _on_one_rank(verb: str, folder: Path) -> str:
     mesh = init_device_mesh("cpu", (2,))
     state = {"a": torch.zeros(2), "x": distribute_tensor(torch.ones(64, 48), mesh, [Shard(0)])}
