@@ -646,7 +646,8 @@ class _Side:
         self.foreign = {k for k, v in self.tensors.items() if getattr(v, OVERWRITTEN_BY, None) is not None}
         for key, value in [*self.tensors.items(), *((k, v[rank]) for k, v in self.own.items())]:
             if is_tensor(value):
-                LiveTensor(key, value).spec  # noqa: B018  which refuses what has no plain elements
+                live = LiveTensor(key, value)
+                _ = live.spec, live.local  # which refuse what has no plain elements
         self.is_one_rank_s = True
         self.objects = {k: _as_bytes(v) for k, v in values.items() if k not in self.tensors and k not in self.own}
         self.objects.update({key: [] for key in empty_sequences(flat.containers, flat.leaves)})

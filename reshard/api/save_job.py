@@ -120,8 +120,6 @@ def _parts(tensor: LiveTensor, layout: TensorLayout, rank: int) -> tuple[torch.T
     local, fqn = tensor.local, tensor.key
     if any(t.is_meta for t in local):
         raise CheckpointError(f"tensor {fqn!r} is on the meta device and has no values to save: initialize it first")
-    if any(type(t).__name__ == "FakeTensor" for t in local):
-        raise CheckpointError(f"tensor {fqn!r} is a FakeTensor: it has no values to save")
     count = 1 if isinstance(layout.form, ProductForm) else len(layout.parts(rank))
     if len(local) == count:
         return local

@@ -54,6 +54,7 @@ from reshard.formats.detect import kind_beside, open_contents
 from reshard.formats.torch_save.writer import save_tensor
 from reshard.live.copy_streams import CopyStreams, Uploads, has_copy_streams, of_caller, to_host, wait_for
 from reshard.live.dtypes import as_array, dtype_from_name
+from reshard.live.tensors import LiveTensor
 from reshard.native.manifest import MANIFEST
 from reshard.storage.base import AnyPath, Storage, Writer
 from reshard.storage.opening import open_storage
@@ -358,7 +359,7 @@ class FileSystemReader(StorageReader):
             found.append((place.source.label, place.window.offset, item, place))
         with Uploads(2, _PIECE_BYTES) as uploads:
             for _, _, item, place in sorted(found, key=lambda row: row[:2]):
-                target = planner.resolve_tensor(item).detach()
+                (target,) = LiveTensor(item.dest_index.fqn, planner.resolve_tensor(item)).local
                 dtype = dtype_from_name(self.checkpoint[item.storage_index.fqn].stored.spec.dtype)
                 _fill(target, dtype, place, uploads)
                 planner.commit_tensor(item, target)
@@ -484,7 +485,8 @@ def write_items(
             if item.type == WriteItemType.BYTE_IO:
                 stream.write(data.getbuffer())  # type: ignore[union-attr]  # the planner gives bytes for it
             else:
-                save_tensor(_compact(data, callers), stream)  # type: ignore[arg-type]
+                (local,) = LiveTensor(item.index.fqn, data).local
+                save_tensor(_compact(local, callers), stream)
             stream.close()
             info = _stored_at(name, start, out.nbytes - start, transforms)
             rows.append(WriteResult(index=item.index, size_in_bytes=out.nbytes - start, storage_data=info))
@@ -498,6 +500,6 @@ def _compact(tensor: torch.Tensor, callers: CopyStreams) -> torch.Tensor:
     """
     if callers[tensor.device] is None:
         wait_for(tensor.device)
-    tensor = to_host([tensor.detach()])[0].resolve_conj().resolve_neg()
+    tensor = to_host([tensor])[0].resolve_conj().resolve_neg()
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() and tensor.is_contiguous()
     return tensor if whole else tensor.contiguous().clone()

@@ -173,6 +173,20 @@ def item_dtype(itemsize: int) -> np.dtype[Any]:
     return np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else np.dtype(f"V{itemsize}")
 
 
+FREED = (
+    "has no memory: it is a FakeTensor, or its storage was freed, as while a model is offloaded. Give it memory first"
+)
+
+
+def is_freed(local: torch.Tensor) -> bool:
+    """Return True if a plain tensor has no memory, though it is on a device with some. To read or write its elements
+    may end the process."""
+    if type(local) not in (torch.Tensor, torch.nn.Parameter):
+        return type(local).__name__ == "FakeTensor"
+    is_dense = local.layout is torch.strided and not local.is_meta
+    return is_dense and local.numel() > 0 and not local.untyped_storage().nbytes()
+
+
 def as_array(tensor: torch.Tensor) -> Array:
     """A CPU tensor of any dtype and strides as an array of `item_dtype`, sharing memory.
 

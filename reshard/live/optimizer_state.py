@@ -20,9 +20,18 @@ from torch.nn.parameter import is_lazy
 
 from planners.geometry.box import Shape
 from reshard.errors import NormalizationError
-from reshard.live.dtypes import dtype_from_name
+from reshard.live.dtypes import dtype_from_name, is_freed
 from reshard.live.fsdp1 import remade_like
-from reshard.live.tensors import LiveTensor, dtensor_of, dtype_of, global_shape, is_dtensor, is_sharded, is_tensor
+from reshard.live.tensors import (
+    LiveTensor,
+    dtensor_of,
+    dtype_of,
+    global_shape,
+    held_tensors,
+    is_dtensor,
+    is_sharded,
+    is_tensor,
+)
 from reshard.live.tree import flatten, leaves_of, map_leaves, unflatten
 from reshard.state import KeyPath, key_of
 
@@ -340,6 +349,7 @@ def _fits(known: Any, shape: Shape, dtype: torch.dtype) -> bool:
         and global_shape(known) == shape
         and dtype_of(known) == dtype
         and not LiveTensor("", known).is_meta
+        and not any(map(is_freed, held_tensors(known)))
     )
 
 

@@ -19,7 +19,7 @@ from planners.geometry.box import Box, Shape
 from planners.geometry.layout import BoxesForm, Form, ProductForm, StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from reshard.errors import FormatError, LayoutError, OptionError
-from reshard.live.dtypes import dtype_name
+from reshard.live.dtypes import FREED, dtype_name, is_freed
 from reshard.live.tree import class_name, flatten
 from reshard.state import KeyPath, cached_property, key_of
 
@@ -221,17 +221,20 @@ class LiveTensor:
         layout; () where none.
 
         For a DTensor or plain tensor that is one tensor; for a ShardedTensor, one for each local
-        shard, in the order of its metadata.
+        shard, in the order of its metadata. Raises LayoutError if their memory was freed.
         """
         tensor = self.value
-        if type(tensor) in _PLAIN or not is_sharded(tensor):
-            return (tensor.detach(),)
-        if is_dtensor(tensor):
-            return () if tensor.device_mesh.get_coordinate() is None else (tensor._local_tensor.detach(),)
-        shards, here = tensor.metadata().shards_metadata, this_rank()
-        order = [tuple(shard.shard_offsets) for shard in shards if int(shard.placement.rank()) == here]
-        held = {tuple(shard.metadata.shard_offsets): shard.tensor.detach() for shard in tensor._local_shards}
-        return tuple(held[offsets] for offsets in order if offsets in held)
+        if is_dtensor(tensor) and tensor.device_mesh.get_coordinate() is None:
+            return ()
+        held = [holder(tensor)]
+        if is_sharded_tensor(tensor):
+            shards, here = tensor.metadata().shards_metadata, this_rank()
+            order = [tuple(shard.shard_offsets) for shard in shards if int(shard.placement.rank()) == here]
+            at = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in tensor._local_shards}
+            held = [at[offsets] for offsets in order if offsets in at]
+        if any(map(is_freed, held)):
+            raise LayoutError(f"tensor {self.key!r} {FREED}")
+        return tuple([part.detach() for part in held])
 
     @cached_property
     def dtype(self) -> torch.dtype:

@@ -102,6 +102,8 @@ class ObjectStorage(Storage):
         self.max_gap_bytes = choose_gap_bytes(0.03)
         self._latency_s = 0.03
         self._store = store
+        self._seen: dict[str, tuple[str, int]] = {}
+        """Tags and times of objects, as answers of the store had them."""
         self._api: Any = obstore
         self._pool = ThreadPoolExecutor(parallel, thread_name_prefix="range-read")
 
@@ -126,15 +128,29 @@ class ObjectStorage(Storage):
 
         with self._errors("list", prefix or "objects"):
             found = self._again(all_pages)
+        for name, meta in found.items():
+            self._saw(name, meta)
         return {name: found[name] for name in sorted(found) if name.startswith(prefix)}
 
     def size(self, name: str) -> int:
         check_name(name, self.url)
         with self._errors("read", name):
             start = time.monotonic()
-            length = int(self._again(lambda: self._api.head(self._store, name))["size"])
+            meta = self._again(lambda: self._api.head(self._store, name))
             self._took(time.monotonic() - start)
-        return length
+        self._saw(name, meta)
+        return int(meta["size"])
+
+    def version(self, name: str) -> object:
+        return self._seen.get(name)
+
+    def _saw(self, name: str, meta: Mapping[str, Any]) -> None:
+        """Note the version of an object, which each answer of the store has. It is a later one if the tag differs and
+        the time is later: some stores write one of them in two ways."""
+        tag, at = (meta["e_tag"] or "").removeprefix("W/").strip('"'), int(meta["last_modified"].timestamp())
+        before = self._seen.get(name, ("", 0))
+        if tag != before[0] and at > before[1]:
+            self._seen[name] = tag, at
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
         """An object of up to a part is read whole by one request: the answer says how long it is, too."""
@@ -146,6 +162,7 @@ class ObjectStorage(Storage):
             began = time.monotonic()
             answer = self._api.get(self._store, name, options={"range": (0, self.part_bytes)})
             data = bytes(answer.bytes())
+            self._saw(name, answer.meta)
             if len(data) <= _SMALL_BYTES:
                 self._took(time.monotonic() - began)
             return data, int(answer.meta["size"])
@@ -184,11 +201,14 @@ class ObjectStorage(Storage):
             del read, reads  # which have the error
 
     def _read_piece(self, name: str, start: int, view: memoryview) -> None:
+        def part() -> Any:
+            answer = self._api.get(self._store, name, options={"range": (start, start + view.nbytes)})
+            self._saw(name, answer.meta)
+            return answer.bytes()
+
         try:
             with self._errors("read", name):
-                data = memoryview(
-                    self._again(lambda: self._api.get_range(self._store, name, start=start, length=view.nbytes))
-                )
+                data = memoryview(self._again(part))
         except CheckpointNotFoundError:
             raise
         except StorageError:  # stores answer a range past the end in different ways
@@ -318,6 +338,8 @@ class ObjectStorage(Storage):
     def _errors(self, verb: str, name: str) -> Iterator[None]:
         from obstore.exceptions import AlreadyExistsError, BaseError, PermissionDeniedError, UnauthenticatedError
 
+        if verb not in ("list", "read"):
+            self._seen.pop(name, None)
         try:
             yield
         except ReshardError:

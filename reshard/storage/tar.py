@@ -71,6 +71,9 @@ class TarStorage(Storage):
     def size(self, name: str) -> int:
         return self._place(name)[1]
 
+    def version(self, name: str) -> object:
+        return self._storage.version(self._name)
+
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         at, size = self._place(name)
         check_range(self, name, start, buffer.nbytes, size)

@@ -152,7 +152,9 @@ class _FileVersion:
 
     def confirm(self) -> None:
         """Raise CorruptCheckpointError if this file or the first was written again after it was opened."""
-        if self.was is not None and self.ask() not in (None, self.was):
+        found = self.ask()
+        self.was = found if self.was is None else self.was  # known only from the first answer of some object stores
+        if found not in (None, self.was):
             raise CorruptCheckpointError(
                 f"{self.label}: it was written again after it was opened, so that what is read may be of two saves. "
                 "Open the checkpoint again once it is complete"
@@ -387,7 +389,7 @@ class FileSource(Source):
         if view is not None and buffer.nbytes < self.direct_bytes:
             buffer[:] = view[start : start + buffer.nbytes]
         else:
-            self.storage.read_into(self.name, start, buffer)
+            self.read_directly(start, buffer)
 
     def read_directly(self, start: int, buffer: memoryview) -> None:
         """Like `read_into`, by calls to the storage even where there is a view: the pages stay
@@ -395,6 +397,9 @@ class FileSource(Source):
         self.check(start, start + buffer.nbytes)
         if buffer.nbytes:
             self.storage.read_into(self.name, start, buffer)
+            # where there is a view, it is a file, and to ask may be a request to a server
+            if self._opened is not None and (self._view is None or time.monotonic() > self._opened.confirmed_until_s):
+                self._opened.confirm()
 
     def release(self) -> None:
         """Give the mapped pages that were read back: they count as this process's memory until

@@ -84,9 +84,10 @@ class TorchArchive:
             if entry[4] != 0:
                 raise FormatError(f"{self.label}: its records are compressed, which torch.save never does")
             full, header = _zip64_sizes(bytes(data[extra_at : extra_at + extra_length]), entry[9], entry[16])
-            name = bytes(data[name_at:extra_at]).decode("utf-8", "replace")
-            records[name.partition("/")[2]] = (header, full)
-            self.sums[name.partition("/")[2]] = entry[7]
+            name = bytes(data[name_at:extra_at]).decode("utf-8", "replace").partition("/")[2]
+            if name and name in records:
+                raise self._damaged(f"it has two records {name!r}")
+            records[name], self.sums[name] = (header, full), entry[7]
         return records
 
     def _find_directory(self) -> tuple[int, int, int]:

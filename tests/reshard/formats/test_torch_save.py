@@ -326,10 +326,11 @@ def rezip(path: Path, change: Any, compression: int = zipfile.ZIP_STORED) -> Non
 
 
 def test_archives_that_contradict_themselves(tmp_path: Path) -> None:
-    """Storages of another size or missing, another byte order, compression, no pickle."""
+    """Storages of another size, missing or there twice, another byte order, compression, no pickle."""
     path = tmp_path / "x.pt"
     cases = {
         "has 4 bytes, the pickle says 8": lambda r: {k: b"1234" if "data/0" in k else v for k, v in r.items()},
+        "two records 'data/0'": lambda r: {**r, "other/data/0": bytes(8)},
         "no record 'data/0'": lambda r: {k: v for k, v in r.items() if "data/0" not in k},
         "big-endian": lambda r: {k: b"big" if k.endswith("byteorder") else v for k, v in r.items()},
         "without data.pkl": lambda r: {k: v for k, v in r.items() if "data.pkl" not in k},
