@@ -206,10 +206,12 @@ def saved_in(checkpoint: Checkpoint) -> Iterator[Saved]:
     meshes = {key: one.layout.mesh if one.layout is not None else None for key, one in stored.items()}
     on_mesh = {key: mesh is not None and mesh.names != UNSHARDED for key, mesh in meshes.items()}
     is_known = any(on_mesh.values())  # else no rank had DTensors
+    owners = {key.rpartition(".")[0] for key, is_there in on_mesh.items() if is_there}
     for key, one in stored.items():
         first, read = checkpoint.aliases.get(key, ""), partial(tensors[key].__getitem__, ...)
         was = on_mesh[key] if is_known else None
-        yield Saved(key, path_of(key), one.spec.shape, one.spec.dtype, first, read=read, on_mesh=was)
+        beside = was is False and key.rpartition(".")[0] in owners
+        yield Saved(key, path_of(key), one.spec.shape, one.spec.dtype, first, read=read, on_mesh=was, is_beside=beside)
     for key in checkpoint.objects:
         yield Saved(key, path_of(key), None, read=partial(checkpoint.objects.__getitem__, key))
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from reshard.stored.tensor import StoredTensor
 
 __all__ = [
-    "Format", "Normalizer", "Widen", "Writing", "as_shape", "at_top", "check_index", "missing_files", "not_opened",
-    "read_index", "refuse_plan", "unopened_text",
+    "Format", "Normalizer", "Widen", "Writing", "as_shape", "at_top", "check_index", "indexes_in", "missing_files",
+    "not_opened", "read_index", "refuse_plan", "unopened_text",
 ]  # fmt: skip
 
 
@@ -110,6 +110,14 @@ def at_top(names: Iterable[str], ends: str | tuple[str, ...]) -> list[str]:
     return sorted(name for name in names if "/" not in name and name.endswith(ends))
 
 
+def indexes_in(names: Collection[str], ending: str) -> list[str]:
+    """The indexes of the top folder whose names end so. One that was opened by its path may be of a variant, such as
+    `model.safetensors.index.fp16.json`."""
+    if len(names) > 1:
+        return at_top(names, ending)
+    return fnmatch.filter(at_top(names, ".json"), f"*{ending.removesuffix('json')}*json")
+
+
 def read_index(files: Files, ending: str) -> tuple[Files, str, dict[str, str]] | None:
     """Return the files to look at, the path of the index at the top whose name ends so, and key -> file; None if there
     is no index. An index that was opened by its path has its files beside it.
@@ -117,7 +125,7 @@ def read_index(files: Files, ending: str) -> tuple[Files, str, dict[str, str]] |
     Raises FormatError if there are several; CorruptCheckpointError if it is none, or a file that
     it names is missing.
     """
-    url, indexes = files.storage.url, at_top(files.listed, ending)
+    url, indexes = files.storage.url, indexes_in(files.listed, ending)
     if not indexes:
         return None
     if len(indexes) > 1:

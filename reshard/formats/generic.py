@@ -34,7 +34,7 @@ def normalize_generic(contents: Contents, hints: Hints, what: str) -> Canonical:
     Raises NormalizationError where a hint is missing, or two tensors would have one name.
     """
     sections = find_sections(contents)
-    optimizers = list(_optimizers(sections, hints))
+    optimizers = list(_optimizers(sections, hints, what))
     by_id = any(saved.by_id for _, saved in optimizers)
     scopes = range(len(optimizers)) if len(optimizers) > 1 else [None] * len(optimizers)
     named = [(model, name_ids(saved, hints, scope, what)) for (model, saved), scope in zip(optimizers, scopes)]
@@ -60,13 +60,28 @@ def normalize_generic(contents: Contents, hints: Hints, what: str) -> Canonical:
     return result
 
 
-def _optimizers(sections: Sections, hints: Hints) -> Iterator[tuple[str, StoredOptimizer]]:
+def _optimizers(sections: Sections, hints: Hints, what: str) -> Iterator[tuple[str, StoredOptimizer]]:
     for model, tree in sections.optimizers:
         try:
-            yield model, read_optimizer(tree)
+            saved = read_optimizer(tree)
+            _refuse_pieces(saved, what)
         except NormalizationError:  # it may be something else of this name
             if not hints.model_only:
                 raise
+            continue
+        yield model, saved
+
+
+def _refuse_pieces(saved: StoredOptimizer, what: str) -> None:
+    """Raise NormalizationError for what FSDP1's optimizer holds on each rank: it does not say where it belongs."""
+    states = [one for states in saved.state.values() for one in states.items() if _PIECE.search(one[0])]
+    shapes = [value.spec.shape for _, value in states if isinstance(value, StoredTensor)]
+    if saved.by_id and shapes and all(len(shape) == 1 for shape in shapes):
+        raise NormalizationError(
+            f"the optimizer of {what} was saved as 1-D pieces of FSDP1, and no file says how to join them. "
+            "Save what FSDP.optim_state_dict(model, optimizer) returns. "
+            "To convert the model alone, pass model_only=True (--model)"
+        )
 
 
 def _tensors(contents: Contents, leaves: list[tuple[str, StoredLeaf]], hints: Hints) -> list[tuple[str, StoredTensor]]:

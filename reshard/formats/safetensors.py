@@ -14,7 +14,7 @@ import msgspec
 from planners.geometry.box import Box, Shape
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CorruptCheckpointError, FormatError
-from reshard.formats.format import Format, Writing, at_top, check_index, not_opened, read_index
+from reshard.formats.format import Format, Writing, at_top, check_index, indexes_in, not_opened, read_index
 from reshard.native.manifest import HF_INDEX, is_generation
 from reshard.state import empty_sequences
 from reshard.storage.base import Storage
@@ -58,7 +58,7 @@ class HuggingFaceFacts(Facts):
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     """Return True if the top folder holds safetensors files or an index of some."""
-    return bool(at_top(names, (".safetensors", _INDEX)))
+    return bool(at_top(names, ".safetensors") or indexes_in(names, _INDEX))
 
 
 def open(files: Files) -> Contents:

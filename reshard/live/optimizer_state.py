@@ -127,6 +127,8 @@ class Saved(NamedTuple):
     """Gives the elements of a tensor, or the object, where it can be had before the load."""
     on_mesh: bool | None = None
     """Whether it was a DTensor; None if the checkpoint does not say."""
+    is_beside: bool = False
+    """Whether it was none, but others of the same parameter's state were."""
 
 
 @contextmanager
@@ -327,13 +329,14 @@ class _StateMemory:
         self._live, self._made = live, dict[str, Any]()
 
     def place(self, row: Saved, parameter: Any, there: Any) -> Any:
-        """Return unfilled memory for a tensor, placed like its parameter if the shapes are equal."""
+        """Return unfilled memory for a tensor, placed like its parameter if the shapes are equal and it was not kept
+        unsharded beside state on the mesh."""
         if row.shape is None:  # a tensor can hold a number, but not None
             is_none = is_tensor(there) and row.read is not None and row.read() is None
             return row.value if there is None or is_none else there
         dtype, first = dtype_from_name(row.dtype), row.first or row.key
         is_scalar = not row.shape and str(row.path[-1]).rpartition(".")[2] in SCALARS
-        is_like = row.shape == global_shape(parameter) and not is_scalar
+        is_like = row.shape == global_shape(parameter) and not (is_scalar or row.is_beside)
         like = parameter if is_like or _is_on_mesh(row, parameter) else None
         for known in (self._live.get(first), self._made.get(first)):
             if _fits(known, row.shape, dtype) and _lies_like(known, like):

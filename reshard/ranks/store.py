@@ -89,8 +89,8 @@ class SharedStore:
         return client
 
     def give_back(self, client: StoreClient) -> None:
-        """It may be lent again."""
-        if client.is_usable:
+        """It may be lent again if the store has answered every question, also those that a caller has left."""
+        if client.worker.is_idle and client.second.is_idle and not client.silent_for:
             self._idle.append(client)
 
     def _open(self) -> KeyValueStore:
@@ -279,15 +279,9 @@ class StoreClient:
         self.arrived: bytes | None = None
         self._reopen = reopen or (lambda: store)
         self._spare: KeyValueStore | None = None
-        self._address, self._silent_for = address, ""
+        self._address, self.silent_for = address, ""
         self.worker, self.second = Worker(), Worker()
         self._appends = store.has_extended_api()
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether another caller may have it: the store has answered every question, also those that a caller has
-        left."""
-        return self.worker.is_idle and self.second.is_idle and not self._silent_for
 
     def awaited(self, key: str, until: float, gap_s: float) -> Iterator[None]:
         """Ends when the key is there, its value in `arrived`, or, on the monotonic clock, it is `until`; yields every
@@ -396,19 +390,19 @@ class StoreClient:
     def _ask(self, ask: Callable[[KeyValueStore], T]) -> T:
         """Return what `ask` makes of a client's answers, on a worker."""
         try:
-            if not self._silent_for:
+            if not self.silent_for:
                 if self.worker.is_idle:
                     return cast(T, self.worker.call(*self.limit, ask, self.store))
                 return cast(T, self.second.call(*self.limit, self._ask_spare, ask))
         except TimeoutError as error:
-            self._silent_for = str(error)
+            self.silent_for = str(error)
         except RuntimeError as error:  # torch raises DistNetworkError, DistStoreError or the bare class
             raise RankFailedError(
                 "the store of the process group is gone: the process that hosts it, usually rank 0, has probably "
                 f"exited. Look at its log first ({str(error).splitlines()[0][:200]})",
                 rank=0,
             ) from error
-        raise RankFailedError(_SILENT.format(self._address, self._silent_for), rank=0)
+        raise RankFailedError(_SILENT.format(self._address, self.silent_for), rank=0)
 
     def _ask_spare(self, ask: Callable[[KeyValueStore], T]) -> T:
         self._spare = self._spare or self._reopen()

@@ -613,7 +613,7 @@ class _Copies:
             same = (self.ties.same(value), key in SCALARS, on_device, parameter.dim() > 0, lies)
             if same not in self._made:
                 tied = self.ties.model_tensor(value)
-                is_plain = self.is_placed and not is_dtensor(value) and global_shape(value) != one.shape
+                is_plain = self.is_placed and not is_dtensor(value)
                 model = parameter.to_local() if is_plain and is_dtensor(parameter) else parameter
                 if is_dtensor(old) and not is_dtensor(parameter) and old.shape == value.shape:
                     model = old

@@ -38,6 +38,8 @@ _DESCRIPTORS = (struct.Struct("<4sIQQ"), struct.Struct("<4sIII"))
 """What stands behind a record: with sizes of 64 bits or of 32."""
 _HEAD_BYTES = 4096
 """Enough for the headers and the pickle of an item that is one tensor."""
+_COMPRESSED = "its records are compressed, which torch.save never does"
+_SCRIPT = "it is a TorchScript program, not a state. Load it with torch.jit.load and save its state_dict() instead"
 
 
 class TorchArchive:
@@ -81,10 +83,10 @@ class TorchArchive:
             position = extra_at + extra_length + comment_length
             if entry[0] != b"PK\x01\x02" or position > size:
                 raise self._damaged("its central directory is malformed")
-            if entry[4] != 0:
-                raise FormatError(f"{self.label}: its records are compressed, which torch.save never does")
-            full, header = _zip64_sizes(bytes(data[extra_at : extra_at + extra_length]), entry[9], entry[16])
             name = bytes(data[name_at:extra_at]).decode("utf-8", "replace").partition("/")[2]
+            if entry[4] != 0:
+                raise FormatError(f"{self.label}: {_SCRIPT if name.startswith('code/') else _COMPRESSED}")
+            full, header = _zip64_sizes(bytes(data[extra_at : extra_at + extra_length]), entry[9], entry[16])
             if name and name in records:
                 raise self._damaged(f"it has two records {name!r}")
             records[name], self.sums[name] = (header, full), entry[7]

@@ -13,7 +13,7 @@ from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from planners.units import format_count, format_some
 from reshard.errors import CorruptCheckpointError, FormatError, KeyMismatchError
-from reshard.formats.format import Format, Writing, at_top, check_index, not_opened, read_index
+from reshard.formats.format import Format, Writing, at_top, check_index, indexes_in, not_opened, read_index
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, make_place
 from reshard.formats.torch_save.pickles import StorageRef, TensorRef, load_pickle_at, plain
 from reshard.live.dtypes import dtype_name
@@ -269,7 +269,7 @@ _INDEX = ".bin.index.json"
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     """Return True if the top folder holds files of torch.save, by their suffix; a single file also by its first
     bytes."""
-    if at_top(names, (*_SUFFIXES, _INDEX)):
+    if at_top(names, _SUFFIXES) or indexes_in(names, _INDEX):
         return True
     if len(names) != 1 or has_dcp(names):  # what is left of DCP's files is a damaged checkpoint of its own format
         return False

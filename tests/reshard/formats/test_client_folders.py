@@ -140,6 +140,22 @@ def test_the_file_of_the_latest_step_that_verl_calls_like_megatron(tmp_path: Pat
     assert reshard.open(tmp_path / "global_step_100" / "actor")["model.w"][...].tolist() == [100, 100]
 
 
+def test_pieces_of_fsdp1_are_not_taken_for_states_that_only_lack_names(tmp_path: Path) -> None:
+    """Verl saves what FSDP1's optimizer holds on each rank: with `use_orig_params`, 1-D pieces of each parameter."""
+    for rank in range(2):
+        torch.save(W, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+        pieces = {"step": torch.tensor(1.0), "exp_avg": torch.full((3 - rank,), float(rank))}
+        optimizer = {"state": {0: pieces}, "param_groups": [{"lr": 0.5, "params": [0]}]}
+        torch.save(optimizer, tmp_path / f"optim_world_size_2_rank_{rank}.pt")
+    saved = reshard.open(tmp_path)
+
+    for hints in ({}, {"param_names": ["w"]}):
+        with pytest.raises(NormalizationError, match=r"1-D pieces of FSDP1.*FSDP\.optim_state_dict.*the model alone"):
+            saved.canonical(hints=hints)
+    reshard.convert(tmp_path, tmp_path / "model", model_only=True)
+    assert [*reshard.open(tmp_path / "model")] == [*W]
+
+
 def test_an_index_of_the_ids_of_an_optimizer(tmp_path: Path) -> None:
     """ColossalAI lists the parameters' ids, and each file holds a dict of their states; some states are numbers."""
     states = {number: {"step": number, "exp_avg": STATES[name]["exp_avg"]} for number, name in enumerate(W)}

@@ -71,6 +71,16 @@ def test_index_and_numbered_files(tmp_path: Path) -> None:
     check_all(open_checkpoint(tmp_path), {"a": A, "b": B})
 
 
+def test_the_index_of_a_variant_opens_by_its_path(tmp_path: Path) -> None:
+    """Diffusers writes a variant beside the plain files, and puts its name before the suffix."""
+    indexed(tmp_path)
+    save_file({"a": B}, tmp_path / "model.fp16-00001-of-00001.safetensors")
+    index = tmp_path / "model.safetensors.index.fp16.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.fp16-00001-of-00001.safetensors"}}))
+    check_all(open_checkpoint(index), {"a": B})
+    check_all(open_checkpoint(tmp_path), {"a": A, "b": B})
+
+
 def test_indexes_that_lie(tmp_path: Path) -> None:
     with pytest.raises(CorruptCheckpointError, match=r"00002-of-00002.safetensors holds 'a', but model-00001"):
         open_checkpoint(indexed(tmp_path, b="model-00001-of-00002.safetensors", a="model-00002-of-00002.safetensors"))

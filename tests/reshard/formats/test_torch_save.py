@@ -295,6 +295,7 @@ def test_pytorch_model_bin_with_an_index(tmp_path: Path) -> None:
 
     check_all(open_checkpoint(tmp_path), parts)
     check_all(open_checkpoint(index), parts)
+    check_all(open_checkpoint(index.rename(tmp_path / "pytorch_model.bin.index.fp16.json")), parts)
 
     index.write_text(json.dumps({"weight_map": {**weight_map, "c": weight_map["a"]}}))
     with pytest.raises(CorruptCheckpointError, match="holds 'c', but no file does"):
@@ -326,7 +327,7 @@ def rezip(path: Path, change: Any, compression: int = zipfile.ZIP_STORED) -> Non
 
 
 def test_archives_that_contradict_themselves(tmp_path: Path) -> None:
-    """Storages of another size, missing or there twice, another byte order, compression, no pickle."""
+    """Storages of another size, missing or there twice, another byte order, compression, TorchScript, no pickle."""
     path = tmp_path / "x.pt"
     cases = {
         "has 4 bytes, the pickle says 8": lambda r: {k: b"1234" if "data/0" in k else v for k, v in r.items()},
@@ -343,6 +344,10 @@ def test_archives_that_contradict_themselves(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, path)
     rezip(path, dict, zipfile.ZIP_DEFLATED)
     with pytest.raises(FormatError, match="compressed"):
+        open_checkpoint(path)
+    torch.save({"w": torch.ones(2)}, path)
+    rezip(path, lambda r: {"x/code/__torch__.py": b"class", **r}, zipfile.ZIP_DEFLATED)
+    with pytest.raises(FormatError, match=r"it is a TorchScript program.* torch\.jit\.load .*state_dict\(\)"):
         open_checkpoint(path)
     torch.save({"w": torch.ones(2)}, path)
     rezip(path, dict)  # written by another zip library, but right

@@ -166,14 +166,14 @@ def test_who_knows_that_the_store_is_silent_asks_it_no_more(short: None) -> None
         client.set("x", b"")
     assert store.asked == asked
     assert time.monotonic() - began < 0.9  # less than the second that the first one waited
-    assert not client.is_usable
+    assert client.silent_for
 
 
 def test_a_client_that_the_store_has_failed_is_no_one_elses(short: None) -> None:
     """Also when the store answers again: it would raise the old error for every later call."""
     store = _Silent()
     client = StoreClient(store)
-    assert client.is_usable
+    assert not client.silent_for
     store.is_silent.set()
     with pytest.raises(RankFailedError, match="has not answered"):
         client.add("x", 1)
@@ -182,7 +182,7 @@ def test_a_client_that_the_store_has_failed_is_no_one_elses(short: None) -> None
     while not client.worker.is_idle:
         assert time.monotonic() < until
         time.sleep(0.01)
-    assert not client.is_usable
+    assert client.silent_for
 
 
 @pytest.mark.parametrize("rank", [0, 1])

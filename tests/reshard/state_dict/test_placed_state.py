@@ -1,4 +1,4 @@
-"""State of another shape than its parameter's, beside parameters that are DTensors: a fresh optimizer gets it as it was
+"""State that is no shard of its parameter, beside parameters that are DTensors: a fresh optimizer gets it as it was
 saved, as an unsharded tensor or as a DTensor, since its next step works with one of them only."""
 
 from __future__ import annotations
@@ -37,6 +37,22 @@ class Whole(torch.optim.Optimizer):
             state["gram"] = state.get("gram", torch.zeros(2, len(grad), len(grad))) * 0.9 + rows @ rows.T
             state["seen"] = state.get("seen", torch.zeros(())) + 1
             parameter.sub_(grad / float(1 + state["gram"].sum().abs()))
+
+
+class Beside(torch.optim.Optimizer):
+    """Keeps an unsharded tensor of the parameter's shape beside a DTensor, as heavyball's MSAMLaProp does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state, grad = self.state[parameter], parameter.grad
+            full = grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+            state["exp_avg"] = state.get("exp_avg", torch.zeros_like(parameter)) * 0.9 + grad
+            state["z"] = state.get("z", torch.zeros(full.shape)) * 0.9 + full
+            parameter.sub_(state["exp_avg"] / float(1 + state["z"].abs().sum()))
 
 
 class OnMesh(torch.optim.Optimizer):
@@ -104,7 +120,7 @@ def resume(kind: Callable[[Any], Any], path: Path, job: Callable[..., Any] = job
     return loaded, values(*one)
 
 
-@pytest.mark.parametrize("kind", [Whole, OnMesh])
+@pytest.mark.parametrize("kind", [Whole, Beside, OnMesh])
 def test_a_fresh_optimizer_continues_with_state_placed_as_it_was(kind: Callable[[Any], Any], tmp_path: Path) -> None:
     saved, later = gloo.run(save, 2, kind, tmp_path / "x")[0]
     loaded, continued = gloo.run(resume, 2, kind, tmp_path / "x")[0]
