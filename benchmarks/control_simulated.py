@@ -63,12 +63,12 @@ def save(group: Group, state: Any, ranks_per_file: int = 1) -> None:
     """The collective steps of `reshard.save`, in their order."""
     with group.together("save"):
         holdings = LocalState.of(state)
-        met = repeated.meet_before_save(holdings, group, SaveOptions(), None, None)  # nobody has kept a plan
+        met = repeated.agree_before_save(holdings, group, SaveOptions(), None, None)  # nobody has kept a plan
         answers = group.distinct_answers(holdings.description, known=met.pool)
         census = global_state_of(holdings, group, answers)
         word = ("0192f3c1a800-5d2e6f7a8b9c", save_job.Choice()) if group.rank == 0 else None
         kept = repeated.CachedPlan(b"as it was said", census, _NO_PLAN, [])
-        repeated.meet_before_save(holdings, group, SaveOptions(), kept, word, before=met)
+        repeated.agree_before_save(holdings, group, SaveOptions(), kept, word, before=met)
         group.barrier()
         with group.together("write"):
             if ranks_per_file > 1:

@@ -41,7 +41,7 @@ def save_by_ranks(state: dict[str, torch.Tensor], layout: StateLayout, path: str
     data = {}
     for rank in range(layout.world_size):
         entries = [Entry(layout[i.fqn].spec, i.box, state[i.fqn][i.box.slices]) for i in plan.items(rank)]
-        data[rank] = ToWrite.where_it_is(entries)
+        data[rank] = ToWrite.in_place(entries)
     same: list[str] = []
     if choice.by_print:
         assert base is not None

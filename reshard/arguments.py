@@ -16,7 +16,7 @@ import torch
 
 from reshard.errors import FormatError, OptionError, did_you_mean, format_value, option_error, warn_renamed
 from reshard.storage.base import Storage
-from reshard.storage.opening import what_is_no_path
+from reshard.storage.opening import describe_wrong_path
 
 __all__ = [
     "check_arguments", "check_options", "checked_step", "globs_of", "named_arguments", "no_attribute", "options_of",
@@ -249,7 +249,7 @@ def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> bool:
         )
     if not isinstance(path, paths):
         kinds = "path, URL, Storage, or open Checkpoint" if len(paths) > 3 else "path, URL, or Storage"
-        raise _refused(f"{verb}(state_dict, path) needs a {kinds}, got {what_is_no_path(path)}")
+        raise _refused(f"{verb}(state_dict, path) needs a {kinds}, got {describe_wrong_path(path)}")
     if isinstance(state, FunctionType | MethodType):
         raise _refused(f"the first argument of {verb} is a function or method: call it, {state.__name__}()")
     if isinstance(state, torch.nn.Module | torch.optim.Optimizer):

@@ -81,8 +81,8 @@ class SavePlan(Plan[WriteItems]):
         # first what leaves the least choice of writers, then what is largest: so loads can be evened
         # out later
         for _, _, names in sorted(order):
-            felt = loads if ranks_per_host is None else _felt(loads, ranks_per_host)
-            assigned = assign(layout[names[0]], tuple(names), felt, divide_above_bytes)
+            effective = loads if ranks_per_host is None else _effective_loads(loads, ranks_per_host)
+            assigned = assign(layout[names[0]], tuple(names), effective, divide_above_bytes)
             unit_bytes = assigned.chunks.sizes.prod(axis=1) * assigned.itemsize // assigned.units
             units = assigned.ends - assigned.begins
             np.add.at(loads, assigned.ranks, units * np.repeat(unit_bytes, np.diff(assigned.chunks.indptr)))
@@ -176,7 +176,7 @@ def plan_writes(
     return SavePlan(layout, divide_above_bytes, ranks_per_host)
 
 
-def _felt(loads: Ints, ranks_per_host: int) -> Ints:
+def _effective_loads(loads: Ints, ranks_per_host: int) -> Ints:
     """The loads that count: a rank's own, plus the mean of its host minus that of the least busy host."""
     hosts = np.arange(len(loads), dtype=np.int64) // ranks_per_host
     by_host = np.bincount(hosts, weights=loads).astype(np.int64) // np.bincount(hosts)

@@ -1,4 +1,4 @@
-"""Which keys of a target and of a checkpoint belong together, and the truth about all others, on all ranks."""
+"""Which keys of a target and of a checkpoint belong together, and what becomes of all others, on all ranks."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class KeyMatch:
             return other
         return key if saved is None or other_key_of(saved) not in self.targets.paths else other_key_of(saved)
 
-    def looked_for(self, key: str) -> str:
+    def name_in_checkpoint(self, key: str) -> str:
         """The name that a key of the target was given by the mapping, or its own."""
         return self.mapping.get(key, key)
 
@@ -454,7 +454,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float, complex))
 
 
-# The whole truth about keys that do not belong together, on all ranks; and whether the caller
+# What becomes of keys that do not belong together, on all ranks; and whether the caller
 # allows it.
 
 
@@ -475,7 +475,7 @@ _BY_NAME = (
 )
 
 
-class Truth(NamedTuple):
+class KeyNotes(NamedTuple):
     """What was found out about keys that do not belong together, and is no error."""
 
     missing: tuple[str, ...]
@@ -524,7 +524,7 @@ class Mismatches:
     alike: bool
     """Whether all ranks load from the same."""
 
-    def raise_on_mismatch(self, match: KeyMatch, options: LoadOptions, group: Group) -> Truth:
+    def raise_on_mismatch(self, match: KeyMatch, options: LoadOptions, group: Group) -> KeyNotes:
         """The keys that do not belong together, if strictness allows them all; a dry run only reports.
 
         Raises KeyMismatchError, on every rank where all load from the same, with every key of any rank that strictness
@@ -533,15 +533,15 @@ class Mismatches:
         globs = match.checkpoint.contents.subset  # it ought to have all keys, unless it was declared a subset
         outside = set()
         if globs is not None:
-            outside = {key for key in self.missing if not is_selected(match.looked_for(key), globs)}
-        truth = Truth(
+            outside = {key for key in self.missing if not is_selected(match.name_in_checkpoint(key), globs)}
+        notes = KeyNotes(
             tuple(key for key in match.missing if key not in outside),
             tuple(name for name in match.names if name not in self.used),
             tuple(key for key in match.missing if key in outside),
         )
         refused = {key for key in self.missing if key in self.kinds or options.mode_of(key) != "partial"} - outside
         missing = {key: ranks for key, ranks in self.missing.items() if key in refused}
-        unexpected = [key for key in truth.unexpected if options.mode_of(key) == "strict"]
+        unexpected = [key for key in notes.unexpected if options.mode_of(key) == "strict"]
         idle: list[str] = []
         if isinstance(options.strict, Mapping):
             idle = options.idle_globs([*match.names, *self.missing, *match.targets.paths])
@@ -552,9 +552,9 @@ class Mismatches:
                 url = match.checkpoint.url
                 _log.warning("reshard.load: nothing was loaded: the state has no key of %s", url)
             root = match.targets.root
-            if isinstance(root, CheckedState) and not (options.dry_run and truth.missing):
+            if isinstance(root, CheckedState) and not (options.dry_run and notes.missing):
                 root.check(match.objects)
-            return truth
+            return notes
         kind = options.wording.mismatch_error if self.mismatched else KeyMismatchError
         error = kind(self._message(match, missing, unexpected, idle, group, options.wording))
         try:
@@ -581,7 +581,7 @@ class Mismatches:
         known = [name for name in (*match.names, *match.checkpoint.aliases) if name not in self.used]
         where = _on_ranks(missing, group)
         of_another_kind = {key: where.pop(key) + self.kinds[key] for key in [*where] if key in self.kinds}
-        met = {match.looked_for(key) for key in of_another_kind}
+        met = {match.name_in_checkpoint(key) for key in of_another_kind}
         unexpected = [name for name in unexpected if name not in met]
         fixes = match.advice[:]
         moved = None if match.mapping else shifted(missing, known)
@@ -746,7 +746,7 @@ def _kinds(match: KeyMatch) -> dict[str, str]:
     checkpoint, targets = match.checkpoint, match.targets
     contents, out = checkpoint.contents, {}
     for key in match.missing:
-        name = match.looked_for(key)
+        name = match.name_in_checkpoint(key)
         kinds = {"a tensor": checkpoint, "a PerRank value": contents.per_rank, "a plain value": checkpoint.objects}
         saved = next((kind for kind, its in kinds.items() if name in its), "")
         own = {"a tensor": targets.tensors, "a PerRank value": targets.per_rank}

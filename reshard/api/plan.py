@@ -19,7 +19,7 @@ from reshard.arguments import check_options, renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint
 from reshard.errors import FormatError, LayoutError, StorageError, option_error
 from reshard.storage.base import AnyPath, Storage
-from reshard.storage.opening import what_is_no_path
+from reshard.storage.opening import describe_wrong_path
 
 __all__ = ["is_layout_file", "names_topology", "plan", "read_layout_file", "unsharded_text"]
 
@@ -74,7 +74,7 @@ def plan(
         raise option_error(f"rules are for a topology in words, such as 'dp=4', and not for {onto!r:.80}", LayoutError)
     if not isinstance(wanted, StateLayout):
         words = "onto must be a path, Checkpoint, StateLayout, or Topology, or words such as 'fsdp=4,tp=2', got"
-        raise option_error(f"{words} {what_is_no_path(onto)}", LayoutError)
+        raise option_error(f"{words} {describe_wrong_path(onto)}", LayoutError)
     return plan_reads(saved, wanted)
 
 
@@ -85,7 +85,7 @@ def _no_source(given: Any) -> str:
     if isinstance(given, str | Topology):
         shown = repr(given) if isinstance(given, str) else "a Topology"
         return f"{shown}: pass the checkpoint first, then the topology: reshard.plan(path, 'fsdp=4')"
-    return what_is_no_path(given)
+    return describe_wrong_path(given)
 
 
 def unsharded_text(axis: str, fqns: Sequence[str]) -> str:

@@ -111,7 +111,7 @@ def save(
         group = Group(process_group, alone=alone, deadline_s=timeout)
         with group.together("save"):
             return _finish(
-                *_prepare(state_dict, path, group, options_of("save", SaveOptions, options), ToWrite.where_it_is)
+                *_prepare(state_dict, path, group, options_of("save", SaveOptions, options), ToWrite.in_place)
             )
 
 
@@ -256,8 +256,8 @@ def _prepare(
 
         state_dict = LiveObjects(state_dict).state
     storage = open_storage(path)
-    first_word = partial(_first_word, storage, path, options)
-    _, kept, census, first, data = agreed_plan(state_dict, group, options, stage=stage, first_word=first_word)
+    decide = partial(_decide_on_first_rank, storage, path, options)
+    _, kept, census, first, data = agreed_plan(state_dict, group, options, stage=stage, decide=decide)
     assert data is not None, "all ranks have staged"
     assert first is not None
     try:
@@ -275,7 +275,7 @@ def _prepare(
     return save_job.SaveJob(group, storage.without_new_folders(), str(path), generation, options, choice, base), data
 
 
-def _first_word(storage: Storage, path: Any, options: SaveOptions, census: GlobalState) -> FirstWord:
+def _decide_on_first_rank(storage: Storage, path: Any, options: SaveOptions, census: GlobalState) -> SaveDecision:
     """Decide the save id and the base on the first rank. Raises an error if the save must not
     replace what is there."""
     if there := commit.refuse_foreign(storage):
@@ -410,7 +410,7 @@ class CachedPlan:
     """Of this rank."""
 
 
-FirstWord = tuple[str, save_job.Choice, str | None]
+SaveDecision = tuple[str, save_job.Choice, str | None]
 """What the first rank has for all: the id of the save, what it is based on, and the id of the one
 that it replaces."""
 
@@ -420,7 +420,7 @@ class Agreement(NamedTuple):
 
     census: GlobalState | None
     """Of what all of them hold, if all have the plan for just that; None if any has not."""
-    first: FirstWord | None
+    first: SaveDecision | None
     pool: DistinctValues
     """Digests of what each said of its holdings: see `Group.distinct_answers`."""
 
@@ -437,7 +437,7 @@ class _SaveVote(msgspec.Struct, frozen=True, array_like=True):
     """Digests of descriptions of what they hold; of nothing where that is known."""
     values: ValueDigests | None
     """Of values that others may have, too; None if any rank has no plan that says which."""
-    first: FirstWord | None
+    first: SaveDecision | None
     """Of the first rank, if it has a plan."""
 
     @staticmethod
@@ -501,7 +501,7 @@ class AgreedPlan(NamedTuple):
     kept: CachedPlan
     census: GlobalState
     """With objects."""
-    first: FirstWord | None
+    first: SaveDecision | None
     data: ToWrite | None
     """What was staged."""
 
@@ -513,7 +513,7 @@ def agreed_plan(
     options: SaveOptions,
     *,
     stage: _Staging | None = None,
-    first_word: Callable[[GlobalState], FirstWord] | None = None,
+    decide: Callable[[GlobalState], SaveDecision] | None = None,
 ) -> AgreedPlan:
     """Collective: the plan of an earlier save of the same state, or a new one.
 
@@ -521,7 +521,7 @@ def agreed_plan(
 
     Args:
         stage: what this rank writes, while it is on its way to the others.
-        first_word: on the first rank, what it has for all.
+        decide: on the first rank, what it has for all.
     """
     with phase("plan"):
         holdings = save_job.holdings_of(state_dict, options, group)
@@ -530,13 +530,13 @@ def agreed_plan(
     while True:
         data, first = None, None
         try:
-            if kept is not None and first_word is not None and group.rank == 0:
+            if kept is not None and decide is not None and group.rank == 0:
                 with phase("read target"):
-                    first = first_word(kept.census)
+                    first = decide(kept.census)
             if kept is not None and stage is not None:
                 with phase("stage"):
                     data = stage(save_job.entries_of(kept.items, kept.plan.layout, holdings.state, group.job_rank))
-            before, met = met, meet_before_save(holdings, group, options, kept, first, before=met)
+            before, met = met, agree_before_save(holdings, group, options, kept, first, before=met)
         except BaseException:
             if data is not None:
                 data.release()
@@ -563,12 +563,12 @@ def agreed_plan(
             kept = keep_plan(holdings, group, options, census, plan, met.pool)
 
 
-def meet_before_save(
+def agree_before_save(
     holdings: LocalState,
     group: Group,
     options: SaveOptions,
     kept: CachedPlan | None,
-    first: FirstWord | None,
+    first: SaveDecision | None,
     *,
     before: Agreement | None = None,
 ) -> Agreement:

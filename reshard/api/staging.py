@@ -61,7 +61,7 @@ class ToWrite:
     """When all is written."""
 
     @classmethod
-    def where_it_is(cls, entries: Sequence[Entry]) -> ToWrite:
+    def in_place(cls, entries: Sequence[Entry]) -> ToWrite:
         """Write from the tensors' own memory. Work that was queued on the calling thread's streams
         is done on return."""
         devices = {entry.tensor.device for entry in entries}
@@ -102,7 +102,7 @@ def staged(entries: Sequence[Entry], stage: Stage, *, fingerprints: bool) -> ToW
     if stage == "device":
         try:
             copies = [replace(entry, tensor=_copied(entry.tensor)) for entry in entries]
-            return ToWrite.where_it_is(copies)
+            return ToWrite.in_place(copies)
         except torch.OutOfMemoryError as error:
             _log.warning("no space to stage on the device: the call stages on the host and waits: %s", error)
     return _to_host(entries, fingerprints=fingerprints)

@@ -35,7 +35,7 @@ from reshard.live.tensors import OVERWRITTEN_BY, LiveTensor
 from reshard.live.tree import leaves_of, needs_class, restore_types, unresolved_class
 from reshard.mapping import Mapping as StateMapping
 from reshard.ranks.global_layout import Described, describe, join_aliases, join_layouts
-from reshard.ranks.global_state import agree_on_values, lies_on_device
+from reshard.ranks.global_state import agree_on_values, any_on_device
 from reshard.ranks.group import Group, sending_kinds
 
 __all__ = ["Agreed", "TensorMatches", "TensorTransfer", "TransferSide", "Values", "agree", "check_replicas"]
@@ -418,7 +418,7 @@ def agree(
     target = TransferSide.of(onto, options["target_layouts"])
     group.same_options("redistribute", shared(options))
     devices = _devices([*source.state.tensors.values(), *target.state.tensors.values()], process_group)
-    held, wanted = (lies_on_device(side.state.tensors.values()) for side in (source, target))
+    held, wanted = (any_on_device(side.state.tensors.values()) for side in (source, target))
     mine = _TransferDescription(source.describe(), target.describe(), devices, held, wanted)
     found = group.distinct_answers(mine)
     _judge(found)

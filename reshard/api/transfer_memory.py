@@ -80,7 +80,7 @@ def plan_steps(
     try:
         plans = plan_relay(before, after, ranks_per_host=ranks_per_host)
         if len(plans) == 2:
-            plans = plans[0], _as_it_lies(plans[1], pairing)
+            plans = plans[0], _without_conversion(plans[1], pairing)
         each = round_bytes(budget_bytes // len(plans))
         rounds = tuple(schedule(plan, max_inflight_bytes=each) for plan in plans)
     except CoverageError as error:
@@ -96,7 +96,7 @@ def plan_steps(
     return Steps(pairing, rounds, works, places, repeats, between)
 
 
-def _as_it_lies(plan: TransferPlan, pairing: TensorMatches) -> TransferPlan:
+def _without_conversion(plan: TransferPlan, pairing: TensorMatches) -> TransferPlan:
     """A step between receivers, which pass on what they hold unchanged, in the dtype of the
     target."""
 

@@ -38,7 +38,7 @@ __all__ = [
     "Rules", "Select", "Sides", "Source", "Step", "UsageError", "Workers", "both_sides", "choice", "dequantized",
     "dtype_name", "executor_on",
     "mapping_of", "newest", "read_hints", "rules_of", "side", "size_in_bytes",
-    "stored_hints", "untaken", "writable",
+    "stored_hints", "unmapped", "writable",
 ]  # fmt: skip
 
 
@@ -356,7 +356,7 @@ def stored_hints(naming: str | None, hints: dict[str, Any]) -> dict[str, Any]:
     return {"stored_names": True, **hints} if naming in ("huggingface", "hf", "plain") else hints
 
 
-def untaken(names: str, mapping: StateMapping, state: Checkpoint) -> list[str]:
+def unmapped(names: str, mapping: StateMapping, state: Checkpoint) -> list[str]:
     """The tensors that keep their names although the naming is quite another.
 
     Raises KeyMismatchError if nearly all names stay as they are: then the checkpoint has not the

@@ -118,7 +118,7 @@ def convert(
     if names is not None and mapping is not None:
         named = reshard.open(source)
         named = named.canonical(hints, model_only=model) if model or normalized else named
-        kept = arguments.untaken(names, mapping, plain.apply(named))
+        kept = arguments.unmapped(names, mapping, plain.apply(named))
     with _resumable(), engine as executor:
         report = reshard.convert(
             source,
@@ -171,17 +171,17 @@ def _layout(format: str, onto: str | None, rule: list[str] | None) -> Any:
 @contextmanager
 def _resumable() -> Iterator[None]:
     log = logging.getLogger("reshard")
-    log.addFilter(_is_news)
+    log.addFilter(_is_not_in_report)
     try:
         yield
     except KeyboardInterrupt:
         print("interrupted: run the same command to resume", file=sys.stderr)
         raise
     finally:
-        log.removeFilter(_is_news)
+        log.removeFilter(_is_not_in_report)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_not_in_report(record: logging.LogRecord) -> bool:
     """Whether the report does not say it, too."""
     return not hasattr(record, "is_in_report")
 

@@ -35,11 +35,11 @@ def demo(
     screen = console(stderr=as_json)
     screen.print("[bold]reshard demo[/]: one checkpoint, three topologies")
     with screen.status("importing torch, reading the text"):
-        from reshard.cli.demo_job import BEFORE, tell_story
+        from reshard.cli.demo_job import BEFORE, run_demo
     print_text(screen, f"train on {BEFORE.world_size} processes, {BEFORE}, and save", "1")
     with _bars(screen) as bars:
         listener = _Listener(bars, screen, steps)
-        result = tell_story(out, steps, listener.hear, lambda plans: _show_plans(screen, plans))
+        result = run_demo(out, steps, listener.hear, lambda plans: _show_plans(screen, plans))
     _show_result(screen, result)
     if as_json:
         print_json(result.as_json())

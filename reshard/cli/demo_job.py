@@ -30,11 +30,11 @@ from reshard.errors import ReshardError
 from reshard.live.tree import leaves_of
 from reshard.state import key_of
 
-__all__ = ["BEFORE", "Change", "Plans", "RankResult", "Result", "tell_story"]
+__all__ = ["BEFORE", "Change", "Plans", "RankResult", "Result", "run_demo"]
 
 
 @dataclass(frozen=True)
-class Ways:
+class Degrees:
     """How many ways data and tensors are sharded."""
 
     fsdp: int
@@ -54,8 +54,8 @@ class Ways:
 # results.
 
 
-BEFORE = Ways(fsdp=2, tp=2)
-AFTER = (Ways(fsdp=3, tp=1), Ways(fsdp=1, tp=2))
+BEFORE = Degrees(fsdp=2, tp=2)
+AFTER = (Degrees(fsdp=3, tp=1), Degrees(fsdp=1, tp=2))
 MAX_OVER_READ = 1.05
 
 Hear = Callable[[str, Any], None]
@@ -136,7 +136,7 @@ class Result:
         return asdict(self)
 
 
-def tell_story(out: Path, steps: int, hear: Hear, show: Show) -> Result:
+def run_demo(out: Path, steps: int, hear: Hear, show: Show) -> Result:
     """Train on 2 × 2 ranks, save, plan and prove two changes of topology, and train on in each.
     Everything is in `out`.
 
@@ -190,7 +190,7 @@ def _picture(out: Path, name: str, plan: LoadPlan) -> str:
     return str(file)
 
 
-def _change(ways: Ways, plans: Plans, began: RankResult, resumed: list[RankResult]) -> Change:
+def _change(ways: Degrees, plans: Plans, began: RankResult, resumed: list[RankResult]) -> Change:
     name, first = str(ways), resumed[0]
     plan = plans.of[name]
     return Change(
@@ -226,7 +226,7 @@ class RankResult:
     parameters: int
 
 
-def begin_training(tell: Tell, ways: Ways, steps: int, path: str) -> RankResult:
+def begin_training(tell: Tell, ways: Degrees, steps: int, path: str) -> RankResult:
     """Train from scratch, then save model, optimizer and the number of steps."""
     training = Training(ways.fsdp, ways.tp, 1, lambda *step: tell(step))
     training.train(steps)
@@ -234,7 +234,7 @@ def begin_training(tell: Tell, ways: Ways, steps: int, path: str) -> RankResult:
     return _told(tell, training, training.save(path), 0)
 
 
-def resume_training(tell: Tell, ways: Ways, steps: int, path: str) -> RankResult:
+def resume_training(tell: Tell, ways: Degrees, steps: int, path: str) -> RankResult:
     """Load what another topology saved, into a model that starts from other values, and train on."""
     training = Training(ways.fsdp, ways.tp, 2, lambda *step: tell(step))
     tell("loading")
@@ -271,7 +271,7 @@ Tell = Callable[[Any], None]
 """Sends a value to the process that started the ranks."""
 
 
-def _run(job: Callable[..., Any], ways: Ways, steps: int, path: str, hear: Hear) -> list[Any]:
+def _run(job: Callable[..., Any], ways: Degrees, steps: int, path: str, hear: Hear) -> list[Any]:
     """Call a job on its ranks; `hear` gets what the first of them reports. Results by rank.
 
     Raises ReshardError if a rank fails or dies, with its traceback as a note; the others are ended.

@@ -80,7 +80,7 @@ def explain(
     print_legend(screen, said.signs, legend)
 
 
-class _Said(NamedTuple):
+class _Explanation(NamedTuple):
     words: str
     data: dict[str, Any]
     """The same for `--json`."""
@@ -90,7 +90,7 @@ class _Said(NamedTuple):
     note: str = ""
 
 
-def _layout(text: str, shape: str | None) -> _Said:
+def _layout(text: str, shape: str | None) -> _Explanation:
     """Explain placements on a mesh."""
     from planners.geometry.layout import TensorLayout, TensorSpec
     from planners.geometry.layout_text import in_words, parse_layout, short_form
@@ -112,10 +112,10 @@ def _layout(text: str, shape: str | None) -> _Said:
     is_drawn = form.mesh.size <= _DRAWN_RANKS or shape is not None
     lines = ["", draw_cuts(tensor, console().width)] if is_drawn else ()
     note = f"not drawn, because it has {form.mesh.size} ranks: to draw it, add --shape, such as --shape 4096,1024"
-    return _Said(words, data, [text], lines, note * (not is_drawn))
+    return _Explanation(words, data, [text], lines, note * (not is_drawn))
 
 
-def _placements(text: str) -> _Said:
+def _placements(text: str) -> _Explanation:
     """Explain placements without the mesh that they are for."""
     from planners.geometry.layout_text import one_in_words
     from planners.geometry.mesh import parse_placements
@@ -132,10 +132,10 @@ def _placements(text: str) -> _Said:
     example = shlex.join(["reshard", "explain", f"{f'{head}: ' * bool(colon)}{short} on {mesh}"])
     note = f"Which rank holds what depends on the mesh. To draw it, add the names and sizes of its axes: {example}"
     data = {"words": words, "mesh": None, "placements": list(map(str, found))}
-    return _Said(words, data, [short, f"{head}:" * bool(colon)], note=note)
+    return _Explanation(words, data, [short, f"{head}:" * bool(colon)], note=note)
 
 
-def _topology(text: str) -> _Said:
+def _topology(text: str) -> _Explanation:
     """Explain a topology by its rules."""
     from planners.errors import PlanError, sentence
     from planners.geometry.topologies import topology_of
@@ -157,7 +157,7 @@ def _topology(text: str) -> _Said:
     its_rules = [{"glob": glob, "placements": of} for glob, of in rules]
     data = {"words": words, "mesh": axes_as_json(topology.mesh), "rules": its_rules}
     note = f"To see what these ranks read from a checkpoint: reshard plan CHECKPOINT {text}"
-    return _Said(words, data, [f"{of} on {topology.mesh}" for _, of in rules], lines, note)
+    return _Explanation(words, data, [f"{of} on {topology.mesh}" for _, of in rules], lines, note)
 
 
 def _shape(form: ProductForm, given: str | None) -> tuple[int, ...]:

@@ -440,7 +440,7 @@ class _Gathered:
     def write(self, data: Any) -> int:
         size = memoryview(data).nbytes
         if size + len(self._waiting) > _TOGETHER_BYTES:
-            self.let_go()
+            self.write_buffer()
         if size > _TOGETHER_BYTES:
             self._out.write(data)
         else:
@@ -448,7 +448,7 @@ class _Gathered:
         self.nbytes += size
         return size
 
-    def let_go(self) -> None:
+    def write_buffer(self) -> None:
         """Write the buffer."""
         self._out.write(self._waiting)
         self._waiting.clear()
@@ -490,7 +490,7 @@ def write_items(
             stream.close()
             info = _stored_at(name, start, out.nbytes - start, transforms)
             rows.append(WriteResult(index=item.index, size_in_bytes=out.nbytes - start, storage_data=info))
-        out.let_go()
+        out.write_buffer()
     return rows
 
 

@@ -146,7 +146,7 @@ def _q6_k(blocks: Bytes) -> Floats:
     return _sixteens(blocks, _half(blocks[:, 208:]) * _half(blocks[:, 192:208], "i1"), six)
 
 
-def _twos(data: Bytes) -> Bytes:
+def _two_bit_numbers(data: Bytes) -> Bytes:
     """Divide 64 bytes into 256 numbers of two bits: 32 bytes give four rows of 32, the lowest bits first."""
     return data.reshape(len(data), 2, 1, 32) >> _TWO_BITS[:, None] & np.uint8(3)
 
@@ -160,14 +160,14 @@ def _sixteens(blocks: Bytes, steps: Floats, quants: Any) -> Floats:
 def _q2_k(blocks: Bytes) -> Floats:
     steps = _half(blocks[:, 80:82]) * (blocks[:, :16] & 15).astype(np.float32)
     starts = _half(blocks[:, 82:84]) * (blocks[:, :16] >> 4).astype(np.float32)
-    return _sixteens(blocks, steps, _twos(blocks[:, 16:80])) - starts[:, :, None]
+    return _sixteens(blocks, steps, _two_bit_numbers(blocks[:, 16:80])) - starts[:, :, None]
 
 
 def _q3_k(blocks: Bytes) -> Floats:
     """The third bit, where it is not set, takes away 4; scales of 6 bits keep their upper two
     behind the lower four."""
     third = _bit_planes(blocks[:, :32])
-    low = _twos(blocks[:, 32:96]).reshape(len(blocks), 8, 32).astype(np.int8)
+    low = _two_bit_numbers(blocks[:, 32:96]).reshape(len(blocks), 8, 32).astype(np.int8)
     upper = (blocks[:, None, 104:108] >> _TWO_BITS[:, None] & 3).reshape(-1, 16)
     scales = (_nibbles(blocks[:, 96:104]) | upper << 4).astype(np.float32) - np.float32(32)
     quants = low - ((third ^ 1) << 2).astype(np.int8)

@@ -29,7 +29,7 @@ from reshard.formats.torch_save.reader import (
     sharded_ranks,
     stored_tensor,
 )
-from reshard.live.tensors import candidate_layouts, matching_shards, several_ways
+from reshard.live.tensors import candidate_layouts, explain_ambiguity, matching_shards
 from reshard.state import KeyPath, key_of
 from reshard.storage.base import Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
@@ -127,7 +127,7 @@ def open_sections(kind: str, files: Files, sections: list[Section]) -> Contents:
             )
         _check_ranks(files, section, range(section.world_size or max(section.files) + 1))
         ranks = {rank: read_torch_file(files[section.files[rank]]) for rank in sorted(section.files)}
-        _check_ranks(files, section, meant := _ranks_meant(ranks))
+        _check_ranks(files, section, meant := _expected_ranks(ranks))
         if not (meant or section.world_size):
             files.checking.leave_number_open()
         _add_section(out, (section.name,), ranks)
@@ -149,7 +149,7 @@ def holds_parts(source: Source) -> bool:
     return any(is_dtensor(leaf) or is_sharded_tensor(leaf) for leaf in leaves)
 
 
-def _ranks_meant(files: Mapping[int, TorchFile]) -> list[int]:
+def _expected_ranks(files: Mapping[int, TorchFile]) -> list[int]:
     """The ranks that must have saved, by the first DTensor or ShardedTensor: that of the highest is
     else not missed."""
     rank, file = min(files.items())
@@ -288,7 +288,7 @@ def _true_layout(layout: TensorLayout, held: Mapping[int, tuple[int, ...]]) -> T
         forms, layout.spec.shape, {rank: size for rank, size in held.items() if rank in forms[-1].mesh}
     )
     if len(fit) > 1:
-        raise LayoutError(several_ways(layout.spec.shape, fit, None))
+        raise LayoutError(explain_ambiguity(layout.spec.shape, fit, None))
     return TensorLayout.of(layout.spec, fit[0] if fit else forms[-1])
 
 

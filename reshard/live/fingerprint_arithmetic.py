@@ -243,7 +243,7 @@ def matrices(words: torch.Tensor, axes: Sequence[Axis]) -> Iterator[Matrix]:
     if 0 in sizes:
         return
     first, width = _whole_axes(sizes, MAX_COLUMNS)
-    if first and width < _NARROW and _pays_to_widen(sizes, first, width):
+    if first and width < _NARROW and _is_worth_widening(sizes, first, width):
         # take in some of the next axis, or its places within a block
         segments = axes[first - 1].segments()
         if len(segments) > 1 or len(segments[0][2]) > 1:
@@ -259,7 +259,7 @@ def matrices(words: torch.Tensor, axes: Sequence[Axis]) -> Iterator[Matrix]:
             yield Matrix(cut(words, rows + columns), tuple(axes[:first]), rows, tuple(axes[first:]), columns)
 
 
-def _pays_to_widen(sizes: Sequence[int], first: int, width: int) -> bool:
+def _is_worth_widening(sizes: Sequence[int], first: int, width: int) -> bool:
     """Return True if columns of more axes take no more numbers than a number for each row does. Of very few columns
     the sums of rows would be as much work as the words."""
     return width < THIN or math.prod(sizes[:first]) > width * min(sizes[first - 1], BLOCK)

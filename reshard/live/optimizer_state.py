@@ -339,7 +339,7 @@ class _StateMemory:
         is_like = row.shape == global_shape(parameter) and not (is_scalar or row.is_beside)
         like = parameter if is_like or _is_on_mesh(row, parameter) else None
         for known in (self._live.get(first), self._made.get(first)):
-            if _fits(known, row.shape, dtype) and _lies_like(known, like):
+            if _fits(known, row.shape, dtype) and _is_laid_out_like(known, like):
                 return self._made.setdefault(first, known)
         known = there if _fits(there, row.shape, dtype) else _place_like(like, row.shape, dtype)
         self._made.setdefault(first, known)
@@ -356,7 +356,7 @@ def _fits(known: Any, shape: Shape, dtype: torch.dtype) -> bool:
     )
 
 
-def _lies_like(known: Any, like: Any) -> bool:
+def _is_laid_out_like(known: Any, like: Any) -> bool:
     """Return whether a tensor has the layout of a parameter; a full tensor, if there is no layout to follow."""
     if not (is_sharded(known) or is_sharded(like)):
         return like is None or like.device.type == "meta" or bool(known.device == like.device)

@@ -52,7 +52,7 @@ def same_value(a: Any, b: Any) -> bool:
     """
     if is_sharded(a) or is_sharded(b):
         one, other = LiveTensor("", a), LiveTensor("", b)
-        return one.lies_like(other) and all(map(_same_elements, one.local, other.local))
+        return one.is_sharded_like(other) and all(map(_same_elements, one.local, other.local))
     if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
         if type(a) is type(b) and a.shape == b.shape and a.dtype == b.dtype:
             return same_memory(a, b) or a.is_meta or _same_elements(a, b)

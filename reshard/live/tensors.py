@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OVERWRITTEN_BY", "UNSHARDED", "LiveTensor", "agreed_form", "candidate_layouts", "class_kinds", "dtensor_like",
-    "dtensor_of", "dtype_of", "forget_derived", "global_shape", "held_tensors", "holder", "identity_of",
-    "inner_names", "is_dtensor", "is_pending", "is_plain", "is_sharded", "is_sharded_tensor", "is_strided_shard",
-    "is_tensor", "layout_of", "lines_of", "mark_overwritten", "matching_shards", "mesh_line", "raw_bytes",
-    "reach_bytes", "resolved_bytes", "settled", "several_ways", "state_instead_of", "tensor_class", "this_rank",
+    "dtensor_of", "dtype_of", "explain_ambiguity", "forget_derived", "global_shape", "held_tensors", "holder",
+    "identity_of", "inner_names", "is_dtensor", "is_pending", "is_plain", "is_sharded", "is_sharded_tensor",
+    "is_strided_shard", "is_tensor", "layout_of", "lines_of", "mark_overwritten", "matching_shards", "mesh_line",
+    "raw_bytes", "reach_bytes", "resolved_bytes", "settled", "state_instead_of", "tensor_class", "this_rank",
     "warn_if_untried", "with_local", "world_size", "wrapped_like", "wrappers",
 ]  # fmt: skip
 
@@ -141,7 +141,7 @@ class LiveTensor:
         if len(self.forms) > 1:
             here, shape = _rank(), global_shape(self.value)
             if len({form.parts(shape, here) for form in self.forms}) > 1:
-                raise LayoutError(f"tensor {self.key!r} {several_ways(shape, self.forms, here)}")
+                raise LayoutError(f"tensor {self.key!r} {explain_ambiguity(shape, self.forms, here)}")
         return self.forms[0]
 
     @cached_property
@@ -267,7 +267,7 @@ class LiveTensor:
         """True if it is sharded and this rank holds no element of it, so it cannot find aliases."""
         return self.is_sharded and not any(local.numel() for local in self.local)
 
-    def lies_like(self, other: LiveTensor) -> bool:
+    def is_sharded_like(self, other: LiveTensor) -> bool:
         """Return True if both are sharded and each rank holds the same elements of both."""
         one, two = self.value, other.value
         if is_dtensor(one) and is_dtensor(two):
@@ -636,11 +636,11 @@ def agreed_form(shape: Shape, said: Iterable[Collection[Form]]) -> Form | None:
     parties = list(said)
     found = [form for form in parties[0] if all(form in other for other in parties[1:])]
     if len(found) > 1:
-        raise LayoutError(several_ways(shape, found, None))
+        raise LayoutError(explain_ambiguity(shape, found, None))
     return found[0] if found else None
 
 
-def several_ways(shape: Shape, forms: Sequence[Form], rank: int | None) -> str:
+def explain_ambiguity(shape: Shape, forms: Sequence[Form], rank: int | None) -> str:
     """Why the layout of a tensor of this shape is unknown: all these forms fit what `rank` holds,
     or all ranks."""
     who = "all ranks hold" if rank is None else f"rank {rank} holds, and it cannot determine which one"

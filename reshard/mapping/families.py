@@ -511,7 +511,7 @@ def as_not_fused(model: Decoder, interleaved: bool | None = None) -> Mapping:
     """Split fused projections in three, and drop the states of fp8 recipes, which are not parameters."""
     if interleaved is None and model.kv_heads == 1:
         interleaved = False  # one query group is the same in both
-    cut = _UntoldSplit if interleaved is None else Split
+    cut = _AmbiguousSplit if interleaved is None else Split
     parts, groups = (model.heads // model.kv_heads, 1, 1), model.kv_heads if interleaved else 1
     split: list[Rule] = [
         cut(f"{_QKV}{kind}", [f"{_QKV}{x}_{kind}" for x in ("query", "key", "value")], parts, groups) for kind in _KINDS
@@ -525,7 +525,7 @@ def as_not_fused(model: Decoder, interleaved: bool | None = None) -> Mapping:
     return Mapping([*split, *(Drop(f"{HF}{name}_extra_state") for name in inner)])
 
 
-class _UntoldSplit(Split):
+class _AmbiguousSplit(Split):
     """A fused projection with an unknown order of rows. Both orders have the same name and shape."""
 
     def build(self, views: Sequence[View]) -> list[View]:

@@ -264,7 +264,7 @@ class WrittenRange(msgspec.Struct, frozen=True, array_like=True):
     """XXH3-64, taken before they were written."""
 
 
-class _Wrote(msgspec.Struct, frozen=True, array_like=True):
+class _WriteReport(msgspec.Struct, frozen=True, array_like=True):
     """What a rank reports about what it wrote."""
 
     edges: list[WrittenRange]
@@ -320,11 +320,11 @@ def write_common_file(
     """
     ordered = sorted(entries, key=lambda entry: -entry.spec.itemsize)
     shape = _agreed(name, ordered, file_group)
-    wrote = _Wrote([], [])
+    wrote = _WriteReport([], [])
     if shape.header or shape.runs:
         pieces = row_major_pieces([entry.tensor for entry in ordered], lanes or CopyStreams(), stage_bytes)
         wrote = _write(storage, name, shape, pieces, on_bytes)
-    told = [msgspec.msgpack.decode(row, type=_Wrote) for row in file_group.tell(msgspec.msgpack.encode(wrote))]
+    told = [msgspec.msgpack.decode(row, type=_WriteReport) for row in file_group.tell(msgspec.msgpack.encode(wrote))]
     if file_group.place or not shape.ranks:
         return None
     sums = _closed(storage, name, shape.nbytes, dict(zip(file_group.ranks, told, strict=True)))
@@ -366,14 +366,14 @@ def _write(
     shape: _Shape,
     pieces: Iterable[memoryview],
     on_bytes: _OnBytes,
-) -> _Wrote:
+) -> _WriteReport:
     with storage.open_shared(name, shape.nbytes) as out:
         sums = BlockSums(out, shape.nbytes)
         for at, data in shape.header:
             sums.put(at, memoryview(data))
         sums.put_all(shape.runs, pieces, on_bytes)
     if not sums.blocks:
-        return _Wrote(sums.edges, [])
+        return _WriteReport(sums.edges, [])
     ranges = []
     with storage.open_shared(f"{name}.sums", _sums_bytes(shape.nbytes)) as out:
         for first, digests in _consecutive(sums.blocks):
@@ -381,7 +381,7 @@ def _write(
             out.at = 8 * first
             out.write(packed)
             ranges.append(WrittenRange(8 * first, 8 * first + len(packed), xxhash.xxh3_64_intdigest(packed)))
-    return _Wrote(sums.edges, ranges)
+    return _WriteReport(sums.edges, ranges)
 
 
 def _consecutive(blocks: dict[int, int]) -> Iterator[tuple[int, list[int]]]:
@@ -395,7 +395,7 @@ def _sums_bytes(nbytes: int) -> int:
     return 8 * -(-nbytes // BLOCK_BYTES)
 
 
-def _closed(storage: Storage, name: str, nbytes: int, wrote: dict[int, _Wrote]) -> bytes:
+def _closed(storage: Storage, name: str, nbytes: int, wrote: dict[int, _WriteReport]) -> bytes:
     """Add the sums of blocks that several ranks wrote to, and return those of all blocks."""
     divided: dict[int, list[tuple[WrittenRange, int]]] = {}
     for rank, one in wrote.items():

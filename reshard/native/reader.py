@@ -186,7 +186,7 @@ def _lengths(native: NativeFacts, share: Share) -> Iterator[tuple[str, int]]:
 
 def check_inside(storage: Storage, file: str) -> None:
     """Raise CorruptCheckpointError for a link out of the checkpoint's folder."""
-    if storage.leads_out(file):
+    if storage.is_link_outside(file):
         raise CorruptCheckpointError(
             f"{storage.url}: {file} is a link to outside the checkpoint's folder, and such links are not "
             "followed. Copy the checkpoint together with the targets of its links (cp -rL), and open the copy"

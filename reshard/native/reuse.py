@@ -73,7 +73,7 @@ class Base:
         return LazyMapping({name: partial(self._read_table, name) for name in self.facts.files})
 
     @cached_property
-    def sound(self) -> LazyMapping[str, bool]:
+    def intact(self) -> LazyMapping[str, bool]:
         """Whether all but the data of each file is what the manifest says: length, checksums, and the header, which
         says where arrays are. What is reused has all of these from here on."""
         return LazyMapping({name: partial(self._look_at, name) for name in self.facts.files})
@@ -217,7 +217,7 @@ def _looked_up(
     one = _Found(entry, [], [])
     for part, inside in base.parts_near(entry):
         possible[part.file] = possible.get(part.file, 0) + inside.numel * entry.spec.itemsize
-        if not base.sound.get(part.file, False):
+        if not base.intact.get(part.file, False):
             one.rest.append(inside)
         elif entry.spec.fqn in same:
             one.kept.append(part._replace(box=inside))

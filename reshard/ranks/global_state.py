@@ -34,8 +34,8 @@ from reshard.ranks.group import Group
 from reshard.state import KeyPath, State, key_of, path_from_json, path_to_json
 
 __all__ = [
-    "OWN_TENSOR_BYTES", "DigestTable", "GlobalState", "LocalState", "ValueDigests", "agree_on_values", "check_globs",
-    "global_state_of", "joined_objects", "lies_on_device", "per_rank_name", "take_global_state",
+    "OWN_TENSOR_BYTES", "DigestTable", "GlobalState", "LocalState", "ValueDigests", "agree_on_values", "any_on_device",
+    "check_globs", "global_state_of", "joined_objects", "per_rank_name", "take_global_state",
 ]  # fmt: skip
 
 
@@ -114,7 +114,7 @@ class LocalState:
             containers=[(path_to_json(path), kind) for path, kind in state.containers.items()],
             aliases=dict(state.aliases),
             empty=[key for key, tensor in state.tensors.items() if tensor.is_elsewhere],
-            on_device=lies_on_device(state.tensors.values()),
+            on_device=any_on_device(state.tensors.values()),
         )
         return cls(state, objects, msgspec.json.encode(description))
 
@@ -170,7 +170,7 @@ _IN_OPTIMIZERS = (
 )
 
 
-def lies_on_device(tensors: Iterable[LiveTensor]) -> bool:
+def any_on_device(tensors: Iterable[LiveTensor]) -> bool:
     """Return True if any tensor is not in CPU memory."""
     return any(not (local.is_cpu or local.is_meta) for tensor in tensors for local in tensor.local)
 

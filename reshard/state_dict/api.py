@@ -323,7 +323,7 @@ def _shared(live: LiveModel, given: Mapping[str, Any], options: StateDictOptions
     for name, value in given.items():
         found = live.by_name.get(name) if is_sharded(value) else None
         target = None if found is None or found.value is None else found.tensor()
-        if target is not None and not LiveTensor("", value).lies_like(LiveTensor("", target)):
+        if target is not None and not LiveTensor("", value).is_sharded_like(LiveTensor("", target)):
             yield place_of(value)
 
 

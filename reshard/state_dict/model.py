@@ -484,7 +484,7 @@ def write(value: LiveTensor, target: LiveTensor) -> None:
     """Copy `value` into the memory of `target`. Collective only if they are sharded differently."""
     if not (value.is_sharded or target.is_sharded):
         _write_plain(value.value, target.value)
-    elif value.lies_like(target):
+    elif value.is_sharded_like(target):
         for its, mine in zip(value.local, target.local, strict=True):
             _write_plain(its, mine)
     else:

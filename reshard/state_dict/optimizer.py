@@ -196,25 +196,10 @@ def plan_optimizers(
     return OptimizerWrites(state, match.other, groups, report, places, is_placed)
 
 
-_OF_ONE_KIND = frozenset(
-    [
-        "alpha",
-        "beta2_decay",
-        "betas",
-        "centered",
-        "dampening",
-        "etas",
-        "history_size",
-        "lambd",
-        "lr_decay",
-        "max_iter",
-        "momentum",
-        "nesterov",
-        "rho",
-        "step_sizes",
-        "t0",
-    ]
-)
+_OF_ONE_KIND = frozenset([
+    "alpha", "beta2_decay", "betas", "centered", "dampening", "etas", "history_size", "lambd", "lr_decay", "max_iter",
+    "momentum", "nesterov", "rho", "step_sizes", "t0",
+])  # fmt: skip
 """Fields that some of torch's optimizers have and others do not, in every release of torch."""
 _DECOUPLED = "decoupled_weight_decay"
 """The field in which AdamW differs from Adam, its base class."""

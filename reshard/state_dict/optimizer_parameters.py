@@ -61,7 +61,7 @@ class OptimizedParameter(NamedTuple):
         model = self.parameter if self.piece is None else self.piece.value()
         held = optimizers[self.optimizer].state.get(self.parameter, {}) if self.piece is None else {}
         places = [LiveTensor("", one) for one in (model, *held.values()) if is_sharded(one)]
-        if any(map(LiveTensor("", value).lies_like, places)):
+        if any(map(LiveTensor("", value).is_sharded_like, places)):
             return True
         return is_dtensor(value) and place_of(value) == self.place and global_shape(value) != self.shape
 

@@ -162,7 +162,7 @@ class Storage(ABC):
         self.read_into(name, start, memoryview(buffer))
         return bytes(buffer)
 
-    def leads_out(self, name: str) -> bool:
+    def is_link_outside(self, name: str) -> bool:
         """Return True if the name is that of a link to an object outside."""
         return False
 

@@ -41,8 +41,8 @@ _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EOPNOT
 class LocalStorage(Storage):
     """The folder `root`, which need not exist yet: the first write makes it.
 
-    Links are followed, also those that lead out of it, as in a Hugging Face cache: see `leads_out`. Names themselves
-    cannot leave it.
+    Links are followed, also those that lead out of it, as in a Hugging Face cache: see `is_link_outside`. Names
+    themselves cannot leave it.
     """
 
     max_gap_bytes = _PAGE_BYTES
@@ -142,7 +142,7 @@ class LocalStorage(Storage):
         )
         return memoryview(view)
 
-    def leads_out(self, name: str) -> bool:
+    def is_link_outside(self, name: str) -> bool:
         with self._errors("look at", name):
             return not Path(os.path.realpath(self._path(name))).is_relative_to(os.path.realpath(self.root))
 

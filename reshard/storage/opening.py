@@ -12,7 +12,7 @@ from reshard.storage.base import AnyPath, Storage
 from reshard.storage.local import LocalStorage
 from reshard.storage.memory import MemoryStorage
 
-__all__ = ["StoragePath", "is_known", "open_storage", "path_text", "place_of", "what_is_no_path"]
+__all__ = ["StoragePath", "describe_wrong_path", "is_known", "open_storage", "path_text", "place_of"]
 
 StoragePath: TypeAlias = AnyPath | Storage
 """What names a place for files."""
@@ -71,13 +71,13 @@ def path_text(path: object) -> str:
     """A path as text. Raises OptionError for what is none, and StorageError for an empty one."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):
-        raise option_error(f"a path must be a folder, URL, or Storage, got {what_is_no_path(text)}", StorageError)
+        raise option_error(f"a path must be a folder, URL, or Storage, got {describe_wrong_path(text)}", StorageError)
     if not text:
         raise StorageError("the path is empty: pass a folder, file, or URL")
     return text
 
 
-def what_is_no_path(given: object) -> str:
+def describe_wrong_path(given: object) -> str:
     """For an error: the type of a value, with what to pass instead where that is known."""
     fix = getattr(given, "_INSTEAD", "")
     return f"{type(given).__name__}{fix and f': {fix}'}"

@@ -181,20 +181,20 @@ class Checksums(ABC):
             windows: what is read with gaps; none shares bytes with `ranges` or another.
         """
 
-    def owe(self, ranges: Iterable[Range], nbytes: int) -> None:
+    def defer(self, ranges: Iterable[Range], nbytes: int) -> None:
         """`nbytes` bytes of elements within some ranges were read, and their blocks not compared so far."""
         blocks = tuple(dict.fromkeys(block for start, stop in ranges for block in self.pending(start, stop)))
         if blocks:
             with self._lock:
                 self._owed[blocks] = self._owed.get(blocks, 0) + nbytes
 
-    def owed(self) -> list[Range]:
+    def deferred(self) -> list[Range]:
         """The blocks that were read of and not compared so far."""
         return sorted({block for blocks in list(self._owed) for block in blocks if self.pending(*block)})
 
     def settle(self) -> int:
-        """Return how many bytes of elements were owed of blocks that are right by now; they are not
-        owed any more."""
+        """Return how many bytes of elements were deferred of blocks that are right by now; they are not
+        deferred any more."""
         right = [blocks for blocks in list(self._owed) if not any(self.pending(*block) for block in blocks)]
         with self._lock:
             return sum(self._owed.pop(blocks, 0) for blocks in right)

@@ -232,7 +232,7 @@ class FileSource(Source):
             return
         blocks = list(dict.fromkeys(block for start, stop in ranges for block in sums.pending(start, stop)))
         if sum(stop - start for start, stop in blocks) > most_to_check(wanted):
-            self._owe(sums, ranges, wanted)
+            self._defer(sums, ranges, wanted)
             return
         if blocks:
             self.compare_blocks(blocks)
@@ -335,7 +335,7 @@ class FileSource(Source):
             return
         if blocks is None:
             if wanted:
-                self._owe(sums, [(start, stop)], wanted)
+                self._defer(sums, [(start, stop)], wanted)
                 if (wrong := sums.note(start, data)) is not None:
                     self.refuse_changed([wrong])
                 self._settle(sums)
@@ -351,10 +351,10 @@ class FileSource(Source):
         self._judge(rows)
         self.checking.add(**{"checked" if sums.has(start, stop) else "unchecked": wanted})
 
-    def _owe(self, sums: Checksums, ranges: Iterable[Range], nbytes: int) -> None:
+    def _defer(self, sums: Checksums, ranges: Iterable[Range], nbytes: int) -> None:
         """Bytes of elements that are passed on unchecked; `Checking.finish` may make up for it."""
         self.checking.add(unchecked=nbytes)
-        sums.owe(ranges, nbytes)
+        sums.defer(ranges, nbytes)
         self.checking.remember(self)
 
     def _settle(self, sums: Checksums) -> None:
@@ -364,7 +364,7 @@ class FileSource(Source):
     @property
     def owed_bytes(self) -> int:
         """How much `finish_comparing` would read."""
-        return sum(stop - start for start, stop in self.checksums.owed()) if self.checksums is not None else 0
+        return sum(stop - start for start, stop in self.checksums.deferred()) if self.checksums is not None else 0
 
     def finish_comparing(self) -> None:
         """Compare what was read of so far, and not compared. Raises CorruptCheckpointError."""
@@ -377,7 +377,7 @@ class FileSource(Source):
                 yield self.raw(at, min(_FINISH_BYTES, stop - at))
                 self.release()
 
-        self._judge((block, pieces(*block)) for block in sums.owed())
+        self._judge((block, pieces(*block)) for block in sums.deferred())
         self._settle(sums)
 
     def prefer_view(self) -> None:

@@ -224,12 +224,12 @@ def test_memory_of_copies_that_were_not_wanted_goes_back_once(tmp_path, monkeypa
     monkeypatch.setattr(
         copy_streams.HostMemory, "give", lambda self, blocks: (given.append(blocks), give(self, blocks))
     )
-    meet = repeated.meet_before_save
+    meet = repeated.agree_before_save
 
     def another_has_none(holdings: Any, group: Any, options: Any, kept: Any, first: bytes, *, before: Any) -> Any:
         return meet(holdings, group, options, kept if before is not None else None, first, before=before)
 
-    monkeypatch.setattr(repeated, "meet_before_save", another_has_none)
+    monkeypatch.setattr(repeated, "agree_before_save", another_has_none)
     reshard.async_save({"w": torch.full((1 << 16,), 2.0)}, Path(tmp_path, "b")).result()
     assert (reshard.open(tmp_path / "b")["w"][...] == 2).all()
     assert len(given) == 4  # of the device's and of the host's memory, those not wanted and those written

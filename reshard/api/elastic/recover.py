@@ -161,7 +161,7 @@ def _first_whole(
             keep = [kept for kept in kept_in(hosts.folder) if kept not in refused] if hosts.leads else []
             return _report(None, (), passed, load, group, hosts, keep), None
         with phase("check"):
-            found = _JudgedGeneration.look(settings, candidate, group, hosts)
+            found = _CheckedGeneration.look(settings, candidate, group, hosts)
             verdict = found.judge(fallback)
         if verdict.refused:
             passed.append(verdict.refused)
@@ -220,7 +220,7 @@ def _load_fallback(
 
 
 def _report(
-    found: _JudgedGeneration | None,
+    found: _CheckedGeneration | None,
     lost: tuple[str, ...],
     passed: list[str],
     load: LoadReport,
@@ -307,7 +307,7 @@ def _manifest_of(kept: GenerationFolder, place: int, group: Group, hosts: Hosts)
 
 
 @dataclass
-class _JudgedGeneration:
+class _CheckedGeneration:
     """A generation as this rank sees it, while it is checked and loaded."""
 
     settings: Settings
@@ -323,7 +323,7 @@ class _JudgedGeneration:
     checked: int = 0
 
     @classmethod
-    def look(cls, settings: Settings, candidate: _Candidate, group: Group, hosts: Hosts) -> _JudgedGeneration:
+    def look(cls, settings: Settings, candidate: _Candidate, group: Group, hosts: Hosts) -> _CheckedGeneration:
         """Collective: share the manifest, and check all remaining files that it names."""
         kept = candidate.kept
         assert kept is not None

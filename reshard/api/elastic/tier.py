@@ -149,7 +149,7 @@ class Tier:
         with phase("Tier.save", path=self.settings.folder), group.together("Tier.save"):
             options = SaveOptions(check_replicas=check_replicas, fingerprints=fingerprints)
             job = self._begun(group, "Tier.save", state_dict, step, options)
-            return job.finish(ToWrite.where_it_is(job.entries), self.settings.process_group)
+            return job.finish(ToWrite.in_place(job.entries), self.settings.process_group)
 
     @renamed()
     def async_save(

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.cli.demo_job import Change, tell_story
+from reshard.cli.demo_job import Change, run_demo
 from reshard.errors import ReshardError
 from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
 
@@ -28,7 +28,7 @@ TRAINS = requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")
 def test_a_torch_that_cannot_train_on_cpus_is_told(tmp_path, monkeypatch) -> None:
     monkeypatch.delattr(torch.cpu.Stream, "record_event", raising=False)
     with pytest.raises(ReshardError, match=r"FSDP2 on CPUs.*newer"):
-        tell_story(tmp_path / "out", 6, lambda *_: None, lambda _: None)
+        run_demo(tmp_path / "out", 6, lambda *_: None, lambda _: None)
     assert not (tmp_path / "out").exists()
 
 

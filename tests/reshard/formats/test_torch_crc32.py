@@ -270,7 +270,7 @@ def test_threads_count_what_is_owed_together() -> None:
     sums.add(0, 8, lambda: 0)
     sums._owed = Slow()
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: sums.owe([(0, 8)], 3), range(8)))
+        list(pool.map(lambda _: sums.defer([(0, 8)], 3), range(8)))
     assert sums.settle() == 0
     assert sums.is_right((0, 8), [])
     assert sums.settle() == 24
