@@ -56,7 +56,7 @@ class Goal:
         limit = [
             self.ratios(row) for row in rows if (row.section, row.what, row.unit) == ("limits", self.limit, self.unit)
         ]
-        most = f"{statistics.median(limit[0]):.2g}" if limit else ""
+        most = f"{statistics.median(limit[0]):.2g}" if limit and limit[0] else ""
         return self.section, name, against, wanted, f"{middle:.2g}", f"{worst(ratios):.2g}", self._verdict(ratios), most
 
     def rows(self, rows: Iterable[Row]) -> list[tuple[Row, tuple[float, ...]]]:

@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, lru_cache, partial, reduce
@@ -143,12 +143,11 @@ def compare(
     Returns a report. It lists everything that differs or cannot be read. For a tensor, it has the first element that
     differs, in row-major order. `covered` says how many bytes of `a` were read and compared with those of `b`.
     Comparisons by fingerprint do not count."""
-    (a, b), wrong = _taken_apart(a, b)
+    a, b = _taken_apart(a, b)
     is_joint = process_group is not None or any(map(_is_sharded, (a, b)))
     group = Group(process_group, deadline_s=timeout) if is_joint else None
     with nullcontext() if group is None else group.together("compare" if process_group is not None else _WITHOUT_GROUP):
-        if wrong is not None:
-            raise wrong
+        a, b = map(saved_state, (a, b))
         check_executor(executor, workers, a, b)
         check_options(by_fingerprint=by_fingerprint, progress=progress, measure=measure, labels=labels)
         check_options(rtol=rtol, atol=atol)
@@ -161,12 +160,11 @@ def compare(
             return compare_sides(a, b, how, by_fingerprint, labels, hands, progress, group)
 
 
-def _taken_apart(*sides: Any) -> tuple[Any, Exception | None]:
-    """Return the sides as they are saved. If this fails: as they are, and the error, for which other ranks may wait."""
-    try:
-        return [*map(saved_state, sides)], None
-    except Exception as error:
-        return sides, error
+def _taken_apart(*sides: Any) -> Iterable[Any]:
+    """Return the sides as they are saved; as they are if this fails, as it will again where other ranks hear of it."""
+    with suppress(Exception):
+        return [*map(saved_state, sides)]
+    return sides
 
 
 def _is_sharded(side: Any) -> bool:

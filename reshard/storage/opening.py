@@ -35,8 +35,6 @@ def open_storage(path: StoragePath) -> Storage:
     if isinstance(path, Storage):
         return path
     text = path_text(path)
-    if "\0" in text or (text.startswith("file:") and "%00" in text):
-        raise StorageError(f"the path {text!r} has a NUL in it")
     scheme, separator, rest = text.partition("://")
     if not separator:
         if re.match(rf"({'|'.join(_OBJECT_STORES)}|file|memory):/", text):  # pathlib removes a slash
@@ -68,12 +66,14 @@ def open_storage(path: StoragePath) -> Storage:
 
 
 def path_text(path: object) -> str:
-    """A path as text. Raises OptionError for what is none, and StorageError for an empty one."""
+    """A path as text. Raises OptionError for what is none, and StorageError for an empty one or one with a NUL."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):
         raise option_error(f"a path must be a folder, URL, or Storage, got {describe_wrong_path(text)}", StorageError)
     if not text:
         raise StorageError("the path is empty: pass a folder, file, or URL")
+    if "\0" in text or (text.startswith("file:") and "%00" in text):
+        raise StorageError(f"the path {text!r} has a NUL in it")
     return text
 
 
