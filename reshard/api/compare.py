@@ -702,8 +702,14 @@ def _dtype_hint(findings: Sequence[Finding], left: _Side, right: _Side, names: I
         return ""
     words = "; ".join(f"{kind} ({format_count(count, 'tensor')})" for kind, count in kinds.items())
     sizes = " and ".join(format_bytes(sum(side.names.nbytes.values())) for side in (left, right))
+    of = {it.fqn for it in findings}
+    dtypes = {its.dtype for side in (left, right) for name, its in side.tensors.items() if name in of}
+    plain = (dtype for dtype in dtypes if dtype.is_floating_point and "float4" not in str(dtype))  # packed: no epsilon
+    rtol = max([1e-3, *(torch.finfo(dtype).eps for dtype in plain)])
     within = f"dtypes differ: {words}; the values take {sizes}"
-    return f"all differences are dtypes: {words}. To compare the values, too, pass rtol=" if findings else within
+    return (
+        f"all differences are dtypes: {words}. To compare the values, too, pass rtol={rtol:.0e}" if findings else within
+    )
 
 
 def _name_findings(left: _Side, right: _Side, compared: Collection[str], group: Group | None) -> Iterator[Finding]:

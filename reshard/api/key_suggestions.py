@@ -249,9 +249,11 @@ def _by_front(keys: Mapping[str, str], there: Collection[str]) -> tuple[list[str
 
 
 def _by_pattern(keys: Mapping[str, str]) -> list[str]:
-    """Keys that differ only in numbers as one line; if there are too many patterns, by their common beginnings."""
+    """Keys that differ only in numbers, with the same text after a colon, as one line; if there are too many
+    patterns, by their common beginnings."""
     plain = re.compile(r"(?<![A-Za-z])\d+(?![A-Za-z])")
-    patterns = grouped(((plain.sub("*", key), where), key) for key, where in keys.items())
+    split = ((key, key.partition(": "), where) for key, where in keys.items())
+    patterns = grouped(((plain.sub("*", name), colon + text + where), key) for key, (name, colon, text), where in split)
     depth = 4
     while len(patterns) > _MOST_LINES and depth:
         shorter: dict[tuple[str, str], list[str]] = {}
@@ -261,7 +263,9 @@ def _by_pattern(keys: Mapping[str, str]) -> list[str]:
             shorter.setdefault((front, where), []).extend(names)
         patterns, depth = shorter, depth - 1
     rows = [
-        f"{names[0]}{where}" if len(names) == 1 else f"{pattern}{where}   ({len(names)}, such as {names[0]!r})"
+        f"{names[0]}{keys[names[0]]}"
+        if len(names) == 1
+        else f"{pattern}{where}   ({len(names)}, such as {names[0].partition(': ')[0]!r})"
         for (pattern, where), names in patterns.items()
     ]
     rest = sum(map(len, list(patterns.values())[_MOST_LINES:]))

@@ -617,7 +617,7 @@ class Mismatches:
         if of_another_kind:
             fixes.append(_ITS_KIND)
         if where:
-            fixes += wording.allow.replace("'some.*'", repr(_glob_of([*where]))).split("\n")
+            fixes += _allowing([*where, *unexpected], wording)
         elif unexpected and moved is None:
             fixes.append(wording.ignore)
         fixes += self._fixes_of_mismatches(wording)
@@ -637,9 +637,16 @@ class Mismatches:
         return fixes
 
 
-def _glob_of(keys: Sequence[str]) -> str:
-    top = f"{keys[0].partition('.')[0]}."
-    return f"{top}*" if len(keys) > 1 and all(key.startswith(top) for key in keys) else keys[0]
+_MOST_GLOBS = 3
+
+
+def _allowing(keys: Sequence[str], wording: Wording) -> list[str]:
+    """The advice where keys are missing, with a glob for each top-level key unless there are too many."""
+    tops = grouped(("".join(key.partition(".")[:2]), key) for key in keys)
+    globs = [f"{top}*" if len(its) > 1 else its[0] for top, its in tops.items()]
+    allowed = repr(dict.fromkeys(globs, "partial"))
+    advice = wording.allow.replace("{'some.*': 'partial'}", allowed).split("\n")
+    return [text for text in advice if allowed not in text or len(globs) <= _MOST_GLOBS]
 
 
 def _by_integer_ids(match: KeyMatch, missing: dict[str, str], unexpected: list[str]) -> tuple[str, str] | None:

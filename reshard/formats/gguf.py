@@ -17,6 +17,7 @@ import numpy.typing as npt
 from planners.geometry.box import Box, Shape
 from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import TensorSpec, itemsize
+from planners.units import format_some
 from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.format import Format, at_top
 from reshard.storage.base import Storage
@@ -575,7 +576,7 @@ def _check_names(url: str, files: list[str]) -> None:
         numbered = [_NUMBERED.fullmatch(file) for file in files]
         if not all(numbered) or len({(m[1], m[3]) for m in numbered if m}) > 1:
             raise FormatError(
-                f"{url} has {len(files)} GGUF files that are not of one model: {', '.join(files[:5])}; open one by its "
+                f"{url} has {len(files)} GGUF files that are not of one model: {format_some(files)}; open one by its "
                 "path, or those of one model as '<name>-*.gguf'"
             )
 

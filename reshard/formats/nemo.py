@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
+from planners.units import format_some
 from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.format import Format, at_top
@@ -60,9 +61,7 @@ def open(files: Files) -> Contents:
     if not archives:
         return _open(files)
     if len(archives) > 1:
-        raise FormatError(
-            f"{storage.url} has {len(archives)} archives: {', '.join(archives[:5])}; open one by its path"
-        )
+        raise FormatError(f"{storage.url} has {len(archives)} archives: {format_some(archives)}; open one by its path")
     inside = TarStorage(storage, archives[0])
     return _open(Files(inside, inside.list(), files.checking))
 
@@ -76,7 +75,7 @@ def _open(files: Files) -> Contents:
         if not weights:
             raise CorruptCheckpointError(
                 f"{storage.url}: there is neither model_weights.ckpt nor model_weights/ in it, but "
-                f"{', '.join(sorted(names)[:5]) or 'nothing'}"
+                f"{format_some(sorted(names)) or 'nothing'}"
             )
         if len(weights) > 1:
             raise FormatError(
@@ -96,7 +95,7 @@ def _open(files: Files) -> Contents:
 def _with_config(storage: Storage, names: Mapping[str, int], contents: Contents, others: list[str]) -> Contents:
     """The contents, with the text of the settings among the objects, and what was not opened among
     the warnings."""
-    warnings = (f"not opened: {', '.join(others[:5])}",) if others else ()
+    warnings = (f"not opened: {format_some(others)}",) if others else ()
     objects, paths = contents.objects, contents.paths
     if _CONFIG in names and names[_CONFIG] <= _MAX_CONFIG_BYTES:
         text = bytes(storage.read(_CONFIG)).decode("utf-8", "replace")

@@ -17,6 +17,7 @@ from planners.errors import PlanError
 from planners.geometry.box import Box, Shape
 from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import TensorSpec
+from planners.units import format_some
 from reshard.errors import CorruptCheckpointError, FormatError, framework
 from reshard.formats.canonical import Canonical, Hints
 from reshard.formats.format import Format
@@ -72,7 +73,7 @@ def open(files: Files) -> Contents:
     others = sorted(rest) if folders != [""] else []
     if not found and not others and len(parts) == 1:
         return parts[0][1]
-    warnings = (f"not opened, neither arrays nor JSON: {', '.join(others[:5])}",) if others else ()
+    warnings = (f"not opened, neither arrays nor JSON: {format_some(others)}",) if others else ()
     return merge(_NAME, [*parts, ("", Contents({}, found, format=_NAME, warnings=warnings))])
 
 

@@ -17,6 +17,7 @@ import torch
 from planners.geometry.arrays import grouped
 from planners.geometry.box import Box
 from planners.geometry.layout import TensorLayout
+from planners.units import format_some
 from reshard.errors import CorruptCheckpointError, FormatError, LayoutError
 from reshard.formats.format import Format
 from reshard.formats.torch_save.pickles import Shardlet, TensorRef, is_dtensor, read_dtensor
@@ -110,7 +111,7 @@ def with_others(
     fewer = [f"{one.name}: files of {len(one.files)} of {ranks} ranks" for one in sections if len(one.files) < ranks]
     opened = {*beside, *(file for section in sections for file in section.files.values())}
     others = sorted(n for n in files.listed if n not in opened and n.endswith(_OTHERS))
-    warnings = [f"not opened: {', '.join(others[:5])}"] if others else []
+    warnings = [f"not opened: {format_some(others)}"] if others else []
     return replace(contents, warnings=(*contents.warnings, *fewer, *warnings))
 
 

@@ -13,6 +13,7 @@ import msgspec
 
 from planners.geometry.box import Box, Shape
 from planners.geometry.layout import TensorSpec
+from planners.units import format_some
 from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.format import Format, Writing, at_top, check_index, indexes_in, not_opened, read_index
 from reshard.native.manifest import HF_INDEX, is_generation
@@ -130,7 +131,7 @@ def _check_numbers(url: str, files: list[str], refuse: Callable[[CorruptCheckpoi
         if len(kinds) != 1 or not all(numbered):
             raise FormatError(
                 f"{url} has {len(files)} safetensors files and no index that lists them: "
-                f"{', '.join(files[:5])}; open one by its path"
+                f"{format_some(files)}; open one by its path"
             )
         total = kinds.pop()[1]
         have_numbers = {int(m[2]) for m in numbered if m}

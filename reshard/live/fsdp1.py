@@ -368,7 +368,9 @@ def join_state(
                 if key not in out:
                     # what no original parameter covers is padding, and those without
                     # state start from zero
-                    out[key] = torch.zeros(_held_shape(piece, parameter), dtype=value.dtype, device=parameter.device)
+                    out[key] = torch.zeros(
+                        _held_shape(piece, parameter), dtype=dtype_of(value), device=parameter.device
+                    )
                 whole = out[key]
                 local = whole[piece.local_slice()] if parameter is piece.flat else whole
                 pairs.append((value, piece.tensor(local)))

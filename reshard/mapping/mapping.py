@@ -341,7 +341,7 @@ class MappingStage:
     def _part(self, group: RuleGroup, number: int, new: str) -> StoredTensor:
         sources = [self.tensors[name]() for name in group.members]
         if self._is_carried(group, [s.spec.shape for s in sources]):
-            self._check_equal(group, sources)
+            self._check_equal(sources)
             return sources[0].renamed(new)
         dtypes = {source.spec.dtype for source in sources}
         if len(dtypes) > 1:
@@ -374,13 +374,12 @@ class MappingStage:
                 raise NormalizationError(f"{name!r} of {dtype} cannot become {group.rule.dtype}: {why}")
         return group.rule.compute(sources, new, group.site.state)
 
-    def _check_equal(self, group: RuleGroup, sources: Sequence[StoredTensor]) -> None:
+    def _check_equal(self, sources: Sequence[StoredTensor]) -> None:
         """States that go along, such as steps, become one: then they must be one."""
         first, *others = map(LazyTensor, sources)
-        if any((other[...] != first[...]).any() for other in others):
-            raise KeyMismatchError(
-                f"cannot merge {group.members[0]!r} and {len(others)} others into one value: they are not equal numbers"
-            )
+        for source, other in zip(sources[1:], others):
+            if (other[...] != first[...]).any():
+                raise _unequal(sources[0].fqn, first[...].tolist(), source.fqn, other[...].tolist())
 
     def _add_objects(self, counts: Dict[Any, int]) -> None:
         """Settings and states that are no tensors follow their parameter; lists of parameters are translated."""
@@ -411,12 +410,12 @@ class MappingStage:
                 self._put(self.objects, new, group.members[0], partial(self._carried_object, group))
 
     def _carried_object(self, group: RuleGroup) -> Any:
-        values = [self.given.objects[name] for name in group.members]
-        if not all(same_value(value, values[0]) for value in values[1:]):
-            raise KeyMismatchError(
-                f"{group.members[0]!r} is {represent(values[0]):.60}, but others that would become one with it differ"
-            )
-        return values[0]
+        first, *others = group.members
+        value = self.given.objects[first]
+        for name in others:
+            if not same_value(other := self.given.objects[name], value):
+                raise _unequal(first, value, name, other)
+        return value
 
     def _object(self, key: str) -> Any:
         value = self.given.objects[key]
@@ -455,6 +454,13 @@ def _names_of(contents: Contents) -> tuple[list[str], list[str]]:
 
 def _no_parameter(key: str, where: str) -> str:
     return f"{key!r} belongs to a parameter that is not in {where}, so the number of its parts is unknown"
+
+
+def _unequal(one: str, value: Any, other: str, its_value: Any) -> KeyMismatchError:
+    return KeyMismatchError(
+        f"{one!r} ({represent(value):.40}) and {other!r} ({represent(its_value):.40}) cannot become one value: they "
+        'are not equal numbers. Make them equal before the save, or load without the optimizer, with strict="subset"'
+    )
 
 
 def _filled_note(group: RuleGroup) -> str:

@@ -270,7 +270,7 @@ class FileSource(Source):
         first, last = bad[0]
         error = CorruptCheckpointError(
             f"{self.label}: the block of bytes [{first}, {last}) was changed since it was written{more}: "
-            "restore the file, or load another checkpoint (check=False reads it as it is)"
+            "restore the file, or load another checkpoint (reshard.load(..., check=False) reads it as it is)"
         )
         error.places = tuple((self.name, start, stop) for start, stop in bad)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import logging
 import re
@@ -449,3 +450,57 @@ def test_a_run_of_another_model_is_not_taken_for_an_optimizer_without_state(tmp_
         reshard.load({"model": weights, "optim": moments}, tmp_path / "c")
     assert "2 missing" in str(caught.value)
     assert "optimizer_destinations" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "line"),
+    [
+        (torch.zeros(2, 3, dtype=torch.bfloat16), "saved as float32, but the target is bfloat16"),
+        (torch.zeros(2, 15), "saved with shape [2, 3], but the target has [2, 15]"),
+    ],
+    ids=["dtype", "shape"],
+)
+def test_only_the_numbers_of_keys_become_stars(target: torch.Tensor, line: str, tmp_path: Path) -> None:
+    reshard.save({f"layers.{i}.w": torch.zeros(2, 3) for i in range(40)}, tmp_path / "c")
+
+    with pytest.raises(KeyMismatchError) as caught:
+        reshard.load({f"layers.{i}.w": target.clone() for i in range(40)}, tmp_path / "c")
+
+    assert f"\n    layers.*.w: {line}   (40, such as 'layers.0.w')\n" in str(caught.value)
+
+
+def test_mismatches_of_one_pattern_are_told_apart(tmp_path: Path) -> None:
+    reshard.save({f"layers.{i}.w": torch.zeros(2, 3) for i in range(40)}, tmp_path / "c")
+
+    with pytest.raises(KeyMismatchError) as caught:
+        reshard.load({f"layers.{i}.w": torch.zeros(3 + (i == 7)) for i in range(40)}, tmp_path / "c")
+
+    said = "w: saved with shape [2, 3], but the target has"
+    assert f"\n    layers.*.{said} [3]   (39, such as 'layers.0.w')\n    layers.7.{said} [4]\n" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "allowed"),
+    [
+        ({"model": {"v": torch.zeros(2)}, "step": 0}, "{'model.*': 'partial'}"),
+        ({"model": {"v": torch.zeros(2)}}, "{'model.*': 'partial', 'step': 'partial'}"),
+        ({"net": {"w": torch.zeros(2)}, "number": 0}, ""),
+    ],
+    ids=["one", "two", "many"],
+)
+def test_the_strictness_that_is_advised_covers_all_keys(target: Any, allowed: str, tmp_path: Path) -> None:
+    reshard.save(
+        {"model": {"w": torch.ones(2)}, "step": 1, "epoch": 2}
+        if not allowed
+        else {"model": {"w": torch.ones(2)}, "step": 1},
+        tmp_path / "c",
+    )
+
+    with pytest.raises(KeyMismatchError) as caught:
+        reshard.load(target, tmp_path / "c")
+
+    advised = re.findall(r"strict=(\{.*?\}) allows", str(caught.value))
+    assert advised == [allowed] * bool(allowed)
+    assert "strict=False allows" in str(caught.value)
+    for strict in advised:
+        reshard.load(target, tmp_path / "c", strict=ast.literal_eval(strict))

@@ -560,7 +560,7 @@ class CheckpointManager:
                 if now is not None:
                     return self._newest_whole(now, wanted, state, options, tries - 1)
             passed.append(found if one is None else f"step {one}: {found}")
-            if self._claim is not None:
+            if self._group().rank == 0:
                 level = logging.WARNING if steps else logging.INFO  # nothing at all is where a run begins
                 _log.log(level, "%s: skipped %s", self.root, passed[-1])
         if wanted is None and not steps and not foreign:

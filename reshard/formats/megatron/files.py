@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from planners.units import format_some
 from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.torch_save.reader import TorchFile, contents_of, read_torch_file
@@ -350,7 +351,7 @@ def _check_grid(ranks: list[RankFiles], files: Files) -> int:
     wanted |= {*product(range(etp_size), range(pp_size), eps)}
     for tp, pp, ep in sorted(wanted - held):
         place = f"tensor parallel rank {tp}, pipeline stage {pp}, expert rank {ep}"
-        there = ", ".join(r.folder for r in ranks[:6])
+        there = format_some([r.folder for r in ranks])
         words = f"{files.storage.url}: the folder of {place} is missing; there are {there}"
         files.checking.refuse(CorruptCheckpointError(words))
     return etp_size

@@ -289,7 +289,7 @@ def open(files: Files) -> Contents:
     if len(found) > 1:
         raise FormatError(
             f"{storage.url} holds {len(found)} files of torch.save and no index that lists them: "
-            f"{', '.join(sorted(found)[:5])}; open one by its path"
+            f"{format_some(sorted(found))}; open one by its path"
         )
     return contents_of("torch_save", {(): read_torch_file(files[found[0]])})
 

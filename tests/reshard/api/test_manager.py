@@ -1285,3 +1285,18 @@ def test_a_step_that_was_saved_anew_since_it_was_listed_stays(tmp_path: Path) ->
 
     assert reshard.open(tmp_path / "step-0")["w"][...].tolist() == [9.0] * 3
     assert mine.current() == [0, 1]
+
+
+def test_a_manager_that_only_reads_tells_of_damaged_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(tmp_path / "run", [1, 2])
+    (file,) = (tmp_path / "run" / "step-2").rglob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    caplog.clear()
+
+    with reshard.CheckpointManager(tmp_path / "run", read_only=True) as manager:
+        assert manager.restore({"w": torch.zeros(3)}).step == 1
+
+    told = [record for record in caplog.records if "skipped step 2" in record.getMessage()]
+    assert [record.levelname for record in told] == ["WARNING"]

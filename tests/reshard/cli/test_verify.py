@@ -364,6 +364,18 @@ def test_diff_says_that_names_differ_by_a_prefix_alone(here, there, say, tmp_pat
     assert "same except for" not in say("diff", tmp_path / "a", tmp_path / "a").out
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
+def test_the_advised_tolerance_allows_rounding_to_the_coarser_dtype(dtype, say, tmp_path) -> None:
+    values = torch.rand(5000, generator=torch.Generator().manual_seed(0)) + 0.5
+    reshard.save({"w": values}, tmp_path / "a")
+    reshard.save({"w": values.to(getattr(torch, dtype))}, tmp_path / "b")
+
+    for one, other in ("ab", "ba"):
+        advised = say("diff", tmp_path / one, tmp_path / other).out.rpartition("add --rtol ")[2].split()[0]
+        assert float(advised) < 0.3
+        assert say("diff", tmp_path / one, tmp_path / other, "--rtol", advised).code == 0
+
+
 def test_diff_says_that_all_differences_are_dtypes(say, tmp_path) -> None:
     state = {f"layers.{i}.w": torch.ones(2) for i in range(5)}
     reshard.save(state, tmp_path / "a")
@@ -371,12 +383,12 @@ def test_diff_says_that_all_differences_are_dtypes(say, tmp_path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
 
     all_of = f"all differences are dtypes: float32 in {a}, bfloat16 in {b} (5 tensors)"
-    fix = "To compare the values, too, add --rtol 1e-3"
+    fix = "To compare the values, too, add --rtol 8e-03"
     assert say("diff", a, b).out.splitlines()[2:] == [
         f"note  {all_of}. {fix}",
         f"·  layers.*: 5 names, such as 'layers.0.w': is float32 in {a}, bfloat16 in {b}",
     ]
-    assert reshard.compare(a, b).hint.endswith("pass rtol=")
+    assert reshard.compare(a, b).hint.endswith("pass rtol=8e-03")
     for command in (("diff", a, b), ("verify", a, "--against", b)):
         assert f"note  {all_of}. {fix}" in say(*command).out.splitlines()
         assert json.loads(say(*command, "--json").out)["hint"].endswith(fix)
@@ -671,3 +683,11 @@ def test_nothing_is_not_the_same_as_nothing(say, tmp_path) -> None:
     assert "nothing to compare" in verified.err
     reshard.save({"step": 3}, tmp_path / "c")
     assert say("verify", tmp_path / "c", "--against", tmp_path / "c").code == 0
+
+
+@pytest.mark.skipif(not hasattr(torch, "float4_e2m1fn_x2"), reason="this torch has no float4")
+def test_packed_dtypes_have_no_rounding_to_advise_for(say, tmp_path) -> None:
+    reshard.save({"w": torch.zeros(4)}, tmp_path / "a")
+    reshard.save({"w": torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, tmp_path / "b")
+
+    assert "all differences are dtypes" in say("diff", tmp_path / "a", tmp_path / "b").out

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import CheckpointException
 import reshard
 import reshard.dcp as ours
 from reshard.dcp.engine import calls
-from reshard.errors import KeyMismatchError, OptionError, RankFailedError, StorageError
+from reshard.errors import CorruptCheckpointError, KeyMismatchError, OptionError, RankFailedError, StorageError
 from tests import gloo
 from tests.reshard.dcp import jobs
 from tests.samples import sample
@@ -236,3 +236,16 @@ def test_a_checkpoint_of_megatron_is_not_mixed_with_what_is_saved(tmp_path):
     with pytest.raises(StorageError, match=r"iter_0000002 has a checkpoint of the format megatron.*save elsewhere"):
         ours.save({"w": torch.ones(2)}, checkpoint_id=folder)
     assert list(reshard.open(folder)) == list(before)
+
+
+def test_damage_is_told_with_a_call_that_reads_it_anyway(tmp_path):
+    path = tmp_path / "c"
+    ours.save({"w": torch.zeros(1000)}, checkpoint_id=path)
+    (file,) = path.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[-2000] ^= 4
+    file.write_bytes(content)
+
+    with pytest.raises(CorruptCheckpointError, match=r"\(reshard\.load\(\.\.\., check=False\) reads it as it is\)"):
+        ours.load({"w": torch.ones(1000)}, checkpoint_id=path)
+    reshard.load({"w": torch.ones(1000)}, path, check=False)

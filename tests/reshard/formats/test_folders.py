@@ -321,3 +321,15 @@ def test_files_of_tensors_below_a_model_are_named_as_not_opened(indexed: bool, t
 
     assert list(opened) == ["weight"]
     assert opened.warnings == ("2_Dense/model.safetensors was not opened. To open it, pass its path",)
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_a_list_of_files_says_how_many_more_there_are(suffix: str, tmp_path: Path) -> None:
+    for name in "abcdef":
+        if suffix == "pt":
+            torch.save({"w": torch.ones(2)}, tmp_path / f"{name}.pt")
+        else:
+            save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors")
+
+    with pytest.raises(CheckpointError, match=rf"d\.{suffix}, e\.{suffix} and 1 more; open one by its path"):
+        reshard.open(tmp_path)

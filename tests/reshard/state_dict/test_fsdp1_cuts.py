@@ -355,3 +355,21 @@ def test_ranks_outside_of_a_model_need_not_take_part_in_getting_its_state(origin
     one, other, _ = gloo.run(state_of_two_ranks_of_three, 3, original, timeout_s=60.0)
     assert len(one) == 4
     assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+def sets_without_warnings() -> list[str]:
+    told = []
+    for mesh, original in itertools.product(("", "flat"), (False, True)):
+        model, optimizer = trained(0, mesh, original)
+        state = reshard.get_optimizer_state_dict(model, optimizer)
+        again, fresh = build(1, mesh, original)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            reshard.set_optimizer_state_dict(again, fresh, state)
+            reshard.get_optimizer_state_dict(again, fresh)
+        told += [str(warning.message) for warning in caught]
+    return told
+
+
+def test_no_warning_of_torch_about_its_sharded_tensors_gets_out() -> None:
+    assert not any("Please use DTensor" in text for rank in gloo.run(sets_without_warnings, 2) for text in rank)
