@@ -45,9 +45,15 @@ text { font: 12px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-seri
 
 
 def roles(page: str) -> dict[str, str]:
-    """The purpose of each package, from the headings of architecture.md, such as "### `reshard.api`: the verbs"."""
+    """The purpose of each package, from the headings of architecture.md, such as "### `reshard.api`: the verbs". The
+    purposes of several packages are in the order of their names, with semicolons between them."""
     heads = re.findall(r"^### (.*?): (.*)$", page, re.M)
-    return {package: words for names, words in heads for package in packages_named(names)}
+    cut = [(packages_named(names), words.split("; ")) for names, words in heads]
+    return {
+        package: its
+        for packages, words in cut
+        for package, its in zip(packages, words * len(packages) if len(words) == 1 else words, strict=len(words) > 1)
+    }
 
 
 def _seen(target: str, source: str) -> str:

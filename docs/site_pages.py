@@ -43,6 +43,8 @@ def on_files(files: Files, config: Any) -> Files:
     """Add the pages from the root."""
     for page, source in FROM_ROOT.items():
         text = (ROOT / source).read_text(encoding="utf-8")
+        if page == "start.md":  # as in the navigation
+            text = text.replace("# reshard\n", "# Install and first save\n", 1)
         files.append(File.generated(config, page, content=as_code(source, text) if source.endswith(".py") else text))
     for notebook in sorted((ROOT / "docs").glob("*.ipynb")):
         files.append(File.generated(config, f"{notebook.stem}.md", content=as_page(notebook)))

@@ -87,14 +87,14 @@ def load(
     bytes exist, and verifies the blocks that a rank reads for itself. It verifies other data as it arrives.
 
     Args:
-        state_dict: nested dicts and lists of tensors, sharded in any way, plain values, models, optimizers if
-            their models are in it, too, and other objects with `load_state_dict`.
+        state_dict: nested dicts and lists of tensors, sharded in any way, plain values, models, optimizers
+            (together with their models), and other objects that have `load_state_dict`.
         path: folder, file, URL, `Storage`, or `Checkpoint`; the same save for all ranks with parts of one tensor.
         strict: True or "strict": missing and unexpected keys are errors. "subset": unexpected keys are allowed. False
             or "partial": both are allowed. {glob: mode} sets it by key: the first match counts, others are strict.
             A tensor on one side and a plain value on the other are always an error, except a 0-d tensor and a number.
-        dtype_policy: "error": another dtype is an error, but numbers and 0-d tensors fit each other: see `cast`.
-            "cast": converts, but not float to integer: see `overflowed`. "saved": sets the saved dtype; models cast.
+        dtype_policy: "error": a different dtype is an error, except between a number and a 0-d tensor: see `cast`.
+            "cast": converts, but not float to integer: see `overflowed`. "saved": dicts take that dtype, models cast.
         mapping: {key in `state_dict`: key in the checkpoint} for keys that differ, or a `reshard.mapping.Mapping`.
         dry_run: only report what a load would do, including missing, unexpected, and mismatched keys.
         check: True or "before": compare with checksums before writing. "during": compare each block after writing it.
@@ -113,7 +113,7 @@ def load(
         KeyMismatchError: keys are missing, unexpected, or mismatched on any rank, or `mapping` matches no key.
         LayoutError: a target cannot be filled in place, or ranks pass different options. Only mapping, check, threads,
             memory_budget_bytes, and progress may differ.
-        OptionError: an option has an unknown value. All others: see `reshard.open`."""
+        OptionError: an option has an invalid value. For errors while opening the checkpoint, see `reshard.open`."""
     group = Group(process_group, alone=alone, deadline_s=timeout)
     with phase("load", path=path), group.together("load"):
         options = LoadOptions(
@@ -184,10 +184,12 @@ def load_with(
 
 
 def set_objects(live: LiveObjects, report: LoadReport) -> LoadReport:
-    """Set models, optimizers, and other objects to what was loaded. Return the report with what optimizers found."""
+    """Set models, optimizers, and other objects to what was loaded. Return the report with what they found."""
     live.put_back(report.aliases)
     missing, unexpected = report.missing + live.missing, report.unexpected + live.unexpected
-    return replace(report, missing=missing, unexpected=unexpected)
+    if live.uninitialized:
+        _log.warning("still on the meta device, without values: %s", format_names(live.uninitialized))
+    return replace(report, missing=missing, unexpected=unexpected, uninitialized=live.uninitialized)
 
 
 def _mapped(checkpoint: Checkpoint, mapping: StateMapping) -> Checkpoint:
@@ -519,6 +521,9 @@ class LoadReport(FilledReport, CheckedReport):
     bytes_received: int = 0
     """Bytes of elements that other ranks read for this one: ranks of its host or, with `read_once`,
     of the job."""
+    uninitialized: tuple[str, ...] = ()
+    """Keys of models that are still on the meta device, without values, such as non-persistent buffers. `ok` allows
+    them."""
 
     @property
     def ok(self) -> bool:
@@ -547,7 +552,7 @@ class LoadReport(FilledReport, CheckedReport):
         extra = [name for name in self.unexpected if name not in self.not_requested]
         odd = self._first_of_each("missing")
         odd += [f"unexpected {format_names(extra)}"] if extra else []
-        odd += self._first_of_each("not_requested", "outside", "mismatched", "dropped", "cast")
+        odd += self._first_of_each("not_requested", "outside", "uninitialized", "mismatched", "dropped", "cast")
         odd += [*self._overflows, *self._first_of_each("replaced", "resized", "skipped", "omitted")]
         if self.retyped:
             names = [f"{key}: saved {saved}, not {other}" for key, (saved, other) in self.retyped.items()]

@@ -73,7 +73,7 @@ def save(
 
     Args:
         state_dict: nested dicts and lists of tensors, DTensors, ShardedTensors, with this rank's shards, plain
-            values, models, optimizers if their models are in it, too, and other objects with `state_dict`.
+            values, models, optimizers (together with their models), and other objects that have `state_dict`.
         path: a local folder, URL, or `Storage`. All ranks pass the same one, and must have access to it.
         process_group: the ranks that save together. Default: the default group, or this process if there is none.
         alone: only this process saves, even in a running job. It needs full tensors and its own path.

@@ -75,6 +75,8 @@ class LiveObjects:
     """After `put_back`, keys of parameters that an optimizer has and the checkpoint lacks."""
     unexpected: tuple[str, ...] = ()
     """The reverse, and keys of state that an optimizer does not use."""
+    uninitialized: tuple[str, ...] = ()
+    """After `put_back`, keys of models that are still on the meta device."""
 
     def __init__(self, user: Any, *, to_fill: bool = False, strict: Any = True) -> None:
         if not isinstance(user, MutableMapping):
@@ -189,7 +191,12 @@ class LiveObjects:
             return self._own(value)
         if models := _all(nn.Module | Stage, value):
             self._model_paths.append(path)
-            return _Taken(get_model_state_dict(models), lambda got: set_model_state_dict(models, got))
+
+            def put_model(got: Any) -> None:
+                report = set_model_state_dict(models, got)
+                self.uninitialized += tuple(f"{key}.{name}" for name in report.uninitialized)
+
+            return _Taken(get_model_state_dict(models), put_model)
         if optimizers := _all(Optimizer, value):
             found = self._models_of(optimizers, key)
             owners = [model for model, _ in found]

@@ -254,7 +254,7 @@ def _no_option(error: Any) -> str:
 
 
 def _tell(message: str) -> None:
-    is_plain = "NO_COLOR" in os.environ or not sys.stderr.isatty()
+    is_plain = bool(os.environ.get("NO_COLOR")) or not sys.stderr.isatty()
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns - len("error: ")
         lines = [textwrap.fill(line, max(width, 20), break_on_hyphens=False) for line in message.splitlines()]

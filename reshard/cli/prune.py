@@ -39,15 +39,16 @@ def prune(
             all_steps = [step for step in reshard.steps(run) if step.problem is None]
         gone = reshard.prune(run, keep_last=keep_last, executor=executor, dry_run=dry_run)
     left = {path: nbytes for path, nbytes in left.items() if path not in gone}
+    kept = [step.path for step in all_steps if step.path not in gone]
     if as_json:
         files = [{"path": path, "nbytes": nbytes} for path, nbytes in left.items()]
-        print_json({"path": run, "dry_run": dry_run, "deleted": gone, "leftovers": files})
+        print_json({"path": run, "dry_run": dry_run, "deleted": gone, "kept": kept, "leftovers": files})
         return
     done, keeps = ("would delete", "keeps") if dry_run else ("deleted", "kept")
     for path, nbytes in left.items():
         print_text(console(), f"{path}  (files of killed saves, {size(nbytes)})", done)
     top = f"{run.rstrip('/')}/"
-    stay = [step.path.removeprefix(top) for step in all_steps if step.path not in gone]
+    stay = [path.removeprefix(top) for path in kept]
     freed = size(sum(step.nbytes for step in all_steps if step.path in gone))
     what = f", {freed} of tensors: {', '.join(path.removeprefix(top) for path in gone)}" if gone else ""
     text = f"{done} {len(gone)} of {counted(len(gone) + len(stay), 'checkpoint')}{what}"

@@ -540,13 +540,13 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
     known = ", ".join(format.name for format in formats())
     nested = _nested(storage, names)
     if nested:
-        hint = "; reshard.latest_complete finds the newest native one"
-        if any(step_of(folder.rpartition("/")[2]) for folder in nested):
+        hint = ". Their names have no step number; reshard.latest_complete finds the newest native one"
+        places = f"Checkpoints seem to be in its subfolders {format_some(nested)}: open one of these"
+        if len(nested) == 1:
+            places, hint = f"Its subfolder {nested[0]!r} seems to be a checkpoint: open that", ""
+        elif any(step_of(folder.rpartition("/")[2]) for folder in nested):
             hint = ""
-        raise FormatError(
-            f"{url} is not a checkpoint in a known format. Checkpoints seem to be in its subfolders "
-            f"{format_some(nested)}: open one of these{'. Their names have no step number' * bool(hint)}{hint}"
-        )
+        raise FormatError(f"{url} is not a checkpoint in a known format. {places}{hint}")
     some = format_some(sorted(names))
     if len(names) == 1:
         refuse_plan(storage.read(some, 0, min(names[some], 99)), url)

@@ -179,6 +179,28 @@ def test_an_object_may_keep_what_the_saved_state_lacks(tmp_path: Path) -> None:
     assert live["optim"].param_groups[0]["maximize"] is False
 
 
+def test_the_report_names_what_has_no_values(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def made() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.register_buffer("scale", torch.ones(2), persistent=False)
+        return model
+
+    with torch.device("meta"):
+        targets = [made(), made()]
+    with reshard.CheckpointManager(tmp_path / "run", every=reshard.Every(steps=1)) as manager:
+        manager.save(1, {"model": made()})
+        restored = manager.restore({"model": targets[0]})
+    assert restored is not None
+    loaded = reshard.load({"model": targets[1]}, tmp_path / "run" / "step-1")
+
+    for report in (restored.load, loaded):
+        assert report.ok
+        assert report.uninitialized == ("model.scale",)
+        assert "uninitialized 1 ('model.scale')" in repr(report)
+    assert caplog.text.count("still on the meta device, without values: 1 ('model.scale')") == 2
+    assert reshard.load({"model": made()}, tmp_path / "run" / "step-1").uninitialized == ()
+
+
 def test_a_model_keeps_its_dtypes_and_the_report_counts_what_overflowed(tmp_path: Path) -> None:
     """The report said that the saved dtype was set, and nothing of infinite values."""
     model, target = nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False).half()

@@ -299,6 +299,9 @@ def test_an_unknown_format_says_what_was_looked_for(tmp_path: Path) -> None:
 def test_a_folder_of_checkpoints_names_them(tmp_path: Path) -> None:
     for name in ("first", "second"):
         DcpWriter({"w": grid(torch.ones(2), 1)}).write(tmp_path / name)
+        if name == "first":
+            with pytest.raises(FormatError, match=r"Its subfolder 'first' seems to be a checkpoint: open that$"):
+                open_checkpoint(tmp_path)
     reshard.save({"w": torch.ones(2)}, tmp_path / "third")  # whose data folder is none
     with pytest.raises(FormatError, match=r"Checkpoints seem to be in its subfolders first, second, third: open one"):
         open_checkpoint(tmp_path)

@@ -17,7 +17,7 @@ import torch
 import typer
 
 import reshard
-from reshard.cli.app import EXAMPLES, app
+from reshard.cli.app import EXAMPLES, _tell, app
 from reshard.cli.show import columns, in_words_of_the_command_line
 
 RESHARD = [sys.executable, "-m", "reshard"]
@@ -579,3 +579,12 @@ def test_planners_of_the_users_own_are_an_error_of_one_line(command, tmp_path) -
     assert re.fullmatch(
         r"error: reshard needs its own package planners, .*planners.py first: rename that.*\n", ran.stderr
     )
+
+
+def test_an_empty_variable_does_not_turn_colors_off(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Rich and the convention of NO_COLOR agree: only a value counts."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for value, is_plain in (("", False), ("1", True)):
+        monkeypatch.setenv("NO_COLOR", value)
+        _tell("no")
+        assert ("\x1b" not in capsys.readouterr().err) == is_plain

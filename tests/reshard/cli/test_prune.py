@@ -31,7 +31,9 @@ def test_it_lists_what_it_removes(say, run) -> None:
         said = say("prune", run, "--keep-last", 2, "--dry-run", *words)
         assert said.code == 0
         assert all(f"step-{step}" in said.out for step in range(2))
-        assert f"{run}/step-2" not in said.out
+        assert (f"{run}/step-2" in said.out) == bool(words)
+        if words:
+            assert json.loads(said.out)["kept"] == [f"{run}/step-2", f"{run}/step-3"]
         assert _left(run) == before
     assert json.loads(said.out)["dry_run"] is True
     assert say("prune", f"{run}/", "--keep-last", 1, "--dry-run").out.splitlines() == [
@@ -46,7 +48,13 @@ def test_it_lists_what_it_removes(say, run) -> None:
     ]
     assert _left(run) == ["step-2", "step-3"]
     told = json.loads(say("prune", run, "--keep-last", 1, "--on", "processes:2", "--json").out)
-    assert told == {"path": str(run), "dry_run": False, "deleted": [f"{run}/step-2"], "leftovers": []}
+    assert told == {
+        "path": str(run),
+        "dry_run": False,
+        "deleted": [f"{run}/step-2"],
+        "kept": [f"{run}/step-3"],
+        "leftovers": [],
+    }
     assert say("prune", run, "--keep-last", 1).out == "deleted 0 of 1 checkpoint; kept step-3\n"
 
 
