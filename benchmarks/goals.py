@@ -78,7 +78,7 @@ class Goal:
 
 _CPU = "CPU s"
 _COLUMNS = "rows by 4 to columns by {}, the compiled loop"
-_COPIES = "rows by 4 to copies on all, hash a share, read all"
+_COPIES = "rows by 4 to copies on all, hash a share, copy all"
 _FIRST, _DURING = "rows by 8, check first", "rows by 8, check during"
 GOALS = (
     Goal("load", "rows by 4 to columns by 8, compiled kernel", _CPU, "DCP", 5.5, limit=_COLUMNS.format(8)),

@@ -8,7 +8,7 @@ passes can exceed. CPU time, and for conversions seconds too.
 
 - A load of the same layout that checks first hashes a mapped file and copies from it. One that checks during the
   load reads each block and hashes it. The floor reads only; the peer is torch's load.
-- A load of copies hashes a rank's share of the files, and then each rank reads all of them.
+- A load of copies hashes a rank's share of the files, and then each rank copies all of them.
 - Of a load of columns, only the compiled loop counts, which reads, hashes, copies, and waits for other ranks. The floor
   is that of the table of loads: one read, one hash, and one strided copy, by ranks that do not share what they read.
 - A save hashes and writes each block. By default it computes fingerprints, too, by numpy or by the compiled kernel. The
@@ -60,7 +60,7 @@ BLOCK, WRITE, PIECE = 64 << 10, 512 << 10, 2 << 20
 LOADS_LIMITED = {
     "rows by 4 to columns by 8": "the compiled loop",
     "rows by 4 to columns by 4": "the compiled loop",
-    "rows by 4 to copies on all": "hash a share, read all",
+    "rows by 4 to copies on all": "hash a share, copy all",
 }
 _MADV_POPULATE_READ = 22
 _CRC32: dict[str, Callable[[Any], int]] = {"": zlib.crc32}
@@ -87,13 +87,14 @@ def read(path: Path, target: Array, *, hashes: bool = False) -> None:
                 hashed(target[start : start + (1 << 20)])
 
 
-def hash_and_copy(path: Path, target: Array) -> None:
-    """The file into memory, once all of it was hashed."""
+def hash_and_copy(path: Path, target: Array, *, hashes: bool = True) -> None:
+    """The mapped file into memory, once all of it was hashed, or without."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         with suppress(OSError):  # Linux before 5.14
             mapped.madvise(_MADV_POPULATE_READ)
         view = memoryview(mapped)
-        hashed(view)
+        if hashes:
+            hashed(view)
         source = np.frombuffer(view, np.uint8)
         np.copyto(target, source)
         del source
@@ -177,9 +178,8 @@ def passes_of_load(folder: str, shape: tuple[int, ...], placements: list[Placeme
     target = np.zeros(max(path.stat().st_size for path in files), np.uint8)
 
     def copies() -> None:
-        hashed(files[dist.get_rank()].read_bytes())
         for path in files:
-            read(path, target[: path.stat().st_size])
+            hash_and_copy(path, target[: path.stat().st_size], hashes=path == files[dist.get_rank()])
 
     def floor() -> None:
         work_of_columns([str(path) for path in files], nbytes)

@@ -161,7 +161,7 @@ def compare(
 
 
 def _taken_apart(*sides: Any) -> Iterable[Any]:
-    """Return the sides as they are saved; as they are if this fails, as it will again where other ranks hear of it."""
+    """Return the sides as they are saved, or as they are if this fails: `compare` then fails again, on all ranks."""
     with suppress(Exception):
         return [*map(saved_state, sides)]
     return sides

@@ -184,7 +184,7 @@ def print_legend(screen: Console, short_forms: Iterable[str], is_wanted: bool, *
         screen.print("\n[bold]Notation[/]")
         print_rows(screen, signs)
     if hints := [*more, *["--legend explains the notation"] * (bool(signs) > is_wanted)]:
-        print_text(screen, "; ".join(hints), "more", "dim")
+        print_text(screen, "; ".join(hints), "hint", "dim")
 
 
 def print_json(value: Any) -> None:
