@@ -217,7 +217,7 @@ class Topology:
                 raise PlanError("two tensors have the same name", fqn=spec.fqn)
             tensors[spec.fqn] = self._place(spec, rule, at)
         if lost:
-            patterns = ", ".join(repr(rule.pattern) for rule in self.rules[:5])
+            patterns = format_some([repr(rule.pattern) for rule in self.rules])
             raise PlanError(
                 f"{self.origin}no rule matches {format_count(len(lost), 'tensor')}: "
                 f"{format_some([*map(repr, lost)])}. "

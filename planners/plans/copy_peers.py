@@ -21,7 +21,7 @@ from typing import ClassVar
 from planners.errors import PlanError
 from planners.findings import Finding
 from planners.geometry.arrays import grouped
-from planners.units import format_count
+from planners.units import format_count, format_some
 
 __all__ = ["CopyPlan", "plan_copies"]
 
@@ -106,7 +106,7 @@ def plan_copies(hosts: Sequence[str], nbytes: Sequence[int], *, copies: int = 1)
     if copies < 0 or len(written) < copies + 1:
         raise PlanError(
             f"copies={copies} on other hosts needs {copies + 1} hosts or more, but there are {len(written)} "
-            f"({', '.join(sorted(written)[:5])}): ask for fewer copies, or run on more hosts"
+            f"({format_some(sorted(written))}): ask for fewer copies, or run on more hosts"
         )
     rings = _rings(written, copies)
     following = {

@@ -16,7 +16,7 @@ import msgspec
 from planners.geometry.box import Box
 from planners.geometry.layout import Part, ProductForm, StateLayout, TensorLayout
 from planners.geometry.mesh import Replicate
-from planners.units import format_count
+from planners.units import format_count, format_some
 from reshard.api.stateful_objects import saved_state
 from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, run_tasks
@@ -234,7 +234,7 @@ def _summed(
 def _pick(layouts: Mapping[str, TensorLayout], tensors: Mapping[str, Any]) -> StateLayout:
     missing = sorted(tensors.keys() - layouts.keys())
     if missing:
-        raise LayoutError(f"no layout is given for {format_count(len(missing), 'tensor')}: {', '.join(missing[:8])}")
+        raise LayoutError(f"no layout is given for {format_count(len(missing), 'tensor')}: {format_some(missing)}")
     return StateLayout({fqn: layouts[fqn] for fqn in tensors})
 
 

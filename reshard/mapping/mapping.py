@@ -22,6 +22,7 @@ from planners.geometry.arrays import grouped
 from planners.geometry.box import Shape
 from planners.geometry.layout import TensorSpec
 from planners.geometry.views import View
+from planners.units import format_some
 from reshard.checkpoint import Checkpoint
 from reshard.errors import KeyMismatchError, NormalizationError
 from reshard.live.dtypes import refused_codes
@@ -362,7 +363,7 @@ class MappingStage:
         try:
             return views_of(group.rule, tuple(s.spec.shape for s in sources), sources[0].spec.dtype)
         except (PlanError, NormalizationError) as error:
-            given = ", ".join(f"{s.fqn!r} {list(s.spec.shape)}" for s in sources[:3])
+            given = format_some([f"{s.fqn!r} {list(s.spec.shape)}" for s in sources], 3)
             raise NormalizationError(f"{type(group.rule).__name__} does not fit {given}: {error}") from None
 
     def _computed(self, group: RuleGroup, new: str) -> StoredTensor:

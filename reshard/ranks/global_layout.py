@@ -204,7 +204,7 @@ def _stack(key: str, forms: list[Form]) -> Form:
         boxes = dict(itertools.chain(*listed))  # FSDP1's hybrid sharding
         if len(boxes) == len(forms) * len(listed[0]):
             return BoxesForm.make(boxes)
-    shown = "; ".join(map(str, forms[:4]))
+    shown = "; ".join(map(str, forms[:4])) + "; ..." * (len(forms) > 4)
     raise LayoutError(
         f"tensor {key!r} is placed differently on different ranks: {shown}. Use the same mesh and placements on all "
         "ranks"

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from planners.geometry.box import Shape
+from planners.units import format_some
 from reshard.errors import KeyMismatchError, fix_lines, format_value, near_key, visible
 from reshard.live.deepspeed import HOW_TO_GET, HOW_TO_SET
 from reshard.live.dtypes import FREED, is_freed, overflowing, refused_cast, refused_codes
@@ -204,10 +205,9 @@ def _written(regions: list[SelfLoadingModule]) -> str:
     """Return what a late refusal leaves behind. To copy it all beforehand would take the memory of
     these modules once more."""
     paths = [region.prefix.rstrip(".") for region in regions]
-    names = ", ".join(repr(path) if path else "the model itself" for path in paths[:5])
-    more = f" and {len(paths) - 5} more" if len(paths) > 5 else ""
+    names = format_some([repr(path) if path else "the model itself" for path in paths])
     return (
-        f"modules with a load_state_dict or hooks of their own may have been written to already: {names}{more}; "
+        f"modules with a load_state_dict or hooks of their own may have been written to already: {names}; "
         "nothing else has been. Set them again before using the model"
     )
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from planners.geometry.arrays import grouped
+from planners.units import format_some
 from reshard.errors import KeyMismatchError, NormalizationError, format_names
 from reshard.live.deepspeed import HOW_TO_SAVE
 from reshard.live.dtypes import is_freed
@@ -70,7 +71,7 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
     for k, optimizer in enumerate(live.optimizers):
         saved = saved_optimizer.saved_by(optimizer)
         if not is_nested(saved):
-            cls, found = type(optimizer), ", ".join(map(repr, list(saved)[:8]))
+            cls, found = type(optimizer), format_some([*map(repr, saved)])
             raise NormalizationError(
                 f"the state dict of optimizer {k} ({cls.__module__}.{cls.__qualname__}){where()} has {found} instead "
                 "of 'state' and 'param_groups'. Pass the inner optimizer, if it holds the model's own parameters. If "
