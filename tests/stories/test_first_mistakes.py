@@ -213,7 +213,7 @@ def test_checkpoints_without_step_numbers_have_one_order(tmp_path: Path) -> None
         reshard.open(tmp_path)
     assert reshard.steps(tmp_path / "x") == reshard.steps(tmp_path / "none") == []
     reshard.save(STATE, tmp_path / "above" / "run" / "step-2")
-    with pytest.raises(FormatError, match=r"subfolders run/step-2: open one of these$"):
+    with pytest.raises(FormatError, match=r"subfolder 'run/step-2' seems to be a checkpoint: open that$"):
         reshard.open(tmp_path / "above")
 
 

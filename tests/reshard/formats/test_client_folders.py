@@ -117,7 +117,7 @@ def test_an_optimizer_for_each_parameter_by_its_name(kind: str, tmp_path: Path) 
 
 def test_a_model_alone_in_a_folder_below_is_named(tmp_path: Path) -> None:
     dcp(tmp_path / "model", W)
-    with pytest.raises(FormatError, match="in its subfolders model: open one of these"):
+    with pytest.raises(FormatError, match="Its subfolder 'model' seems to be a checkpoint: open that"):
         reshard.open(tmp_path)
 
 
@@ -135,7 +135,9 @@ def test_the_file_of_the_latest_step_that_verl_calls_like_megatron(tmp_path: Pat
         actor.mkdir(parents=True)
         torch.save({"w": torch.full((2,), float(step))}, actor / "model_world_size_1_rank_0.pt")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
-    with pytest.raises(FormatError, match=r"can be opened:\n  global_step_100.* in its subfolders actor: open one"):
+    with pytest.raises(
+        FormatError, match=r"can be opened:\n  global_step_100.* subfolder 'actor' seems to be a checkpoint: open that"
+    ):
         reshard.open(tmp_path)
     assert reshard.open(tmp_path / "global_step_100" / "actor")["model.w"][...].tolist() == [100, 100]
 
