@@ -23,11 +23,15 @@ from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
 pytestmark = [pytest.mark.gloo, requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")]
 
 
-class Whole(torch.optim.Optimizer):
-    """Keeps unsharded tensors, as heavyball's SOAP does."""
+class OneGroup(torch.optim.Optimizer):
+    """Has a learning rate and nothing else."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
+
+
+class Whole(OneGroup):
+    """Keeps unsharded tensors, as heavyball's SOAP does."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -39,11 +43,8 @@ class Whole(torch.optim.Optimizer):
             parameter.sub_(grad / float(1 + state["gram"].sum().abs()))
 
 
-class Beside(torch.optim.Optimizer):
+class Beside(OneGroup):
     """Keeps an unsharded tensor of the parameter's shape beside a DTensor, as heavyball's MSAMLaProp does."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -55,11 +56,8 @@ class Beside(torch.optim.Optimizer):
             parameter.sub_(state["exp_avg"] / float(1 + state["z"].abs().sum()))
 
 
-class OnMesh(torch.optim.Optimizer):
+class OnMesh(OneGroup):
     """Keeps DTensors without dims, as Adam-mini does, and of rows."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -136,11 +134,8 @@ def test_state_that_was_saved_without_sharding_becomes_dtensors_where_it_has_dim
     assert same(loaded, saved)
 
 
-class Rows(torch.optim.Optimizer):
+class Rows(OneGroup):
     """Keeps what arithmetic makes of the parameter, as torch's Adafactor does."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
