@@ -173,12 +173,12 @@ def item_dtype(itemsize: int) -> np.dtype[Any]:
     return np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else np.dtype(f"V{itemsize}")
 
 
-FREED = (
+NO_MEMORY = (
     "has no memory: it is a FakeTensor, or its storage was freed, as while a model is offloaded. Give it memory first"
 )
 
 
-def is_freed(local: torch.Tensor) -> bool:
+def lacks_memory(local: torch.Tensor) -> bool:
     """Return True if a plain tensor has no memory, though it is on a device with some. To read or write its elements
     may end the process."""
     if type(local) not in (torch.Tensor, torch.nn.Parameter):

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from planners.geometry.box import Shape
 from reshard.errors import NormalizationError
-from reshard.live.dtypes import dtype_from_name, is_freed
+from reshard.live.dtypes import dtype_from_name, lacks_memory
 from reshard.live.fsdp1 import remade_like
 from reshard.live.tensors import (
     LiveTensor,
@@ -352,7 +352,7 @@ def _fits(known: Any, shape: Shape, dtype: torch.dtype) -> bool:
         and global_shape(known) == shape
         and dtype_of(known) == dtype
         and not LiveTensor("", known).is_meta
-        and not any(map(is_freed, held_tensors(known)))
+        and not any(map(lacks_memory, held_tensors(known)))
     )
 
 

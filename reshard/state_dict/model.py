@@ -18,7 +18,7 @@ from planners.geometry.box import Shape
 from planners.units import format_some
 from reshard.errors import KeyMismatchError, fix_lines, format_value, near_key, visible
 from reshard.live.deepspeed import HOW_TO_GET, HOW_TO_SET
-from reshard.live.dtypes import FREED, is_freed, overflowing, refused_cast, refused_codes
+from reshard.live.dtypes import NO_MEMORY, lacks_memory, overflowing, refused_cast, refused_codes
 from reshard.live.state import AFTER_WRITES, same_memory, same_value
 from reshard.live.tensors import (
     LiveTensor,
@@ -336,7 +336,7 @@ class _ModelMatch:
         assert target is not None
         fault = problem(value, slot.shape, target.dtype, target.is_meta or self.outlines)
         if fault is None and not self.outlines:
-            fault = f"the model's tensor {FREED}" if is_freed(holder(target)) else None
+            fault = f"the model's tensor {NO_MEMORY}" if lacks_memory(holder(target)) else None
         if fault is None and not self.outlines:
             fault = _EXPANDED if is_expanded(target) else _other_class(value, target)
         if not fault:
@@ -426,7 +426,7 @@ def _is_plain_pair(slot: StateEntry, value: Any) -> bool:
         and value.layout is target.layout
         and value.is_same_size(target)
         and not (target.is_meta or value.is_meta or target.is_conj() or target.is_neg() or is_expanded(target))
-        and not (is_freed(target) or is_freed(value))
+        and not (lacks_memory(target) or lacks_memory(value))
     )
 
 
@@ -468,8 +468,8 @@ def problem(value: Any, shape: Shape, dtype: torch.dtype, on_meta: bool = False)
         return f"expected shape {shape}, found {found}"
     if is_meta(value) and not on_meta:
         return "the given tensor is on the meta device and has no value"
-    if is_freed(holder(value)):
-        return f"the given tensor {FREED}"
+    if lacks_memory(holder(value)):
+        return f"the given tensor {NO_MEMORY}"
     if why := refused_cast(dtype_of(value), dtype):
         return f"expected {dtype}, found {dtype_of(value)}, and {why}: cast it yourself if you want that"
     return None

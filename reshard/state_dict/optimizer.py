@@ -15,7 +15,7 @@ from planners.geometry.arrays import grouped
 from planners.units import format_some
 from reshard.errors import KeyMismatchError, NormalizationError, format_names
 from reshard.live.deepspeed import HOW_TO_SAVE
-from reshard.live.dtypes import is_freed
+from reshard.live.dtypes import lacks_memory
 from reshard.live.fsdp1 import split_state
 from reshard.live.optimizer_state import SCALARS, LazyOptimizerState, is_nested, listed_in, settings_of
 from reshard.live.state import same_value
@@ -39,8 +39,8 @@ from reshard.state_dict.optimizer_parameters import (
     LiveOptimizers,
     OptimizedParameter,
     filled_names,
-    freed,
     joined_pieces,
+    without_memory,
 )
 from reshard.state_dict.options import OptimizerReport, StateDictOptions
 from reshard.state_dict.saved_optimizer import GroupWrite, Misfit, SavedOptimizer, StateKind, plan_groups, read_saved
@@ -178,7 +178,7 @@ def plan_optimizers(
     # what has places has their shapes
     others = len(places.rows) < len(match.state)
     shapes = _misshapen(match.state, {id(one) for one, _, _ in places.rows}) if others else []
-    faults = [*match.faults, *shapes, *(freed(match.state) if others else ()), *_apart(match.state, live)]
+    faults = [*match.faults, *shapes, *(without_memory(match.state) if others else ()), *_apart(match.state, live)]
     if faults or (options.strict and (match.missing or match.lost or match.strangers or match.unused)):
         raise KeyMismatchError(_message(live, match, faults, options))
     groups = [] if outlines else check_groups(live, saved, options)
@@ -232,8 +232,7 @@ def check_groups(live: LiveOptimizers, saved: SavedOptimizer, options: StateDict
 
 
 def check_kind(live: LiveOptimizers, saved: SavedOptimizer, options: StateDictOptions) -> None:
-    """Raise the errors of `check_groups`, and KeyMismatchError for state that lacks what an optimizer needs."""
-    check_groups(live, saved, options)
+    """Raise KeyMismatchError for state that lacks what an optimizer needs."""
     match = _OptimizerMatch(live, saved)
     if match.faults:
         raise KeyMismatchError(_message(live, match, match.faults, options))
@@ -588,7 +587,7 @@ class _Copies:
                 and old.dtype == value.dtype
                 and old.shape == value.shape
                 and tensor_class(old) == tensor_class(value)
-                and not (is_expanded(old) or any(freed([(one, {key: old})])))
+                and not (is_expanded(old) or any(without_memory([(one, {key: old})])))
                 and (not on_device or old.device == parameter.device)
             ):
                 self.targets.append(old)
@@ -702,7 +701,7 @@ def _alike(targets: Sequence[Any], values: Sequence[Any]) -> bool:
         and all_plain(values)
         and list(map(_DTYPE, targets)) == list(map(_DTYPE, values))
         and all(map(torch.Tensor.is_same_size, targets, values))
-        and not any(map(is_freed, (*targets, *values)))
+        and not any(map(lacks_memory, (*targets, *values)))
         and (all(map(torch.Tensor.is_contiguous, targets)) or not any(map(is_expanded, targets)))
     )
 

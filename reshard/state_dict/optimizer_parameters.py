@@ -13,7 +13,7 @@ from planners.geometry.arrays import grouped
 from planners.geometry.box import Shape
 from reshard.errors import NormalizationError
 from reshard.live.deepspeed import HOW_TO_SAVE, WHOSE_OPTIMIZERS
-from reshard.live.dtypes import FREED, is_freed
+from reshard.live.dtypes import NO_MEMORY, lacks_memory
 from reshard.live.fsdp1 import FlatPiece, join_state
 from reshard.live.tensors import LiveTensor, global_shape, held_tensors, is_dtensor, is_sharded
 from reshard.live.wrappers import loads_itself
@@ -21,7 +21,7 @@ from reshard.state_dict.gather import place_of
 from reshard.state_dict.live_model import LiveModel, where
 from reshard.state_dict.model import write_all
 
-__all__ = ["LiveOptimizers", "OptimizedParameter", "filled_names", "freed", "joined_pieces"]
+__all__ = ["LiveOptimizers", "OptimizedParameter", "filled_names", "joined_pieces", "without_memory"]
 
 
 OUTSIDE = "outside_model"
@@ -208,9 +208,9 @@ def _by_flat_parameter(entries: Iterable[Entry], others: list[Entry]) -> Iterabl
     return found.values()
 
 
-def freed(entries: Iterable[Entry]) -> Iterator[str]:
+def without_memory(entries: Iterable[Entry]) -> Iterator[str]:
     """Yield a sentence for each state tensor whose memory was freed."""
     for one, values in entries:
         for key, value in (values or {}).items():
-            if isinstance(value, torch.Tensor) and any(map(is_freed, held_tensors(value))):
-                yield f"{one.name}: its {key!r} {FREED}"
+            if isinstance(value, torch.Tensor) and any(map(lacks_memory, held_tensors(value))):
+                yield f"{one.name}: its {key!r} {NO_MEMORY}"

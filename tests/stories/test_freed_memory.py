@@ -85,23 +85,23 @@ def test_they_are_refused(kind: str, verb: str, tmp_path: Path) -> None:
     assert verb == "our reader" or torch.equal(state["a"], torch.zeros(2))
 
 
-def _model(*, is_freed: bool) -> torch.nn.Module:
+def _model(*, lacks_memory: bool) -> torch.nn.Module:
     model = torch.nn.Linear(48, 64)
-    if is_freed:
+    if lacks_memory:
         model.weight.untyped_storage().resize_(0)
     return model
 
 
 @pytest.mark.parametrize("of", ["the model's", "the given"])
 def test_a_model_is_not_set_where_either_has_no_memory(of: str) -> None:
-    given = _model(is_freed=of == "the given").state_dict()
+    given = _model(lacks_memory=of == "the given").state_dict()
     with pytest.raises(reshard.errors.KeyMismatchError, match=rf"weight: {of} tensor has no memory: .*freed"):
-        reshard.set_model_state_dict(_model(is_freed=of == "the model's"), given)
+        reshard.set_model_state_dict(_model(lacks_memory=of == "the model's"), given)
 
 
 @pytest.mark.parametrize("changed", [False, True])
 def test_an_optimizer_gets_new_state_in_place_of_what_was_freed(changed: bool) -> None:
-    model = _model(is_freed=False)
+    model = _model(lacks_memory=False)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 48)).sum().backward()
     optimizer.step()
@@ -116,7 +116,7 @@ def test_an_optimizer_gets_new_state_in_place_of_what_was_freed(changed: bool) -
 
 
 def test_an_optimizer_is_not_set_to_state_without_memory() -> None:
-    model = _model(is_freed=False)
+    model = _model(lacks_memory=False)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 48)).sum().backward()
     optimizer.step()

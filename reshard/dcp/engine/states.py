@@ -19,7 +19,7 @@ from planners.geometry.layout import Form
 from reshard.api.options import Wording
 from reshard.errors import KeyMismatchError, LayoutError, also, near_key, option_error
 from reshard.live.copy_streams import has_copy_streams, to_host
-from reshard.live.dtypes import FREED, is_freed
+from reshard.live.dtypes import NO_MEMORY, lacks_memory
 from reshard.live.optimizer_state import Saved, lost_state
 from reshard.live.tensors import (
     OVERWRITTEN_BY,
@@ -258,8 +258,8 @@ def on_the_cpu(state: Any) -> Any:
     """Copy the state: every tensor to the CPU, and everything else that can change."""
     leaves = leaves_of(state)
     for path, value in leaves.items():
-        if is_tensor(value) and any(map(is_freed, held_tensors(value))):
-            raise LayoutError(f"tensor {'.'.join(map(str, path))!r} {FREED}")
+        if is_tensor(value) and any(map(lacks_memory, held_tensors(value))):
+            raise LayoutError(f"tensor {'.'.join(map(str, path))!r} {NO_MEMORY}")
     inner = (value._local_tensor if isinstance(value, DTensor) else value for value in leaves.values())
     plain = (value for value in inner if type(value) in (torch.Tensor, torch.nn.Parameter))
     found = {id(tensor): tensor for tensor in plain if has_copy_streams(tensor.device)}
