@@ -68,7 +68,7 @@ LOCAL_SLOTS = 2
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
     touched: bytes
-    touch_cost: float
+    touch_cost: float | None
     address: Address
 
 
@@ -122,7 +122,8 @@ class HostReading:
         # who knows no host of its own is alone in one
         offers = group.exchange_within(own.machine or f"rank {group.rank}", offer)
         places = [*offers] if own.machine else []
-        cheapest = min((offers[i].touch_cost for i in places if offers[i].touch_cost), default=0.0)
+        costs = (offers[i].touch_cost for i in places)
+        cheapest = min((cost for cost in costs if cost is not None), default=0.0)
         if any(offers[i].address.memory < 0 for i in places):
             cheapest = 0.0  # a rank has no memory to share: each reads for itself, but not each checks everything
         told = [zlib.decompress(offers[i].touched) for i in places]

@@ -184,9 +184,9 @@ def _in_turns(touches: Flags, load: Ints) -> Ints:
     return who
 
 
-def touch_cost(windows: Iterable[tuple[FileSource, Window]]) -> float:
+def touch_cost(windows: Iterable[tuple[FileSource, Window]]) -> float | None:
     """Return what a rank saves if it does not touch pages of these files, as a share of what it costs to read as many
-    bytes for all ranks: 0 without files, infinity if the storage has no view of its bytes.
+    bytes for all ranks: None if there is nothing to measure, infinity if the storage has no view of its bytes.
 
     A few segments are tried; the cheapest counts. It depends on the size of the pages: large folios of a disk's file
     system are several times cheaper than the small pages of tmpfs.
@@ -199,7 +199,9 @@ def touch_cost(windows: Iterable[tuple[FileSource, Window]]) -> float:
             return math.inf
         if length and (touch_s := source.touch_s(start, length)) is not None:
             found.append(touch_s * 1e6 / length * (1 << 20))
-    saved = max(min(found, default=0.0) - _TAKE_US_PER_MIB, 0.0)
+    if not found:
+        return None
+    saved = max(min(found) - _TAKE_US_PER_MIB, 0.0)
     return saved / (_READ_US_PER_MIB if kernel() is None else _COMPILED_READ_US_PER_MIB)
 
 

@@ -179,11 +179,15 @@ def test_blocks_of_ranges_are_chosen_and_looked_up(nbytes, block_bytes, chosen_,
     assert [not sums.pending(start, stop) for start, stop in blocks] == inside
 
 
-def test_touching_is_measured_where_it_can_be(tmp_path):
+def test_touching_is_measured_where_it_can_be(tmp_path, monkeypatch):
     (tmp_path / "a").write_bytes(bytes(3 * SIZE))
-    window = Window.row_major(SIZE + 1, (SIZE,), 1)
-    assert 0 < shared_reads.touch_cost([(FileSource(LocalStorage(tmp_path), "a"), window)]) < 1e6
-    assert shared_reads.touch_cost([]) == 0
+    source, window = FileSource(LocalStorage(tmp_path), "a"), Window.row_major(SIZE + 1, (SIZE,), 1)
+    assert 0 < source.touch_s(SIZE, SIZE) < 60
+    assert shared_reads.touch_cost([]) is None
+    for touch_s, is_saved in ((1e-9, False), (1e-2, True), (None, None)):  # large folios are nearly free
+        monkeypatch.setattr(FileSource, "touch_s", lambda self, start, length, touch_s=touch_s: touch_s)
+        cost = shared_reads.touch_cost([(source, window)])
+        assert cost is None if is_saved is None else (cost > 0) is is_saved
 
 
 def test_a_file_that_ends_within_a_segment_is_read_to_its_end():
