@@ -175,7 +175,8 @@ class CheckpointManager:
         process_group: the ranks that save together. Default: the default group, or this process
             alone.
         timeout: limit for each save and each exchange between ranks: seconds or a `timedelta`.
-        **options: options of `reshard.save` for all saves to storage, except `base` and `overwrite`.
+
+    All other arguments are options of `reshard.save`, except `base` and `overwrite`. They apply to all saves to storage.
 
     Raises:
         OptionError: an option is invalid.

@@ -228,6 +228,7 @@ def refuse_misfits(wanted: Mapping[str, Any], saved: Mapping[str, Any], *, parti
         lines.append(f"  {_MISSING}: {key}" + (f"   (did you mean {near!r}?)" if near else ""))
     lines += [f"  {text}" for text in wrong]
     lines += [f"  ({_ALLOW})"] if missing else []
+    lines += ["  (give these keys the saved shape and kind, or leave them out of the state)"] if wrong else []
     raise (MISFIT if wrong else KeyMismatchError)("\n".join(lines))
 
 
