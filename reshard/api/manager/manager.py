@@ -176,7 +176,8 @@ class CheckpointManager:
             alone.
         timeout: limit for each save and each exchange between ranks: seconds or a `timedelta`.
 
-    All other arguments are options of `reshard.save`, except `base` and `overwrite`. They apply to all saves to storage.
+    All other arguments are options of `reshard.save`, except `base` and `overwrite`. They apply to
+    all saves to storage.
 
     Raises:
         OptionError: an option is invalid.

@@ -201,7 +201,7 @@ def test_targets_that_overlap_are_refused(tmp_path):
 @pytest.mark.parametrize("value", [5, None, [1], "text"])
 def test_a_tensor_for_a_plain_value_is_refused(tmp_path, value):
     ours.save({"a": torch.ones(3)}, checkpoint_id=tmp_path, planner=SAVERS[0](flatten_state_dict=False))
-    with pytest.raises(KeyMismatchError, match="(?s)a: saved as a tensor, wanted as.*leave them out of the state"):
+    with pytest.raises(KeyMismatchError, match=r"(?s)a: saved as a tensor, wanted as.*leave them out of the state"):
         ours.load({"a": value}, checkpoint_id=tmp_path, planner=Own(flatten_state_dict=False))
 
 

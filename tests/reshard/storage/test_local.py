@@ -23,7 +23,7 @@ import reshard
 from reshard.api.retention import complete
 from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError, StorageError
 from reshard.native.commit import remove_dead
-from reshard.storage import LocalStorage, Storage, is_temporary, open_storage
+from reshard.storage import LocalStorage, Storage, is_temporary, local, open_storage
 from reshard.storage.tar import TarStorage
 
 
@@ -178,6 +178,53 @@ def test_everything_written_is_synced_before_it_counts(tmp_path: Path, monkeypat
     events.clear()
     storage.publish("manifest.json", b"{}")
     assert events == ["sync ckpt/manifest.json", "sync ckpt", "rename to ckpt/manifest.json", "sync ckpt"]
+
+
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_the_disk_writes_while_bytes_are_made(is_placed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[range] = []
+
+    def start(file: int, written: range) -> None:
+        asked.append(written)
+        real(file, written)
+
+    real = local.start_writing_back
+    monkeypatch.setattr(local, "start_writing_back", start)
+    monkeypatch.setattr(local, "_WRITE_BYTES", 1000)
+    data = os.urandom(12_345)
+    storage = LocalStorage(tmp_path)
+    if is_placed:
+        data = data[:8000]
+        with storage.open_shared("a", len(data)) as out:
+            for start_byte, stop in ((4000, 8000), (0, 700), (700, 1300), (3700, 4000), (1300, 3700)):
+                out.at = start_byte
+                out.write(data[start_byte:stop])
+        of_long_writes = [range(at, at + 1000) for at in (4000, 5000, 6000, 7000)]
+        # what is less than a write when the next one is elsewhere is left to the fsync
+        assert asked == [*of_long_writes, range(1300), range(1300, 2300), range(2300, 3300)]
+    else:
+        with storage.create("a") as out:
+            for at in range(0, 10_000, 400):
+                out.write(data[at : at + 400])
+            out.write(data[10_000:])
+        # pieces of 400 bytes are asked for together, and a long one by parts
+        assert asked[:3] == [range(1200), range(1200, 2400), range(2400, 3600)]
+        assert asked[-2:] == [range(9600, 11_000), range(11_000, 12_000)]
+    assert storage.read("a") == data
+
+
+def test_this_system_can_be_asked_to_write(tmp_path: Path) -> None:
+    with open(tmp_path / "a", "w+b") as file:
+        file.write(bytes(100))
+        file.flush()
+        call = local._sync_file_range()
+        assert call is not None
+        assert call(file.fileno(), 0, 100, local._SYNC_FILE_RANGE_WRITE) == 0
+        local.start_writing_back(file.fileno(), range(100))
+    reader, writer = os.pipe()
+    local.start_writing_back(writer, range(1))  # a pipe refuses it, which counts for nothing
+    os.close(reader)
+    os.close(writer)
 
 
 def test_a_view_outlives_its_file(tmp_path: Path) -> None:
