@@ -158,13 +158,13 @@ def load_with(
         if not isinstance(names, Mapping):
             checkpoint, names = _mapped(checkpoint, names), {}
     try:
-        kinds, objects = checkpoint.contents.containers, checkpoint.objects
+        kinds, tensors = checkpoint.contents.containers, (*checkpoint, *checkpoint.aliases)
         saved, keep = saved_in(checkpoint), not options.dry_run
-        with materialize(state_dict, saved, containers=kinds, names=names, objects=objects, keep=keep):
+        with materialize(state_dict, saved, containers=kinds, names=names, tensors=tensors, keep=keep):
             with phase("match"):
-                tensors = map(checkpoint.contents.path_of, (*checkpoint, *checkpoint.aliases))
+                paths = map(checkpoint.contents.path_of, tensors)
                 targets = Targets.of(
-                    state_dict, saved=checkpoint.objects, tensors=tensors, entry_by_entry=options.entry_by_entry
+                    state_dict, saved=checkpoint.objects, tensors=paths, entry_by_entry=options.entry_by_entry
                 )
                 allowed = DROPS * options.entry_by_entry  # torch.distributed.checkpoint converts these, too
                 match = match_keys(

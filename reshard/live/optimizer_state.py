@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -138,7 +138,7 @@ def materialize(
     *,
     containers: Mapping[KeyPath, str] | None = None,
     names: Mapping[str, str] | None = None,
-    objects: Container[str] | None = None,
+    tensors: Collection[str] = (),
     keep: bool = True,
 ) -> Iterator[None]:
     """Within, whatever is `LazyOptimizerState` in a nest has a place for everything that was saved
@@ -147,8 +147,8 @@ def materialize(
     Args:
         containers: kinds of those that are tuples or empty, see `reshard.live.tree.Flat`.
         names: key of the nest -> key in the checkpoint, where they differ.
-        objects: keys of what the checkpoint has besides tensors. Groups that are not one of them were saved field by
-            field, and those of optimizers that have state are given that form, too.
+        tensors: keys of the checkpoint's tensors. Groups that have such get their form, also where the optimizer has
+            state.
         keep: the places stay, unless an error ends it.
     """
     waiting: list[tuple[KeyPath, LazyOptimizerState]] = []
@@ -162,9 +162,7 @@ def materialize(
     groups = [
         of
         for of in groups
-        if isinstance(of.optimizer["state"], LazyOptimizerState)
-        or of.has_tensors
-        or (objects is not None and (names or {}).get(of.key, of.key) not in objects)
+        if isinstance(of.optimizer["state"], LazyOptimizerState) or of.has_tensors or of.have_any(tensors)
     ]
     before = [(one, dict(one), one.offered) for _, one in waiting]
     try:
@@ -392,6 +390,11 @@ class _Groups(NamedTuple):
     @property
     def has_tensors(self) -> bool:
         return any(map(is_tensor, leaves_of(self.live).values()))
+
+    def have_any(self, keys: Iterable[str]) -> bool:
+        """Return True if one of the keys is that of a field."""
+        front = f"{self.key}."
+        return any(key.startswith(front) for key in keys)
 
     def as_saved(self, rows: Iterable[Saved], containers: Mapping[KeyPath, str]) -> None:
         """Give them the form of the saved ones, unless they have it."""
