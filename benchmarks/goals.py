@@ -103,6 +103,8 @@ GOALS = (
     Goal("save", "one rank, async, the call", "s", "floor", 0.91),
     Goal("save", "rows by 4, async, the call", "s", "floor", 0.91),
     Goal("save", "rows by 8, async, the call", "s", "floor", 0.91),
+    Goal("disk", "one rank", "s", "floor", 0.9),
+    Goal("disk", "rows by 4", "s", "floor", 0.9),
     Goal("state_dict", "get flat", _CPU, "torch", 5),
     Goal("state_dict", "set optimizer", _CPU, "torch", 20),
     Goal("many_tensors", "*", _CPU, "torch", 1),
