@@ -53,7 +53,7 @@ class Cluster:
     """Gaps up to this size are read instead of skipped."""
     host_memory_bytes: float | None = None
     """Memory for the tensors of one host's ranks."""
-    store_questions_per_s: float | None = None
+    store_requests_per_s: float | None = None
     """Number of requests per second that the store of the process group, usually one process, answers for all ranks;
     None if that takes no time."""
 
@@ -240,7 +240,7 @@ def _latency_s(requests: Ints, cluster: Cluster) -> Floats:
 
 def _control_s(verb: str, ranks: int, cluster: Cluster) -> float:
     """The time that the store takes to answer all ranks. One rank does not ask."""
-    rate = cluster.store_questions_per_s
+    rate = cluster.store_requests_per_s
     return 0.0 if rate is None or ranks < 2 else ranks * _QUESTIONS[verb] / rate
 
 

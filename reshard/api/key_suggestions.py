@@ -187,8 +187,7 @@ def load_by_name(path: str, others: Iterable[str]) -> str:
         "give the names, in the order in which the optimizer got its parameters. canonical() has model and optimizer "
         "only, as 'model' and 'optim':"
         f"\n    named = {named_from_numbers(path)}"
-        "\n    model_state, optim_state = reshard.get_state_dict(model, optimizer)"
-        "\n    reshard.load({'model': model_state, 'optim': optim_state}, named)"
+        "\n    reshard.load({'model': model, 'optim': optimizer}, named)"
     )
     return f"{calls}\n    reshard.load({{{rest}}}, {path}, strict='subset')" if rest else calls
 

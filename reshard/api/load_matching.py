@@ -544,7 +544,9 @@ class Mismatches:
         unexpected = [key for key in notes.unexpected if options.mode_of(key) == "strict"]
         idle: list[str] = []
         if isinstance(options.strict, Mapping):
-            idle = options.idle_globs([*match.names, *self.missing, *match.targets.paths])
+            keys, root = [*match.names, *self.missing, *match.targets.paths], match.targets.root
+            states = root.of_optimizers(keys) if isinstance(root, CheckedState) else []
+            idle = options.idle_globs([*keys, *states, *(f"{key}." for key in states)])
         if options.dry_run or not (missing or unexpected or self.mismatched):
             if idle and group.rank == 0:
                 _log.warning("reshard.load: no key matches strict=%s", ", ".join(map(repr, idle)))
@@ -573,7 +575,7 @@ class Mismatches:
         group: Group,
         wording: Wording,
     ) -> str:
-        is_load = wording == Wording()
+        is_load, root = wording == Wording(), match.targets.root
         lines, what = [], [f"  no key matches strict={glob!r}" for glob in idle]
         if match.checkpoint.format == "normalized":
             what += [f"  canonical names begin with 'model' and 'optim'; {text}" for text in match.checkpoint.warnings]
@@ -590,7 +592,11 @@ class Mismatches:
             where = {key: text for key, text in where.items() if key not in moved.names}
             unexpected = [name for name in unexpected if name not in moved.names.values()]
             if is_load:
-                fixes.append(moved.fix.replace("path)", 'path, strict="subset")') if unexpected else moved.fix)
+                fix = moved.fix.replace("path)", 'path, strict="subset")') if unexpected else moved.fix
+                for path in root.models if isinstance(root, CheckedState) else ():
+                    inner = "".join(f"[{part!r}]" for part in path)
+                    fix = fix.replace(f"load(state{inner},", "load(reshard.get_model_state_dict(model),")
+                fixes.append(fix)
         if is_load and (text := _by_integer_ids(match, where, unexpected)):
             what.append(text[0])
             fixes.append(text[1])
@@ -617,7 +623,8 @@ class Mismatches:
         if of_another_kind:
             fixes.append(_ITS_KIND)
         if where:
-            fixes += _allowing([*where, *unexpected], wording)
+            states = root.of_optimizers(where) if isinstance(root, CheckedState) else []
+            fixes += _allowing([*where, *unexpected, *states], wording)
         elif unexpected and moved is None:
             fixes.append(wording.ignore)
         fixes += self._fixes_of_mismatches(wording)
@@ -629,7 +636,8 @@ class Mismatches:
         if wording == Wording() and any(": saved with shape" in line for line in self.mismatched):
             fixes.append(
                 "if the target is a shard from to_local(), pass its DTensor. For mapping=, reshard.mapping has "
-                "Transpose, Reshape, and Resize, which pads or crops full tensors"
+                "Transpose, Reshape, and Resize, which pads or crops full tensors. To keep your tensors, load "
+                "reshard.open(path).select(...), with globs that leave these out, and strict=False"
             )
         if dtypes := [line for line in self.mismatched if "but the target is" in line and "dequantize" not in line]:
             cast = "" if any(line.endswith(")") for line in dtypes) else "dtype_policy='cast' converts, "

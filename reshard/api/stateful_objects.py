@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from operator import getitem
 from typing import Any
@@ -52,8 +52,31 @@ class _Taken:
     put: _Set
 
 
+@dataclass(frozen=True)
 class _Options(StateDictOptions):
-    _LENIENT = "strict=False"
+    """Those of an optimizer under `key`, for which each parameter is as strict as the load is."""
+
+    key: str = ""
+    load: LoadOptions = field(default_factory=LoadOptions)
+
+    def _refuses(self, name: str, *, is_missing: bool) -> bool:
+        is_allowed = "partial" in self._modes_of(name) or (not is_missing and self.is_subset(name))
+        return self.strict and not is_allowed
+
+    def is_subset(self, name: str) -> bool:
+        """Return True if the load ignores what only the checkpoint has of this parameter."""
+        return "subset" in self._modes_of(name)
+
+    def _modes_of(self, name: str) -> set[str]:
+        path = f"{self.key}.state.{name}"  # a glob may also go on to the fields of a parameter's state
+        return {self.load.mode_of(path), self.load.mode_of(f"{path}.")}
+
+    def _lenient(self, *, is_missing: bool) -> str:
+        given = self.load.strict
+        if given is True and not is_missing:
+            return 'strict="subset"'
+        others = given if isinstance(given, Mapping) else {} if given is True else {"*": given}
+        return f"strict={ {f'{self.key}.*': 'partial' if is_missing else 'subset', **others} }"
 
 
 class LiveObjects:
@@ -95,6 +118,7 @@ class LiveObjects:
         self._taken: dict[int, _Taken] = {}
         self._paths: list[KeyPath] = []
         self._model_paths: list[KeyPath] = []
+        self._optimizer_paths: list[KeyPath] = []
         self._done: list[str] = []
         self._stateful: dict[KeyPath, Any] = {}
         self._untied: dict[KeyPath, torch.Tensor] = {}
@@ -103,7 +127,11 @@ class LiveObjects:
         self._optimizers: list[tuple[KeyPath, Any, Any]] = []
         self.state: Any = CheckedState(self._take(user, ()))
         self.state.checks = self._checks
-        self.state.apart, self.state.models = self._paths, self._model_paths
+        self.state.apart, self.state.models, self.state.optimizers = (
+            self._paths,
+            self._model_paths,
+            self._optimizer_paths,
+        )
         if to_fill and self._stateful:
             self._untie()
 
@@ -203,6 +231,8 @@ class LiveObjects:
             options = _Options(
                 strict=self._options.mode_of(f"{key}.state") != "partial",
                 flatten_optimizer_state_dict=any(is_stage for _, is_stage in found),  # ranks have other groups each
+                key=key,
+                load=self._options,
             )
 
             def check(groups: Any) -> None:
@@ -211,14 +241,15 @@ class LiveObjects:
 
             self._checks[*path, "param_groups"] = check
             self._optimizers.append((path, owners, optimizers))
+            self._optimizer_paths.append(path)
 
             def put(got: Any) -> None:
                 report = set_optimizer_state_dict(owners, optimizers, got, options=options)
                 self.missing += tuple(f"{key}.state.{name}" for name in report.missing)
-                self.unexpected += tuple(f"{key}.state.{name}" for name in (*report.unexpected, *report.unused))
+                odd = (name for name in (*report.unexpected, *report.unused) if not options.is_subset(name))
+                self.unexpected += tuple(f"{key}.state.{name}" for name in odd)
 
-            forgets = self._to_fill and options.strict
-            read = optimizer_to_restore if forgets else get_optimizer_state_dict
+            read = optimizer_to_restore if self._to_fill else get_optimizer_state_dict
             return _Taken(read(owners, optimizers, options=options), put)
         if is_object(value):
             state = self._stateful[path] = OwnState.of(value)

@@ -322,6 +322,13 @@ class CheckedState(dict[str, Any]):
     """Paths of objects. What is around them is matched entry by entry."""
     models: Collection[KeyPath]
     """Those of models, which keep their dtypes."""
+    optimizers: Collection[KeyPath]
+
+    def of_optimizers(self, keys: Iterable[str]) -> list[str]:
+        """Return, for keys of models, where the optimizers have the state of the same parameters."""
+        fronts, states = (sorted(f"{key_of(path)}." for path in paths) for paths in (self.models, self.optimizers))
+        named = [key.removeprefix(front) for key in keys for front in fronts if key.startswith(front)]
+        return [f"{front}state.{name}" for front in states for name in named]
 
     def check(self, objects: Mapping[str, Any]) -> None:
         """Run the checks. `objects` has the saved values by key; a container without tensors is one value."""

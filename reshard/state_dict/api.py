@@ -221,7 +221,8 @@ def set_state_dict(
 
 @_quietly()
 def optimizer_to_restore(model: Models, optimizers: Optimizers, options: StateDictOptions) -> dict[str, Any]:
-    """The state dict for a load after which only those parameters have state that were saved with some."""
+    """The state dict for a load after which only those parameters have state that were saved with some, and those that
+    the options allow to be missing."""
     return _optimizer_state(LiveOptimizers(LiveModel(model), optimizers), None, options, forgets=True)
 
 
@@ -357,10 +358,13 @@ def _optimizer_state(
     forgets: bool = False,
 ) -> dict[str, Any]:
     whole = read_optimizers(live)
-    cold = _without_state({"state": {}} if forgets else whole, live)
+    names = whole["state"] if forgets else ()
+    forgotten = {name for name in names if name in live.by_name and options._refuses(name, is_missing=True)}
+    kept = {name: values for name, values in whole["state"].items() if name not in forgotten}
+    cold = _without_state({"state": kept}, live)
     made = initial_state(live) if options.in_chunks and not submodules else {}
     whole["state"].update(made)
-    offered = {*made, *(live.by_name.keys() & whole["state"].keys() if forgets else ())}
+    offered = {*made, *forgotten}
     elsewhere = {} if options.full_state_dict else elsewhere_of(live, whole["state"], options)
     if submodules:
         found = _of_modules(live.live, submodules, live.by_name, options)

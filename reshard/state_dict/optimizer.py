@@ -144,6 +144,7 @@ def _names(key: Any, live: LiveOptimizers, k: int) -> list[tuple[Any, OptimizedP
 
 State = Mapping[Any, Any]
 Entry = tuple[OptimizedParameter, State | None]
+_Unused = tuple[OptimizedParameter, Any]
 _NO_FIELDS: Mapping[str, Any] = {}
 
 
@@ -179,9 +180,9 @@ def plan_optimizers(
     others = len(places.rows) < len(match.state)
     shapes = _misshapen(match.state, {id(one) for one, _, _ in places.rows}) if others else []
     faults = [*match.faults, *shapes, *(without_memory(match.state) if others else ()), *_apart(match.state, live)]
-    if faults or (options.strict and (match.missing or match.lost or match.strangers or match.unused)):
+    if faults or any(match.refused(options)):
         raise KeyMismatchError(_message(live, match, faults, options))
-    groups = [] if outlines else check_groups(live, saved, options)
+    groups = [] if outlines else plan_groups(live, saved, strict=options.strict)
     report = OptimizerReport(
         missing=(*match.missing, *match.lost),
         without_state=tuple(match.without_state),
@@ -195,40 +196,6 @@ def plan_optimizers(
     state = [] if outlines else joined_pieces(match.state) if live.live.pieces_of else match.state
     is_placed = any(isinstance(one, LazyOptimizerState) for one in (given, given.get("state")))
     return OptimizerWrites(state, match.other, groups, report, places, is_placed)
-
-
-_OF_ONE_KIND = frozenset([
-    "alpha", "beta2_decay", "betas", "centered", "dampening", "etas", "history_size", "lambd", "lr_decay", "max_iter",
-    "momentum", "nesterov", "rho", "step_sizes", "t0",
-])  # fmt: skip
-"""Fields that some of torch's optimizers have and others do not, in every release of torch."""
-_DECOUPLED = "decoupled_weight_decay"
-"""The field in which AdamW differs from Adam, its base class."""
-
-
-def check_groups(live: LiveOptimizers, saved: SavedOptimizer, options: StateDictOptions) -> list[GroupWrite]:
-    """The fields of every live group. Touches nothing.
-
-    Raises NormalizationError for groups that contradict each other.
-
-    If strict, also for groups with fields of another kind of optimizer,
-    and not those of its own, and for those of AdamW and Adam in each other.
-    """
-    groups = plan_groups(live, saved)
-    for write in groups if options.strict else ():
-        optimizer = live.optimizers[write.optimizer]
-        theirs, own = (sorted(_OF_ONE_KIND.intersection(names)) for names in (write.added, write.kept))
-        decays = [fields.get(_DECOUPLED) for fields in (write.fields, optimizer.param_groups[write.group])]
-        if isinstance(optimizer, torch.optim.Adam) and {*decays} == {True, False}:
-            theirs, own = ([f"{_DECOUPLED}={decay}"] for decay in decays)
-        if theirs and own:
-            name = type(optimizer).__name__
-            raise NormalizationError(
-                f"group {write.group} of optimizer {write.optimizer}{where()} was saved by an optimizer of another "
-                f"kind: it has {', '.join(theirs)}, and {name} needs {', '.join(own)}. Use the kind of optimizer that "
-                "was saved, or leave this one out"
-            )
-    return groups
 
 
 def check_kind(live: LiveOptimizers, saved: SavedOptimizer, options: StateDictOptions) -> None:
@@ -248,7 +215,7 @@ class _OptimizerMatch:
         self.missing: list[str] = []
         self.lost: list[str] = []
         self.without_state: list[str] = []
-        self.unused: list[tuple[OptimizedParameter, Any]] = []
+        self.unused: list[_Unused] = []
         self.faults: list[str] = []
         for k, own in enumerate(live.parameters):
             kind = StateKind(live.optimizers[k])
@@ -284,6 +251,15 @@ class _OptimizerMatch:
         self.unexpected = [name for name in dict.fromkeys(strange) if name not in known]
         self.strangers = [name for name in self.unexpected if not live.optimizers or name not in live.live.by_name]
         self.unexpected += unread[:1]
+
+    def refused(self, options: StateDictOptions) -> tuple[list[str], list[str], list[str], list[_Unused]]:
+        """Return what is missing, lost, strange, and unused, and an error under these options."""
+        missing, lost = (
+            [n for n in names if options._refuses(n, is_missing=True)] for names in (self.missing, self.lost)
+        )
+        strangers = [name for name in self.strangers if options._refuses(name, is_missing=False)]
+        unused = [(one, key) for one, key in self.unused if options._refuses(f"{one.name}.{key}", is_missing=False)]
+        return missing, lost, strangers, unused
 
     def _under_another_name(self, one: OptimizedParameter, kind: StateKind) -> State | None:
         found = next((name for name in one.names if name in self.saved.state), None)
@@ -396,24 +372,25 @@ def _apart(state: list[Entry], live: LiveOptimizers) -> list[str]:
 
 def _message(live: LiveOptimizers, match: _OptimizerMatch, faults: list[str], options: StateDictOptions) -> str:
     lines = [f"the optimizer state dict does not fit the optimizers{where()}:"]
-    if options.strict:
-        lines += listed("Missing key", [f"{name} (optimizer {live.by_name[name].optimizer})" for name in match.missing])
-        told = "an empty dict under 'state.<fqn>' means that it has none"
-        lines += listed("Missing optimizer state", [f"{name}; {told}" for name in match.lost])
-        why = "the model has no parameter of this name" if live.optimizers else "no optimizer was passed"
-        odd = [f"{name}, {why}" for name in match.strangers]
-        kinds = [type(optimizer).__name__ for optimizer in live.optimizers]
-        unused = grouped(((key, kinds[one.optimizer]), one.name) for one, key in match.unused)
-        odd += [f"state {key!r} of {format_names(of)}, which {kind} does not use" for (key, kind), of in unused.items()]
-        lines += listed("Unexpected key", odd)
+    missing, lost, strangers, not_used = match.refused(options)
+    lines += listed("Missing key", [f"{name} (optimizer {live.by_name[name].optimizer})" for name in missing])
+    told = "an empty dict under 'state.<fqn>' means that it has none"
+    lines += listed("Missing optimizer state", [f"{name}; {told}" for name in lost])
+    why = "the model has no parameter of this name" if live.optimizers else "no optimizer was passed"
+    odd = [f"{name}, {why}" for name in strangers]
+    kinds = [type(optimizer).__name__ for optimizer in live.optimizers]
+    unused = grouped(((key, kinds[one.optimizer]), one.name) for one, key in not_used)
+    odd += [f"state {key!r} of {format_names(of)}, which {kind} does not use" for (key, kind), of in unused.items()]
+    lines += listed("Unexpected key", odd)
     lines += listed("Mismatched", faults)
     if match.strangers and live.optimizers and not match.saved.fields.keys() & live.by_name.keys():
         lines.append(
             "no group of the dict lists a parameter of these optimizers: groups of pipeline stages have one key, under "
             "which one stage's were saved. Save with StateDictOptions(flatten_optimizer_state_dict=True)"
         )
-    if options.strict and not faults and (match.missing or match.lost or match.strangers or match.unused):
-        lines.append(f"  fix: pass {options._LENIENT} to set only the entries that match and report the rest")
+    if (missing or lost or strangers or not_used) and not faults:
+        allowed = options._lenient(is_missing=bool(missing or lost))
+        lines.append(f"  fix: pass {allowed} to set only the entries that match and report the rest")
     return "\n".join(lines)
 
 

@@ -52,13 +52,12 @@ class StateDictOptions:
     broadcast_from_rank0: bool = False
     flatten_optimizer_state_dict: bool = False
     dsd_fqn_modifiers: str = "_fqn_modifiers"
-    _LENIENT: ClassVar[str] = "StateDictOptions(strict=False)"
 
     # see `InChunks`; no field, since torch's own helpers take the fields for theirs
     in_chunks: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        for field in fields(self):
+        for field in fields(StateDictOptions):
             value, wanted = getattr(self, field.name), str if field.name == "dsd_fqn_modifiers" else bool
             if not isinstance(value, wanted):
                 words = f"option {field.name} must be a {wanted.__name__}, got {value!r:.80}"
@@ -66,6 +65,14 @@ class StateDictOptions:
         if self.broadcast_from_rank0 and not self.full_state_dict:
             words = "broadcast_from_rank0=True needs full_state_dict=True: rank 0 sends full tensors"
             raise option_error(words, NormalizationError)
+
+    def _refuses(self, name: str, *, is_missing: bool) -> bool:
+        """Return True if it is an error that a dict lacks this parameter, or that only the dict has it."""
+        return self.strict
+
+    def _lenient(self, *, is_missing: bool) -> str:
+        """Return the argument that allows such parameters."""
+        return "StateDictOptions(strict=False)"
 
 
 class InChunks(StateDictOptions):

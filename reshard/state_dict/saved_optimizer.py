@@ -323,11 +323,23 @@ class GroupWrite:
     """Fields that the live group lacked."""
 
 
-def plan_groups(live: LiveOptimizers, saved: SavedOptimizer) -> list[GroupWrite]:
+_OF_ONE_KIND = frozenset([
+    "alpha", "beta2_decay", "betas", "centered", "dampening", "etas", "history_size", "lambd", "lr_decay", "max_iter",
+    "momentum", "nesterov", "rho", "step_sizes", "t0",
+])  # fmt: skip
+"""Fields that some of torch's optimizers have and others do not, in every release of torch."""
+_DECOUPLED = "decoupled_weight_decay"
+"""The field in which AdamW differs from Adam, its base class."""
+
+
+def plan_groups(live: LiveOptimizers, saved: SavedOptimizer, *, strict: bool) -> list[GroupWrite]:
     """The fields of every live group; touches nothing.
 
     Raises NormalizationError if parameters of one live group were saved with different values of a
     field.
+
+    If strict, also for groups with fields of another kind of optimizer,
+    and not those of its own, and for those of AdamW and Adam in each other.
     """
     empties = [
         (k, g)
@@ -355,7 +367,23 @@ def plan_groups(live: LiveOptimizers, saved: SavedOptimizer) -> list[GroupWrite]
                 f"the groups of optimizer {k}{where()} were saved by optimizers with different state beside that of "
                 f"their parameters ({EXTRA!r}): {extras}. Give each optimizer its own state dict"
             )
+    for write in writes if strict else ():
+        _refuse_another_kind(live.optimizers[write.optimizer], write)
     return writes
+
+
+def _refuse_another_kind(optimizer: Optimizer, write: GroupWrite) -> None:
+    theirs, own = (sorted(_OF_ONE_KIND.intersection(names)) for names in (write.added, write.kept))
+    decays = [fields.get(_DECOUPLED) for fields in (write.fields, optimizer.param_groups[write.group])]
+    if isinstance(optimizer, torch.optim.Adam) and {*decays} == {True, False}:
+        theirs, own = ([f"{_DECOUPLED}={decay}"] for decay in decays)
+    if theirs and own:
+        name = type(optimizer).__name__
+        raise NormalizationError(
+            f"group {write.group} of optimizer {write.optimizer}{where()} was saved by an optimizer of another "
+            f"kind: it has {', '.join(theirs)}, and {name} needs {', '.join(own)}. Use the kind of optimizer that "
+            "was saved, or leave this one out"
+        )
 
 
 def _group_write(k: int, g: int, group: Mapping[str, Any], given: Mapping[str, Any]) -> GroupWrite:

@@ -76,7 +76,7 @@ def test_a_save_writes_each_byte_once_in_a_file_per_rank():
 def test_what_the_ranks_ask_the_store_takes_its_time():
     plan = plan_writes(state("S(0),R", "dp=2,copy=2", names=["a", "b"]))
     mute = Cluster(ranks_per_host=2, storage_write_bytes_per_s=128.0)
-    slow = Cluster(ranks_per_host=2, storage_write_bytes_per_s=128.0, store_questions_per_s=70.0)
+    slow = Cluster(ranks_per_host=2, storage_write_bytes_per_s=128.0, store_requests_per_s=70.0)
 
     assert estimate(plan, slow).seconds == estimate(plan, mute).seconds + 4 * 35 / 70
     assert estimate(plan, slow).control_seconds == 2.0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 from typing import Any
 
@@ -344,3 +346,104 @@ def test_transfers_refuse_them_and_say_what_to_pass() -> None:
             call(one, other)  # type: ignore[operator]
     with pytest.raises(OptionError, match=r"takes state dicts.*get_model_state_dict\(model\)"):
         reshard.WeightSource({"in": one})
+
+
+def layers(count: int, seed: int = 0) -> dict[str, Any]:
+    """A model of so many layers, and its optimizer after a step."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(count)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optim": optimizer}
+
+
+@pytest.mark.parametrize(
+    "strict",
+    ["subset", {"*.1.*": "subset"}, {"model.1.*": "subset", "optim.state.1.weight.*": "subset", "*.1.bias*": "subset"}],
+)
+def test_a_model_that_lost_a_layer_loads_a_subset(strict: Any, tmp_path: Path) -> None:
+    saved, live = layers(2), layers(1, seed=1)
+    reshard.save(saved, tmp_path / "c")
+    with pytest.raises(KeyMismatchError, match='strict="subset"'):
+        reshard.load(live, tmp_path / "c")
+    report = reshard.load(live, tmp_path / "c", strict=strict)
+    assert report.ok
+    assert {"model.1.weight", "optim.state.1.bias.exp_avg"} <= {*report.not_requested}
+    for one, other in zip(live["model"].parameters(), saved["model"].parameters()):
+        assert torch.equal(one, other)
+        assert torch.equal(live["optim"].state[one]["exp_avg"], saved["optim"].state[other]["exp_avg"])
+
+
+@pytest.mark.parametrize(
+    "strict", ["advised", {"*.1.*": "partial"}, {"model.1.*": "partial", "optim.state.1.*": "partial"}]
+)
+def test_a_new_layer_keeps_its_values_and_its_state(
+    strict: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reshard.save(layers(1), tmp_path / "c")
+    live = layers(2, seed=1)
+    new = [*live["model"][1].parameters()]
+    before = [(one.detach().clone(), live["optim"].state[one]["exp_avg"].clone()) for one in new]
+    with pytest.raises(KeyMismatchError, match="missing from the checkpoint") as caught:
+        reshard.load(live, tmp_path / "c")
+    if strict == "advised":
+        (advised,) = re.findall(r"strict=({.*?})", str(caught.value))
+        strict = ast.literal_eval(advised)
+    report = reshard.load(live, tmp_path / "c", strict=strict)
+    assert not report.ok
+    assert {"model.1.weight", "optim.state.1.weight.exp_avg"} <= {*report.missing}
+    assert not [record for record in caplog.records if "no key matches" in record.getMessage()]
+    for one, (value, moment) in zip(new, before):
+        assert torch.equal(one, value)
+        assert torch.equal(live["optim"].state[one]["exp_avg"], moment)
+
+
+def test_only_what_is_allowed_may_be_missing_from_an_optimizer(tmp_path: Path) -> None:
+    reshard.save(layers(1), tmp_path / "c")
+    live = {**layers(2), "optim": None}
+    live["optim"] = torch.optim.AdamW(live["model"].parameters())
+    before = live["model"][0].weight.detach().clone()
+    with pytest.raises(KeyMismatchError, match=r"Missing key: 1\.bias") as caught:
+        reshard.load(live, tmp_path / "c", strict={"model.*": "partial", "*.1.weight": "partial"})
+    assert "Missing key: 1.weight" not in str(caught.value)
+    assert torch.equal(live["model"][0].weight, before)
+    (advised,) = re.findall(r"strict=({.*?}) to set", str(caught.value))
+    assert reshard.load(live, tmp_path / "c", strict=ast.literal_eval(advised)).missing
+    assert live["model"][0].weight in live["optim"].state
+
+
+def test_keys_that_lack_the_models_prefix_name_a_call_that_works(tmp_path: Path) -> None:
+    saved = layers(1)["model"]
+    reshard.save(saved.state_dict(), tmp_path / "c")
+    live = layers(1, seed=1)["model"]
+    with pytest.raises(KeyMismatchError, match=r"call load\(reshard.get_model_state_dict\(model\), path\)"):
+        reshard.load({"model": live}, tmp_path / "c")
+    assert reshard.load(reshard.get_model_state_dict(live), tmp_path / "c").ok
+    assert torch.equal(live[0].weight, saved[0].weight)
+
+
+def test_a_head_of_another_shape_can_be_left_out(tmp_path: Path) -> None:
+    saved, live = layers(2)["model"], layers(2, seed=1)["model"]
+    reshard.save({"model": saved}, tmp_path / "c")
+    live[1] = nn.Linear(3, 5)
+    with pytest.raises(
+        KeyMismatchError, match=r"load reshard.open\(path\).select\(...\), with globs that leave these out"
+    ):
+        reshard.load({"model": live}, tmp_path / "c", strict=False)
+    report = reshard.load({"model": live}, reshard.open(tmp_path / "c").select("model.0.*"), strict=False)
+    assert report.missing == ("model.1.weight", "model.1.bias")
+    assert torch.equal(live[0].weight, saved[0].weight)
+
+
+def test_the_advice_for_numbered_states_restores_the_optimizer(tmp_path: Path) -> None:
+    saved, live = layers(2), layers(2, seed=1)
+    torch.save({name: one.state_dict() for name, one in saved.items()}, tmp_path / "c.pt")
+    with pytest.raises(KeyMismatchError, match="under integer ids") as caught:
+        reshard.load(live, tmp_path / "c.pt")
+    lines = [line.strip() for line in str(caught.value).splitlines() if line.startswith("    ")]
+    code = lines[next(i for i, line in enumerate(lines) if line.startswith("named = ")) :]
+    live["optim"] = torch.optim.AdamW(live["model"].parameters())
+    exec("\n".join(code), {"reshard": reshard, "model": live["model"], "optimizer": live["optim"]})
+    for one, other in zip(live["model"].parameters(), saved["model"].parameters()):
+        assert torch.equal(live["optim"].state[one]["exp_avg"], saved["optim"].state[other]["exp_avg"])
