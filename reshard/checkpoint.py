@@ -24,6 +24,7 @@ from reshard.errors import (
     CorruptCheckpointError,
     KeyMismatchError,
     OptionError,
+    PlanError,
     ReshardError,
     did_you_mean,
     format_names,
@@ -37,7 +38,7 @@ from reshard.native.reader import NativeFacts, Share, is_replaced
 from reshard.state import IntKey, KeyPath, count_objects, empty_sequences, is_selected, key_of, value_path
 from reshard.storage.base import AnyPath, Storage
 from reshard.storage.opening import StoragePath
-from reshard.stored.contents import IS_PER_RANK, Contents
+from reshard.stored.contents import IS_PER_RANK, Contents, LazyMapping
 from reshard.stored.tensor import LazyChunks, LazyTensor, StoredTensor, check_cover, read_value
 
 if TYPE_CHECKING:
@@ -102,6 +103,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """`asked` is the path by which it was opened."""
         self.contents = contents
         self.url = url
+        for made in (contents.tensors, contents.objects):
+            if isinstance(made, LazyMapping):
+                made.where = url
         self.format = contents.format
         """Name of the format, such as "dcp"."""
         self.objects = contents.objects
@@ -419,7 +423,11 @@ def stored_layout(stored: StoredTensor) -> TensorLayout:
         (int(chunk.owner) if ints else numbers.setdefault(chunk.owner, len(numbers)), chunk.box)
         for chunk in stored.chunks
     )
-    return TensorLayout.from_boxes(stored.spec, boxes)
+    try:
+        return TensorLayout.from_boxes(stored.spec, boxes)
+    except PlanError:
+        check_cover(stored)  # raises: the checkpoint is damaged
+        raise
 
 
 def _similar(name: str, known: Mapping[str, Any]) -> str:

@@ -33,7 +33,7 @@ from planners.units import format_bytes, format_count
 from reshard.api.equal_bytes import equal_as_bytes
 from reshard.api.key_suggestions import prefix_hint
 from reshard.api.stateful_objects import parameters_of, saved_state
-from reshard.api.task_shares import Opening, Share, shares
+from reshard.api.task_shares import Opening, Share, naming, shares
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.api.transfer_memory import held_parts
 from reshard.arguments import check_options, renamed
@@ -64,14 +64,7 @@ from reshard.live.garbage_collection import gc_paused
 from reshard.live.plain_data import UNSUPPORTED_TENSORS, represent
 from reshard.live.state import PerRank
 from reshard.live.tensor_classes import expanded
-from reshard.live.tensors import (
-    OVERWRITTEN_BY,
-    LiveTensor,
-    is_sharded,
-    is_tensor,
-    state_instead_of,
-    this_rank,
-)
+from reshard.live.tensors import OVERWRITTEN_BY, LiveTensor, is_sharded, is_tensor, state_instead_of, this_rank
 from reshard.live.tree import flatten
 from reshard.ranks.group import DEADLINE_S, Group
 from reshard.ranks.progress import Phase, Progress
@@ -204,7 +197,7 @@ def compare_sides(
     total = sum(left.names.nbytes.values())
     both = [name for name in left.names.nbytes if name in right.names.nbytes]
     foreign = {*left.names.foreign, *right.names.foreign} - found.sizes.keys()
-    findings = [*_name_findings(left, right, found.compared, group)]
+    findings = [*_name_findings(left, right, found, group)]
     each = (found.of_tensor(name, is_shared=group is not None) for name in both if name not in foreign)
     findings += [finding for finding in each if finding is not None]
     findings += found.on_others
@@ -538,7 +531,7 @@ def _compare_share(left: _Side, right: _Side, how: _How, share: Share) -> list[_
             found.append(_SAME)
             continue
         try:
-            found.append(_difference(left.tensors[name], right.tensors[name], box, how))
+            found.append(_difference(left, right, name, box, how))
         except CheckpointError as error:
             found.append(_Difference(error=str(error), is_damage=isinstance(error, CorruptCheckpointError)))
     return found
@@ -658,33 +651,38 @@ class _Side:
         self.tensors = {name: checkpoint[name] for name in names}
         contents = checkpoint.contents
         paths = map(contents.path_of, (*names, *contents.objects, *contents.per_rank))
-        self.objects = _values(checkpoint.objects) | {key: [] for key in empty_sequences(contents.containers, paths)}
+        empty: dict[str, Any] = {key: [] for key in empty_sequences(contents.containers, paths)}
+        self.objects = self._values(checkpoint.objects) | empty
         self.own = contents.per_rank
         self.fingerprints = checkpoint.fingerprints or {}
         self.left_out = contents.left_out
         if checkpoint.format != "normalized":
             self.why_left_out = "which cannot be read here"
 
+    def elements(self, name: str, box: Box) -> torch.Tensor:
+        """The elements of a box of a tensor. Errors name this side."""
+        with naming(self.checkpoint):
+            return elements_of(self.tensors[name], box)
 
-def _values(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return single values, or the error of one that is damaged. Some formats keep a list of them as one object, others
-    each under a key of its own."""
-    out: dict[str, Any] = {}
-    for key in objects:
-        value = _readable(objects.__getitem__, key)
-        try:
-            flat = flatten({key: value})
-            out.update((key_of(path), _as_bytes(leaf)) for path, leaf in flat.leaves.items())
-            out.update({empty: [] for empty in empty_sequences(flat.containers, flat.leaves)})
-        except KeyMismatchError:  # a dict with keys such as 1 and "1"
-            out[key] = value
-    return out
+    def _values(self, objects: Mapping[str, Any]) -> dict[str, Any]:
+        """Return single values, or the error of one that is damaged. Some formats keep a list as one object."""
+        out: dict[str, Any] = {}
+        for key in objects:
+            value = _readable(self, objects.__getitem__, key)
+            try:
+                flat = flatten({key: value})
+                out.update((key_of(path), _as_bytes(leaf)) for path, leaf in flat.leaves.items())
+                out.update({empty: [] for empty in empty_sequences(flat.containers, flat.leaves)})
+            except KeyMismatchError:  # a dict with keys such as 1 and "1"
+                out[key] = value
+        return out
 
 
-def _readable(read: Callable[[Any], Any], what: Any) -> Any:
+def _readable(side: _Side, read: Callable[[Any], Any], what: Any) -> Any:
     """What `read` returns, or its error if that is damaged."""
     try:
-        return read(what)
+        with naming(side.checkpoint):
+            return read(what)
     except CorruptCheckpointError as error:
         return error
 
@@ -712,12 +710,14 @@ def _dtype_hint(findings: Sequence[Finding], left: _Side, right: _Side, names: I
     )
 
 
-def _name_findings(left: _Side, right: _Side, compared: Collection[str], group: Group | None) -> Iterator[Finding]:
-    """Names that only one side has, and values that no rank has on both sides."""
+def _name_findings(left: _Side, right: _Side, joint: _JointFindings, group: Group | None) -> Iterator[Finding]:
+    """Names that only one side has, and values that no rank has on both sides. Items of damaged values are unknown."""
+    damaged, compared = tuple(f"{key}." for key in joint.errors), joint.compared
     for kind in ("nbytes", "objects", "own"):
         x, y = (dict.fromkeys(getattr(side.names, kind)) for side in (left, right))
         for side, its, others in ((left, x, y), (right, y, x)):
-            yield from (Finding(f"only in {side.label}", key, kind="one-sided") for key in its if key not in others)
+            only = (key for key in its if key not in others and not f"{key}.".startswith(damaged))
+            yield from (Finding(f"only in {side.label}", key, kind="one-sided") for key in only)
         if kind == "objects":
             yield from (Finding(_NOWHERE, key, kind="unchecked") for key in x if key in y and key not in compared)
     left_open = _ranks_left_open(left, right, group)
@@ -737,16 +737,18 @@ def _ranks_left_open(left: _Side, right: _Side, group: Group | None) -> list[str
 
 def _object_findings(left: _Side, right: _Side, damaged: dict[str, str]) -> Iterator[Finding]:
     """Compare plain values. Adds errors to `damaged`."""
-    for key, value in left.objects.items():
-        if key in right.objects and not are_equal(value, other := right.objects[key]):
-            kinds = {unknown_class(value), unknown_class(other)}
-            if error := _error_of(value, other):
-                damaged[key] = error
-                yield Finding(error, key)
-            elif unread := UNSUPPORTED_TENSORS.get(kinds.pop() or "") if len(kinds) == 1 else None:
+    for key in dict.fromkeys((*left.objects, *right.objects)):
+        values = [side.objects[key] for side in (left, right) if key in side.objects]
+        if error := _error_of(*values):
+            damaged[key] = error
+            yield Finding(error, key)
+        elif len(values) == 2 and not are_equal(*values):
+            kinds = set(map(unknown_class, values))
+            if unread := UNSUPPORTED_TENSORS.get(kinds.pop() or "") if len(kinds) == 1 else None:
                 yield Finding(f"was not compared: {unread}", key, kind="unchecked")
             else:
-                yield Finding(f"{represent(value):.80} in {left.label}, {represent(other):.80} in {right.label}", key)
+                x, y = map(represent, values)
+                yield Finding(f"{x:.80} in {left.label}, {y:.80} in {right.label}", key)
 
 
 def _own_findings(left: _Side, right: _Side, damaged: dict[str, str]) -> Iterator[Finding]:
@@ -754,7 +756,7 @@ def _own_findings(left: _Side, right: _Side, damaged: dict[str, str]) -> Iterato
     for key in [key for key in left.own if key in right.own]:
         x, y = left.own[key], right.own[key]
         for rank in x.keys() & y.keys():
-            one, other = _readable(read_value, x[rank]), _readable(read_value, y[rank])
+            one, other = _readable(left, read_value, x[rank]), _readable(right, read_value, y[rank])
             if error := _error_of(one, other):
                 damaged[key] = error
                 yield Finding(error, key)
@@ -766,13 +768,13 @@ def _error_of(*values: Any) -> str:
     return next((str(value) for value in values if isinstance(value, CorruptCheckpointError)), "")
 
 
-def _difference(x: Any, y: Any, within: Box, how: _How) -> _Difference:
+def _difference(left: _Side, right: _Side, name: str, within: Box, how: _How) -> _Difference:
     rtol, atol, is_measured = how
     total = _SAME
-    itemsize = max(x.dtype.itemsize, y.dtype.itemsize)
+    itemsize = max(side.tensors[name].dtype.itemsize for side in (left, right))
     for part in windows(within.sizes, itemsize, WINDOW_BYTES // (8 if is_measured else 1)):  # it takes more memory
         box = part.shift(within.offsets)
-        pieces = elements_of(x, box), elements_of(y, box)
+        pieces = left.elements(name, box), right.elements(name, box)
         if not (rtol or atol or is_measured) and same_bytes(*pieces):
             continue
         differs = differing(*pieces, rtol, atol)
@@ -781,7 +783,7 @@ def _difference(x: Any, y: Any, within: Box, how: _How) -> _Difference:
             local = torch.nonzero(differs.reshape(differs.shape or (1,)))[0].tolist() if differs.ndim else []
             element = tuple(o + i for o, i in zip(box.offsets, local))
             at = Box.of(element, (1,) * len(element))
-            values = _shown(*(number(elements_of(side, at).reshape(-1)[0]) for side in (x, y)))
+            values = _shown(*(number(side.elements(name, at).reshape(-1)[0]) for side in (left, right)))
             total += _Difference(first=(element, *values))
         total += _Difference(count)
         if is_measured:

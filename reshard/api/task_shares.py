@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ import xxhash
 
 from planners.geometry.box import Box
 from reshard.checkpoint import Checkpoint, open_damaged
-from reshard.errors import StorageError
+from reshard.errors import CorruptCheckpointError, StorageError
 from reshard.formats.detect import local_path
 from reshard.stored.streaming import windows
 
-__all__ = ["SHARE_BYTES", "Opening", "Share", "absolute", "files_of", "is_about", "shares"]
+__all__ = ["SHARE_BYTES", "Opening", "Share", "absolute", "files_of", "is_about", "naming", "shares"]
 
 
 SHARE_BYTES = 256 << 20
@@ -88,6 +89,17 @@ def is_about(text: str, url: str) -> bool:
     """Whether an error begins with a checkpoint, or a file of it."""
     roots = [root.rstrip("/") for root in (url, absolute(url), local_path(url) or url)]
     return text.startswith(tuple(root + end for root in roots for end in "/:"))
+
+
+@contextmanager
+def naming(checkpoint: Checkpoint | None) -> Iterator[None]:
+    """Errors of damage begin with the checkpoint, so that it is clear which of two is damaged."""
+    try:
+        yield
+    except CorruptCheckpointError as error:
+        if checkpoint is not None and not is_about(str(error), checkpoint.url):
+            error.args = (f"{checkpoint.url}: {error}",)
+        raise
 
 
 def files_of(checkpoint: Checkpoint, url: str) -> list[tuple[Any, ...]]:

@@ -40,10 +40,17 @@ class LazyMapping(Mapping[K, V], Generic[K, V]):
     _made: dict[K, V] = field(default_factory=dict)
     per_rank: Collection[str] = ()
     """Keys of values that are elsewhere, since each rank has its own."""
+    where: str = ""
+    """The checkpoint, which errors of damage name."""
 
     def __getitem__(self, name: K) -> V:
         if name not in self._made:
-            self._made[name] = self._makers[name]() if name in self._makers else _no_such(name, self)
+            try:
+                self._made[name] = self._makers[name]() if name in self._makers else _no_such(name, self)
+            except CorruptCheckpointError as error:
+                if self.where not in str(error):
+                    error.args = (f"{self.where}: {error}",)
+                raise
         return self._made[name]
 
     def __contains__(self, name: object) -> bool:

@@ -504,7 +504,7 @@ def gather(
     Raises (nothing is written then):
         CheckpointNotFoundError: no folder has a generation that counts, or one of this step.
         CorruptCheckpointError: the remaining data is not complete. The message names the missing boxes of each tensor,
-            and an older generation that is complete.
+            damaged files, and an older generation that is complete.
         CheckpointError: there are two candidates for the last generation. To choose one, pass `step`.
         CheckpointExistsError: there is already a checkpoint at `out`.
     """
@@ -528,7 +528,7 @@ def gather(
         hint = (
             f"step {others[0].step} is complete: pass step={others[0].step}" if others else "no other step is complete"
         )
-        raise CorruptCheckpointError(f"{wanted} is not complete: {missing_text(look.lost)}. {hint.capitalize()}")
+        raise CorruptCheckpointError(f"{wanted} is not complete: {look.lost_text()}. {hint.capitalize()}")
     names = commit.refuse_foreign(storage)
     refuse_run(storage.url, names)
     refuse_first_step(out)
@@ -631,7 +631,18 @@ class _Look:
             if there.get(record.name) == record.nbytes
         ]
         run_tasks(self._work, asked, executor, on_done, here=self._hosts)
+        self.damaged = [
+            f"{storages[place].url}/{record.name}"
+            for place, there in enumerate(names)
+            for rank, record in files.items()
+            if record.name in there and self.held[place].get(rank) != [(0, record.nbytes)]
+        ]
         self.lost = lost_boxes(self.native, {str(number): [held] for number, held in enumerate(self.held)})
+
+    def lost_text(self) -> str:
+        """Say what is missing, and which files are damaged."""
+        damaged = f". Damaged: {format_some(self.damaged)}" if self.damaged else ""
+        return missing_text(self.lost) + damaged
 
     def write(self, storage: Storage, out: Any, executor: Executor | None) -> tuple[int, int]:
         """Write the checkpoint, which counts when it is complete. Return the number of data files and of their

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections import OrderedDict, deque
 from dataclasses import replace
 from enum import IntEnum, StrEnum
@@ -279,3 +280,18 @@ def test_damaged_values_that_are_no_tensors_are_found_beside_the_rest(tmp_path: 
         assert {finding.fqn for finding in report.findings} == {"w", key}
         assert report.damaged.keys() == {key}
         assert "was changed since it was written" in report.damaged[key]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_damaged_value_with_items_is_not_on_one_side_only(tmp_path: Path, turned: bool) -> None:
+    """Its items are unknown, so they are no names that the other side alone has."""
+    save_alone({"w": torch.zeros(8), "list": ["abcdefghijkl", 2], "list2": [3]}, checkpoint_id=tmp_path / "good")
+    bad = shutil.copytree(tmp_path / "good", tmp_path / "bad")
+    (file,) = bad.glob("*.distcp")
+    file.write_bytes(file.read_bytes().replace(b"abcdefghijkl", b"abcdefghijkm"))
+
+    sides = [tmp_path / "good", bad]
+    report = reshard.compare(*(sides[::-1] if turned else sides))
+    assert [finding.fqn for finding in report.findings] == ["list"]
+    assert list(report.damaged) == ["list"]
+    assert str(file) in report.damaged["list"]

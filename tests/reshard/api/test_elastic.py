@@ -428,6 +428,21 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def test_a_gathering_names_the_damaged_files(tmp_path: Path) -> None:
+    """Which are there, so that their hosts are not to be looked for."""
+    kept(tmp_path / "run", 1, copies=0)
+    file = next(path for path in files(tmp_path / "run", "c") if path.name.endswith("00004.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+    with pytest.raises(
+        CorruptCheckpointError, match=rf"'w' lacks Box.*\. Damaged: '?{file}'?\. No other step"
+    ) as raised:
+        reshard.elastic.gather([tmp_path / "run" / host for host in "abc"], tmp_path / "out")
+    assert str(raised.value).count(".safetensors") == 1
+
+
 def test_a_gathering_that_lacks_something_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with mock.patch.object(keeping, "remove"):
         kept(tmp_path / "run", 1, 2, copies=0)

@@ -18,6 +18,7 @@ import reshard
 from reshard import dcp
 from reshard.errors import CorruptCheckpointError
 from reshard.ranks.progress import Event, listening
+from tests.reshard.formats.writers import DcpWriter, grid
 
 
 def _flip(checkpoint: Path) -> Path:
@@ -137,6 +138,21 @@ def test_a_failure_says_which_side_is_damaged(say, checkpoint, other) -> None:
     said = say("verify", other, "--against", same)
     assert said.code == 1
     assert said.out.startswith(f"undamaged, but {same} is damaged: 1 problem\n")
+
+
+def test_a_failure_says_which_side_is_damaged_if_the_error_begins_with_a_tensor(say, tmp_path) -> None:
+    tensors = {"w": grid(torch.arange(6.0), 2)}
+    good = DcpWriter(tensors).write(tmp_path / "good")
+    writer = DcpWriter(tensors)
+    writer.metadata.state_dict_metadata["w"].chunks.pop()
+    hole = writer.write(tmp_path / "hole")
+    header = DcpWriter(tensors).write(tmp_path / "header")
+    (header / "__0_0.distcp").write_bytes(b"x" * len((good / "__0_0.distcp").read_bytes()))
+
+    for bad in (hole, header):
+        assert say("verify", good, "--against", bad).out.startswith(f"complete, but {bad} is damaged: 1 problem\n")
+        for sides in ((good, bad), (bad, good)):
+            assert say("diff", *sides).out.startswith(f"damaged  {bad}")
 
 
 def test_a_missing_file(say, checkpoint) -> None:

@@ -203,12 +203,41 @@ def test_overlaps_are_seen(tmp_path: Path) -> None:
     assert "stored twice" in open_checkpoint(tmp_path).problems()[0]
 
 
+def test_a_load_says_that_a_rank_stored_elements_twice(tmp_path: Path) -> None:
+    """And not that a plan is wrong."""
+    writer = DcpWriter({"w": grid(W, 1, 1)})
+    writer.metadata.state_dict_metadata["w"].chunks.append(ChunkStorageMetadata(torch.Size((0, 0)), torch.Size((2, 7))))
+    writer.write(tmp_path)
+
+    with pytest.raises(CorruptCheckpointError, match=r"tensor 'w': elements Box\[0:2, 0:7\] are stored twice"):
+        reshard.load({"w": torch.zeros(10, 7)}, tmp_path)
+    with pytest.raises(CorruptCheckpointError, match="are stored twice"):
+        _ = open_checkpoint(tmp_path).layout
+
+
 def test_chunks_outside_the_tensor_are_seen(tmp_path: Path) -> None:
     writer = written(tmp_path)
     writer.metadata.state_dict_metadata["w"].size = torch.Size((9, 7))
 
     assert "is outside the shape [9, 7]" in damage(writer.write(tmp_path))
     assert "is outside" in open_checkpoint(tmp_path).problems()[0]
+
+
+@pytest.mark.parametrize("change", ["outside", "unplaced", "object"])
+def test_an_error_about_metadata_begins_with_the_checkpoint(tmp_path: Path, change: str) -> None:
+    """A job may have several, and `compare` has two."""
+    writer = written(tmp_path)
+    if change == "outside":
+        writer.metadata.state_dict_metadata["w"].size = torch.Size((9, 7))
+    else:
+        del writer.metadata.storage_data[MetadataIndex("w", (0, 4)) if change == "unplaced" else MetadataIndex("o")]
+    good, bad = written(tmp_path).write(tmp_path / "good"), writer.write(tmp_path / "bad")
+
+    with pytest.raises(CorruptCheckpointError) as raised:
+        reshard.load({"w": torch.zeros(10, 7), "s": torch.zeros(()), "o": None}, bad)
+    assert str(raised.value).startswith(f"{bad}")
+    report = verify(good, bad)
+    assert [finding.message.startswith(f"{bad}") for finding in report.findings] == [True]
 
 
 def test_a_chunk_without_an_item_is_seen(tmp_path: Path) -> None:
