@@ -592,11 +592,7 @@ class Mismatches:
             where = {key: text for key, text in where.items() if key not in moved.names}
             unexpected = [name for name in unexpected if name not in moved.names.values()]
             if is_load:
-                fix = moved.fix.replace("path)", 'path, strict="subset")') if unexpected else moved.fix
-                for path in root.models if isinstance(root, CheckedState) else ():
-                    inner = "".join(f"[{part!r}]" for part in path)
-                    fix = fix.replace(f"load(state{inner},", "load(reshard.get_model_state_dict(model),")
-                fixes.append(fix)
+                fixes.append(_as_call(moved.fix, root, is_subset=bool(unexpected)))
         if is_load and (text := _by_integer_ids(match, where, unexpected)):
             what.append(text[0])
             fixes.append(text[1])
@@ -623,8 +619,7 @@ class Mismatches:
         if of_another_kind:
             fixes.append(_ITS_KIND)
         if where:
-            states = root.of_optimizers(where) if isinstance(root, CheckedState) else []
-            fixes += _allowing([*where, *unexpected, *states], wording)
+            fixes += _allowing([*where, *unexpected], root, wording)
         elif unexpected and moved is None:
             fixes.append(wording.ignore)
         fixes += self._fixes_of_mismatches(wording)
@@ -645,12 +640,24 @@ class Mismatches:
         return fixes
 
 
+def _as_call(fix: str, root: Any, *, is_subset: bool) -> str:
+    """The fix with the option that it needs, and with the state dict of a model instead of the model itself."""
+    for path in root.models if isinstance(root, CheckedState) else ():
+        inner = "".join(f"[{part!r}]" for part in path)
+        fix = fix.replace(f"load(state{inner},", "load(reshard.get_model_state_dict(model),")
+    return fix.replace("path)", 'path, strict="subset")') if is_subset else fix
+
+
 _MOST_GLOBS = 3
 
 
-def _allowing(keys: Sequence[str], wording: Wording) -> list[str]:
-    """The advice where keys are missing, with a glob for each top-level key unless there are too many."""
-    tops = grouped(("".join(key.partition(".")[:2]), key) for key in keys)
+def _allowing(keys: Sequence[str], root: Any, wording: Wording) -> list[str]:
+    """The advice where keys are missing, with a glob for each top-level key unless there are too many.
+
+    An optimizer in `root` lacks the state of the same parameters.
+    """
+    states = root.of_optimizers(keys) if isinstance(root, CheckedState) else []
+    tops = grouped(("".join(key.partition(".")[:2]), key) for key in (*keys, *states))
     globs = [f"{top}*" if len(its) > 1 else its[0] for top, its in tops.items()]
     allowed = repr(dict.fromkeys(globs, "partial"))
     advice = wording.allow.replace("{'some.*': 'partial'}", allowed).split("\n")

@@ -68,7 +68,7 @@ class _Options(StateDictOptions):
         return "subset" in self._modes_of(name)
 
     def _modes_of(self, name: str) -> set[str]:
-        path = f"{self.key}.state.{name}"  # a glob may also go on to the fields of a parameter's state
+        path = f"{self.key}.state.{name}"  # a glob may be of fields of its state
         return {self.load.mode_of(path), self.load.mode_of(f"{path}.")}
 
     def _lenient(self, *, is_missing: bool) -> str:
