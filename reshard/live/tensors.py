@@ -257,7 +257,7 @@ class LiveTensor:
         """True if it may hold only a part of its tensor: a DTensor or ShardedTensor."""
         return is_sharded(self.value)
 
-    @property
+    @cached_property
     def is_meta(self) -> bool:
         """True if it is on the meta device and has no memory."""
         return bool(self.value.is_meta) if type(self.value) in _PLAIN else self.device.type == "meta"
