@@ -384,7 +384,8 @@ def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, sh
         shape = targets.resized.get(key, target.spec.shape)
         if shape != spec.shape:
             spec = TensorSpec(key, shape, spec.dtype)
-        wanted[key] = TensorLayout.of(spec, form)
+        is_alike = spec is saved[key].spec and form is layout.form
+        wanted[key] = saved[key] if is_alike else TensorLayout.of(spec, form)
     world = max([rank + 1, *(layout.form.world_size for layout in wanted.values())])
     plan = plan_reads(StateLayout(saved), StateLayout(wanted, world))
     if any(plan.findings()):
