@@ -160,7 +160,7 @@ def find_copies(
         whole, box, taken = target(item), item.box, 0
         used: list[Box] = []
         for chunk, common in stored[item.fqn].meeting(box):
-            if not item.chunk.contains(chunk.box) or any(common & other is not None for other in used):
+            if not item.chunk.contains(chunk.box) or any(map(common.intersection, used)):
                 check_cover(stored[item.fqn], box)  # raises: two chunks hold these elements
             used.append(common)
             place = chunk.place
