@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from reshard.errors import FormatError
 
 __all__ = [
-    "NUMBERED", "IntKey", "KeyPath", "State", "cached_property", "count_objects", "empty_sequences", "is_selected",
-    "key_of", "path_from_json", "path_to_json", "plain_key", "value_path",
+    "NUMBERED", "IntKey", "KeyPath", "State", "cached_property", "containers_around", "count_objects",
+    "empty_sequences", "is_selected", "key_of", "path_from_json", "path_to_json", "plain_key", "value_path",
 ]  # fmt: skip
 
 
@@ -150,13 +150,19 @@ def count_objects(state: State[Any]) -> int:
     return len(found.union(map(value_path, empty.values())))
 
 
+def containers_around(paths: Iterable[KeyPath]) -> set[KeyPath]:
+    """The paths of the containers that these are in, at any depth."""
+    inner = {path[:-1] for path in paths if path}  # far fewer than the paths, mostly
+    return {path[:i] for path in inner for i in range(len(path) + 1)}
+
+
 def empty_sequences(
     containers: Mapping[KeyPath, str], leaves: Iterable[KeyPath], *, but: Container[str] = ("dict", "tensor")
 ) -> dict[str, KeyPath]:
     """The lists and the like without items, by key. Not the dicts: some formats keep no empty ones."""
     kinds = {path: kind.partition(":")[0] for path, kind in containers.items() if path}
     found = [path for path, kind in kinds.items() if kind not in but]
-    full = {path[:i] for path in (*leaves, *kinds) for i in range(len(path))} if found else ()
+    full = containers_around((*leaves, *kinds)) if found else ()
     return {key_of(path): path for path in found if path not in full}
 
 

@@ -35,7 +35,7 @@ class Window:
     def __post_init__(self) -> None:
         if len(self.sizes) != len(self.strides):
             raise PlanError(f"a window needs one stride per dim, got sizes {self.sizes} and strides {self.strides}")
-        if self.offset < 0 or self.itemsize < 1 or min(self.sizes, default=0) < 0 or min(self.strides, default=0) < 0:
+        if min(self.offset, self.itemsize - 1, *self.sizes, *self.strides) < 0:
             raise PlanError(f"offset, sizes and strides of a window must be >= 0 and the item size >= 1, got {self}")
 
     @classmethod

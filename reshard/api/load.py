@@ -384,7 +384,8 @@ def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, sh
         shape = targets.resized.get(key, target.spec.shape)
         if shape != spec.shape:
             spec = TensorSpec(key, shape, spec.dtype)
-        wanted[key] = TensorLayout.of(spec, form)
+        is_alike = spec is saved[key].spec and form is layout.form
+        wanted[key] = saved[key] if is_alike else TensorLayout.of(spec, form)
     world = max([rank + 1, *(layout.form.world_size for layout in wanted.values())])
     plan = plan_reads(StateLayout(saved), StateLayout(wanted, world))
     if any(plan.findings()):
@@ -418,11 +419,11 @@ def _landings(
 ) -> dict[str, list[Array | Staged]]:
     """Return where the parts of each target go: into its own memory if that can be written directly."""
     # tensors of which this rank holds no element may need a new dtype or memory, too
-    changed = [key for key in wanted if targets.tensors[key].is_meta or key in targets.replaced]
+    changed = {key: None for key in wanted if targets.tensors[key].is_meta or key in targets.replaced}
     found: dict[str, list[Array | Staged]] = {}
     for key in dict.fromkeys((*changed, *(item.fqn for item in items))):
         saved = dtype_from_name(wanted[key].spec.dtype)
-        whole = targets.writable(key)
+        whole = targets.writable(key) if key in changed else targets.tensors[key].local
         read = whole if shared is None or shared.form(key) is None else shared.parts(key, whole)
         found[key] = [
             as_array(local)

@@ -334,8 +334,13 @@ class KeyMatch:
 
     @cached_property
     def below(self) -> _Below:
-        """What the checkpoint has at and below each place."""
-        return _Below.of((*self.names, *self.checkpoint.aliases), self.checkpoint)
+        """What the checkpoint has at and below each place. Without a mapping, this omits tensors that
+        the target has at the same place: no unit is around those."""
+        own = {} if self.mapping else self.targets.tensors
+        paths, path_of = self.targets.paths, self.checkpoint.contents.path_of
+        every = (*self.names, *self.checkpoint.aliases)
+        others = (name for name in every if name not in own or paths[name] != path_of(name))
+        return _Below.of(others, self.checkpoint)
 
 
 def match_keys(

@@ -99,7 +99,7 @@ def entries_of(items: WriteItems, layout: StateLayout, state: LiveState, rank: i
     """The arrays that `rank`, which holds `state`, writes."""
     views: dict[str, tuple[torch.Tensor, ...]] = {}
     own = {per_rank_name(key, rank): wrapper.value for key, wrapper in state.per_rank.items()}
-    out = []
+    specs, out = layout.specs, []
     for fqn, box, source, _, number in items:
         if fqn not in views:
             if fqn not in own and fqn not in state.tensors:
@@ -109,8 +109,9 @@ def entries_of(items: WriteItems, layout: StateLayout, state: LiveState, rank: i
                 )
             tensor = LiveTensor(fqn, own[fqn]) if fqn in own else state.tensors[fqn]
             views[fqn] = _parts(tensor, layout[fqn], rank)
-        part = views[fqn][number]
-        out.append(Entry(layout[fqn].spec, box, part if source.sizes == part.shape else part[source.slices]))
+        whole = views[fqn][number]
+        part = whole if source.sizes == whole.shape else whole[source.slices]
+        out.append(Entry(specs[fqn], box, part))
     return out
 
 
@@ -118,7 +119,7 @@ def _parts(tensor: LiveTensor, layout: TensorLayout, rank: int) -> tuple[torch.T
     """The local tensors as the agreed layout counts them: those of the tensor, or one for each of
     its boxes."""
     local, fqn = tensor.local, tensor.key
-    if any(t.is_meta for t in local):
+    if tensor.is_meta:
         raise CheckpointError(f"tensor {fqn!r} is on the meta device and has no values to save: initialize it first")
     count = 1 if isinstance(layout.form, ProductForm) else len(layout.parts(rank))
     if len(local) == count:

@@ -160,7 +160,7 @@ def find_copies(
         whole, box, taken = target(item), item.box, 0
         used: list[Box] = []
         for chunk, common in stored[item.fqn].meeting(box):
-            if not item.chunk.contains(chunk.box) or any(common & other is not None for other in used):
+            if not item.chunk.contains(chunk.box) or any(map(common.intersection, used)):
                 check_cover(stored[item.fqn], box)  # raises: two chunks hold these elements
             used.append(common)
             place = chunk.place
@@ -222,7 +222,8 @@ def run_copies(
     # some at a time: a thread's turn costs more than to copy a small piece
     step = max(1, len(pieces) // (space.threads * 16))
     lots = [pieces[i : i + step] for i in range(0, len(pieces), step)]
-    kept = {source.kept for copy in copies if isinstance(source := copy.place.source, DecodedSource)}
+    sources = {copy.place.source for copy in copies}
+    kept = {source.kept for source in sources if isinstance(source, DecodedSource)}
     try:
         for each in kept:
             each.allow(space.threads * space.piece_bytes // len(kept))

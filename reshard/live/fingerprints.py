@@ -70,7 +70,7 @@ class Partial:
     """How many elements were added."""
 
     def __post_init__(self) -> None:
-        if len(self.sums) != LANES or not all(0 <= lane < PRIME for lane in self.sums) or self.count < 0:
+        if len(self.sums) != LANES or min(self.count, *self.sums) < 0 or max(self.sums) >= PRIME:
             raise FormatError(f"no partial fingerprint: sums {self.sums} of {self.count} elements")
 
     def __add__(self, other: Partial) -> Partial:

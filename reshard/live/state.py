@@ -34,7 +34,7 @@ from reshard.live.tensors import (
     state_instead_of,
 )
 from reshard.live.tree import Flat, flatten, rebuilt
-from reshard.state import IntKey, KeyPath, State, is_selected, key_of, plain_key
+from reshard.state import IntKey, KeyPath, State, containers_around, is_selected, key_of, plain_key
 
 __all__ = [
     "AFTER_WRITES", "LiveState", "OwnState", "PerRank", "Targets", "is_long", "is_object",
@@ -157,8 +157,8 @@ def take_apart(
 def _selected(flat: Flat, select: Collection[str]) -> Flat:
     """Return the values that match the globs, with the containers around them."""
     fits = {path: is_selected(key_of(path), select) for path in flat.leaves}
-    inner = {path[:i] for path in flat.leaves for i in range(len(path))}
-    kept = {path[:i] for path, fit in fits.items() if fit for i in range(len(path))}
+    inner = containers_around(flat.leaves)
+    kept = containers_around(path for path, fit in fits.items() if fit)
     containers = {
         path: kind
         for path, kind in flat.containers.items()
@@ -421,16 +421,15 @@ class Targets(State[LiveTensor]):
             raise option_error(f"the state to fill must be a dict or list, got {_in_words(state)}", FormatError)
         # containers that are not replaced whole: those that hold a tensor or an object somewhere
         full: set[KeyPath] = {()}
-        for path in state.apart if isinstance(state, CheckedState) else ():
-            full.update(path[:i] for i in range(len(path)))
+        if isinstance(state, CheckedState):
+            full |= containers_around(state.apart)
         live = take_apart(state, whole_at=partial(_saved_whole, saved or {}, full))
-        saved_full = {path[:i] for path in tensors for i in range(len(path))}
-        for key, path in live.paths.items():
-            above = [path[:i] for i in range(len(path))]
-            full.update(saved_full.intersection(above) if key in live.objects else above)
-            if entry_by_entry and key in live.objects:  # and dicts, and what holds a dict
-                full.update(above[: _depth_of_dicts(path)])
-        if entry_by_entry:
+        others = (path for key, path in live.paths.items() if key not in live.objects)
+        full |= containers_around(others)
+        plain = [live.paths[key] for key in live.objects]
+        full |= containers_around(plain) & containers_around(tensors)
+        if entry_by_entry:  # and dicts, and what holds a dict
+            full.update(path[:i] for path in plain for i in range(_depth_of_dicts(path)))
             empty = [path for path, kind in live.containers.items() if kind.partition(":")[0] == "dict"]
             full.update(path[:i] for path in empty for i in range(len(path) + 1))
         around = {key: live.paths[key][:-1] for key in live.objects}
@@ -562,7 +561,7 @@ def _saved_whole(saved: Mapping[str, Any], full: set[KeyPath], path: KeyPath, va
     """Return True if the container at a path was saved as one object and can be replaced by it: not those that are
     `full`, to which the ones around each `OwnState` are added."""
     if isinstance(value, OwnState):
-        full.update(path[:i] for i in range(len(path)))
+        full |= containers_around([path])
     key = key_of(path)
     if path in full or key not in saved:
         return False

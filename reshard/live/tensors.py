@@ -257,7 +257,7 @@ class LiveTensor:
         """True if it may hold only a part of its tensor: a DTensor or ShardedTensor."""
         return is_sharded(self.value)
 
-    @property
+    @cached_property
     def is_meta(self) -> bool:
         """True if it is on the meta device and has no memory."""
         return bool(self.value.is_meta) if type(self.value) in _PLAIN else self.device.type == "meta"
@@ -516,37 +516,27 @@ def resolved_bytes(tensor: torch.Tensor) -> torch.Tensor:
 # and to import it is to look into a table.
 
 
-_KNOWN = 1024
-"""Classes that are remembered; programs that make classes as they go have them forgotten."""
+def _named(*names: str) -> Callable[[object], bool]:
+    """A test whether a value is of one of torch.distributed's classes with such a name, or of one
+    derived from it."""
+
+    @lru_cache(maxsize=1024)  # programs that make classes as they go have them forgotten
+    def known(cls: type) -> bool:
+        # its module differs from release to release, but not the package
+        named = (c for c in cls.__mro__ if c.__name__ in names)
+        return any(c.__module__.startswith("torch.distributed.") for c in named)
+
+    return lambda value: known(type(value))  # type: ignore[arg-type]  # a class has a hash
 
 
-class _Named:
-    """Whether a value is of one of torch.distributed's classes with such a name, or of one derived
-    from it. Each class is looked at once."""
-
-    def __init__(self, *names: str) -> None:
-        self._names = frozenset(names)
-        self._known: dict[type, bool] = {}
-
-    def __call__(self, value: object) -> bool:
-        cls = type(value)
-        if (found := self._known.get(cls)) is None:
-            if len(self._known) >= _KNOWN:
-                self._known.clear()
-            # its module differs from release to release, but not the package
-            named = (c for c in cls.__mro__ if c.__name__ in self._names)
-            found = self._known[cls] = any(c.__module__.startswith("torch.distributed.") for c in named)
-        return found
-
-
-is_dtensor = cast("Callable[[object], TypeIs[DTensor]]", _Named("DTensor"))
-is_sharded_tensor = _Named("ShardedTensor")
-is_sharded = _Named("DTensor", "ShardedTensor")
+is_dtensor = cast("Callable[[object], TypeIs[DTensor]]", _named("DTensor"))
+is_sharded_tensor = _named("ShardedTensor")
+is_sharded = _named("DTensor", "ShardedTensor")
 """Whether a value may hold only a part of its tensor."""
-is_strided_shard = _Named("_StridedShard")
+is_strided_shard = _named("_StridedShard")
 """Whether a placement of a DTensor is what FSDP2 over tensor parallelism uses, for which torch has
 no public name; a kind of `Shard` in some of its releases."""
-is_pending = _Named("Partial")
+is_pending = _named("Partial")
 """Whether a placement of a DTensor is a reduction that was not done yet."""
 
 

@@ -236,12 +236,12 @@ class Generation:
     def fingerprints(self, parts: Sequence[Mapping[str, Partial]]) -> dict[str, str]:
         """Return the fingerprint of every tensor, summed from parts by name; {} if no rank computed
         any. A tensor without elements has no part."""
-        layouts, none = self.census.tensors, Partial()
-        totals = dict.fromkeys(layouts, none) if parts else {}
+        specs, none = self.census.tensors.specs, Partial()
+        totals = dict.fromkeys(specs, none) if parts else {}
         for some in parts:
             for fqn, part in some.items():
                 totals[fqn] = part if totals[fqn] is none else totals[fqn] + part
-        return {fqn: total.digest(layouts[fqn].spec.dtype, layouts[fqn].spec.shape) for fqn, total in totals.items()}
+        return {fqn: total.digest(specs[fqn].dtype, specs[fqn].shape) for fqn, total in totals.items()}
 
 
 # Generations: every save writes into a folder of its own, and only the manifest says which one

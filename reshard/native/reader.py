@@ -347,7 +347,7 @@ class NativeFacts(Facts):
             entry = self._headers(record.name).get(what)
             if entry is None or entry.data_offsets is None:
                 raise CorruptCheckpointError(f"{source.label} must hold {what!r}, but its header does not name it")
-            start, stop = (record.header_bytes + offset for offset in entry.data_offsets)
+            start, stop = map(record.header_bytes.__add__, entry.data_offsets)
         end = record.nbytes if source.checking.enabled else source.nbytes
         if not record.header_bytes <= start <= stop <= end:
             raise CorruptCheckpointError(f"{source.label}: {what!r} is outside the file, at bytes [{start}, {stop})")

@@ -103,8 +103,8 @@ class LocalState:
     @classmethod
     def of(cls, state: LiveState) -> LocalState:
         """Raises FormatError for an object that is no plain data, naming its key."""
-        for path in (*state.paths.values(), *state.containers):
-            check_text(key_of(path))
+        for key in (*state.paths, *map(key_of, state.containers)):
+            check_text(key)
         objects = {key: _encoded(key, value) for key, value in state.objects.items()}
         description = _Description(
             tensors=describe(state.tensors),

@@ -79,14 +79,15 @@ class Source(ABC):
 
     def check(self, start: int, stop: int) -> None:
         """Raises CorruptCheckpointError unless bytes [start, stop) exist."""
-        if self._file is not None and self._file.size() < stop <= self.nbytes:
+        nbytes = self.nbytes
+        if self._file is not None and self._file.size() < stop <= nbytes:
             raise CorruptCheckpointError(
-                f"{self.label}: it had {self.nbytes} bytes when it was opened, and has {self._file.size()} now: "
+                f"{self.label}: it had {nbytes} bytes when it was opened, and has {self._file.size()} now: "
                 "another process writes it in place, or it was truncated. Open the checkpoint again once it is complete"
             )
-        if not 0 <= start <= stop <= self.nbytes:
+        if not 0 <= start <= stop <= nbytes:
             raise CorruptCheckpointError(
-                f"{self.label}: expected bytes [{start}, {stop}), but it has {self.nbytes} bytes; it was truncated, or "
+                f"{self.label}: expected bytes [{start}, {stop}), but it has {nbytes} bytes; it was truncated, or "
                 "its metadata is wrong"
             )
         if self._opened is not None and time.monotonic() > self._opened.confirmed_until_s:

@@ -605,8 +605,7 @@ def _conjugate(out: Array) -> None:
     parts["imag"] ^= half.type(1 << (half.itemsize * 8 - 1))
 
 
-@dataclass(frozen=True, slots=True)
-class _Transfer:
+class _Transfer(NamedTuple):
     source: Source
     view: memoryview | None
     """Asked for once: what is decoded may not be kept."""

@@ -36,7 +36,7 @@ from reshard.formats.torch_save.writer import (
 )
 from reshard.live.dtypes import dtype_from_name
 from reshard.live.tree import builtin_kinds, unflatten
-from reshard.state import IntKey, KeyPath, key_of
+from reshard.state import IntKey, KeyPath, containers_around, key_of
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents
 from reshard.stored.streaming import (
@@ -205,7 +205,7 @@ def object_to_bytes(value: Any) -> bytes:
 
 def _taken_apart(paths: Iterable[KeyPath], tensors: Iterable[KeyPath], kinds: Mapping[KeyPath, str]) -> set[KeyPath]:
     """The places of sequences whose items have keys of their own."""
-    apart = {path[:i] for path in tensors for i in range(len(path))}
+    apart = containers_around(tensors)
     mappings = {path[:i] for path in (*paths, *kinds) for i, part in enumerate(path) if type(part) is not int}
     for place in mappings | {path for path, kind in kinds.items() if kind == "dict"}:
         while place and type(place[-1]) is int and kinds.get(place[:-1], "list") == "list":

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -54,8 +57,15 @@ def test_placements_are_told_by_name():
 
 
 def test_classes_that_are_made_as_a_program_goes_are_forgotten():
-    table = tensors._Named("DTensor")
-    mine = named("DTensor", "torch.distributed.tensor")
+    is_mine = tensors._named("DTensor")
+    first, mine = named("C", "mine"), named("DTensor", "torch.distributed.tensor")
+    kept = weakref.ref(first)
+    assert not is_mine(first())
+    del first
+    gc.collect()
+    assert kept() is not None
 
-    assert [table(cls()) for i in range(1500) for cls in (named(f"C{i}", "mine"), mine)] == [False, True] * 1500
-    assert len(table._known) <= 1024
+    assert [is_mine(cls()) for i in range(1500) for cls in (named(f"C{i}", "mine"), mine)] == [False, True] * 1500
+
+    gc.collect()
+    assert kept() is None
