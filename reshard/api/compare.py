@@ -711,7 +711,7 @@ def _dtype_hint(findings: Sequence[Finding], left: _Side, right: _Side, names: I
 
 
 def _name_findings(left: _Side, right: _Side, joint: _JointFindings, group: Group | None) -> Iterator[Finding]:
-    """Names that only one side has, and values that no rank has on both sides. Items of damaged values are unknown."""
+    """Names that only one side has, also per rank, but not the items of damaged values."""
     damaged, compared = tuple(f"{key}." for key in joint.errors), joint.compared
     for kind in ("nbytes", "objects", "own"):
         x, y = (dict.fromkeys(getattr(side.names, kind)) for side in (left, right))

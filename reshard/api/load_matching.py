@@ -646,7 +646,8 @@ class Mismatches:
 
 
 def _as_call(fix: str, root: Any, *, is_subset: bool) -> str:
-    """The fix with the option that it needs, and with the state dict of a model instead of the model itself."""
+    """The fix with the option that it needs, and with the state dict of a model instead of the
+    model itself."""
     for path in root.models if isinstance(root, CheckedState) else ():
         inner = "".join(f"[{part!r}]" for part in path)
         fix = fix.replace(f"load(state{inner},", "load(reshard.get_model_state_dict(model),")

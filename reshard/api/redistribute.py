@@ -53,8 +53,9 @@ class TransferReport(FilledReport):
     bytes_moved: int
     """Bytes sent between ranks, in the job."""
     bytes_between_groups: int
-    """The part of `bytes_moved` that was sent from source ranks to target ranks, if no rank is on both
-    sides. With `ranks_per_host`, the part that was sent between hosts. 0 if there is only one group."""
+    """The part of `bytes_moved` that was sent from source ranks to target ranks, if no rank is
+    on both sides. With `ranks_per_host`, the part that was sent between hosts. 0 if there is
+    only one group."""
     bytes_among_receivers: int
     """The part of `bytes_moved` that replicas of the target sent to each other. Each of them first
     received a part of the tensor from a source."""
@@ -353,8 +354,9 @@ def prepare(
     step.
 
     Collective. Arguments and errors are those of `redistribute`. Nothing moves before you call
-    `run`. The result keeps references to the tensors that you pass. Their values and their memory
-    may change between runs. With `delta=True`, each run sends only changed elements: see docs/live.md.
+    `run`. The result keeps references to the tensors that you pass. Their values and their
+    memory may change between runs. With `delta=True`, each run sends only changed elements:
+    see docs/live.md.
     """
     group = Group(process_group, deadline_s=options.get("timeout", DEFAULTS["timeout"]))
     with phase("prepare") as span, group.together("prepare"):

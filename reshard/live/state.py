@@ -184,9 +184,10 @@ class PerRank:
     """A tensor, or plain data with tensors of up to 1 MiB in total.
     For a load: the current value, if there is one."""
     on_change: str | Callable[[dict[int, Any], int, int], Any] = "error"
-    """What to do if the number of ranks changed. `"error"`: raise. `"keep"`: ranks with a saved
-    value get it. The others keep their current value. `"drop"`: every rank keeps its current value.
-    Or a function of (values by saved rank, this rank, world size) that returns the new value."""
+    """What to do if the number of ranks changed. `"error"`: raise. `"keep"`: ranks with a
+    saved value get it. The others keep their current value. `"drop"`: every rank keeps its
+    current value. Or a function of (values by saved rank, this rank, world size) that returns
+    the new value."""
 
     def __post_init__(self) -> None:
         if self.on_change not in ("error", "keep", "drop") and not callable(self.on_change):
@@ -227,8 +228,9 @@ class PerRank:
 class OwnState(dict[str, Any]):
     """The state of a learning-rate scheduler or gradient scaler, in a state to load into.
 
-    torch gives a scheduler the settings of another class without a word, and fails at an enabled scaler if the saved
-    one was disabled. So settings that only one side has are missing or unexpected.
+    torch gives a scheduler the settings of another class without a word, and fails at an
+    enabled scaler if the saved one was disabled. So settings that only one side has are
+    missing or unexpected.
     """
 
     advice = ""
@@ -352,8 +354,9 @@ _NO_OBJECTS = (str, int, float, torch.Tensor, type, Mapping)
 
 
 def is_object(value: Any, *, within: bool = False) -> bool:
-    """Return whether a value is a model or stage, an optimizer, a generator, or another object with `state_dict` and
-    `load_state_dict`. A container of tensors is none. `within`: or whether dicts, lists, and tuples have one in it."""
+    """Return whether a value is a model or stage, an optimizer, a generator, or another object
+    with `state_dict` and `load_state_dict`. A container of tensors is none. `within`: or
+    whether dicts, lists, and tuples have one in it."""
     found, seen = [value], set[int]()
     for each in found:
         one = each.value if isinstance(each, PerRank) else each
@@ -545,8 +548,9 @@ class Targets(State[LiveTensor]):
 
 
 def _refilled(live: Any, value: Any, filled: set[int]) -> Any:
-    """Return the dict `live` with the contents of the dict `value`, since variables of the caller may
-    hold it, or a dict in it. What is no dict is replaced, and so is one that is `filled` already.
+    """Return the dict `live` with the contents of the dict `value`, since variables of the
+    caller may hold it, or a dict in it. What is no dict is replaced, and so is one that is
+    `filled` already.
     """
     if type(live) is not type(value) or type(live) not in (dict, OrderedDict, defaultdict) or id(live) in filled:
         return value

@@ -221,8 +221,8 @@ def set_state_dict(
 
 @_quietly()
 def optimizer_to_restore(model: Models, optimizers: Optimizers, options: StateDictOptions) -> dict[str, Any]:
-    """The state dict for a load after which only those parameters have state that were saved with some, and those that
-    the options allow to be missing."""
+    """The state dict for a load after which only those parameters have state that were saved with
+    some, and those that the options allow to be missing."""
     return _optimizer_state(LiveOptimizers(LiveModel(model), optimizers), None, options, forgets=True)
 
 

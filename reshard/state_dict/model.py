@@ -549,7 +549,8 @@ def _materialized(value: torch.Tensor, slot: StateEntry, made: dict[Any, torch.T
 def _place(
     region: SelfLoadingModule, state: dict[str, Any], slots: Mapping[str, StateEntry], made: dict[Any, torch.Tensor]
 ) -> bool:
-    """Give the module real tensors for those on the meta device, and the values in `state` the layouts of `slots`.
+    """Give the module real tensors for those on the meta device, and the values in `state` the
+    layouts of `slots`.
 
     Return whether tensors on the meta device are left, which only the module's `load_state_dict` may know how to
     replace. It replaces all others, too, so that `state` gets copies.

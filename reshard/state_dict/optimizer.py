@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -257,8 +258,9 @@ class _OptimizerMatch:
         missing, lost = (
             [n for n in names if options._refuses(n, is_missing=True)] for names in (self.missing, self.lost)
         )
-        strangers = [name for name in self.strangers if options._refuses(name, is_missing=False)]
-        unused = [(one, key) for one, key in self.unused if options._refuses(f"{one.name}.{key}", is_missing=False)]
+        refuses = functools.partial(options._refuses, is_missing=False)
+        strangers = [name for name in self.strangers if refuses(name)]
+        unused = [(one, key) for one, key in self.unused if refuses(f"{one.name}.{key}")]
         return missing, lost, strangers, unused
 
     def _under_another_name(self, one: OptimizedParameter, kind: StateKind) -> State | None:

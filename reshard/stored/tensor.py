@@ -72,7 +72,8 @@ class StoredChunk:
     __slots__ = ("_locate", "_place", "box", "owner")
 
     def __init__(self, box: Box, place: Extent | Callable[[], Extent], owner: int | str = 0) -> None:
-        """`place` is the place itself, or a function that finds it; `owner` is the writer's rank or a chunk id.
+        """`place` is the place itself, or a function that finds it; `owner` is the writer's
+        rank or a chunk id.
 
         Raises CorruptCheckpointError, then or on first use, if the place does not have the box's sizes.
         """
@@ -143,7 +144,8 @@ class StoredChunk:
 
 
 class LazyChunks:
-    """Chunks that follow from a rule: a few are found without listing all, and all are listed only when asked for.
+    """Chunks that follow from a rule: a few are found without listing all, and all are listed
+    only when asked for.
 
     The rule answers for chunks within the tensor that do not overlap.
     """
@@ -520,7 +522,8 @@ MAX_BUFFER_BYTES = 16 << 20
 
 
 def empty(shape: Sequence[int], dtype: str) -> tuple[torch.Tensor, Array]:
-    """A new contiguous tensor with undefined elements, and the same memory as an array that `copy_place` can fill.
+    """A new contiguous tensor with undefined elements, and the same memory as an array that
+    `copy_place` can fill.
 
     Raises CheckpointError if there is no memory for it.
     """
@@ -570,7 +573,8 @@ def _written(place: Extent) -> int | None:
 def copy_place(
     place: Extent, out: Array, buffer_bytes: int = MAX_BUFFER_BYTES, *, compared: bool = False, passing: bool = False
 ) -> None:
-    """Copy the elements at `place` into `out`, an array of `item_dtype(window.itemsize)` and of the window's sizes.
+    """Copy the elements at `place` into `out`, an array of `item_dtype(window.itemsize)` and
+    of the window's sizes.
 
     `out` may be strided. What is stored as its conjugate is conjugated on the way. Where the storage
     has no view, at most `buffer_bytes` are read at once beside `out`.

@@ -235,8 +235,9 @@ LINEAGE = "lineage.json"
 
 
 class Incarnation(msgspec.Struct, frozen=True):
-    """A job from a recovery, or from its first generation, until its processes end or it recovers again. Its ranks
-    and hosts stay the same, so the numbers of its generations give their order."""
+    """A job from a recovery, or from its first generation, until its processes end or it
+    recovers again. Its ranks and hosts stay the same, so the numbers of its generations give
+    their order."""
 
     id: str
     """Unique. It begins with the time at which the incarnation began, as a save id does."""
