@@ -20,6 +20,7 @@ from planners.units import format_bytes, format_count, format_some
 from reshard.arguments import check_options, globs_of, no_attribute, renamed
 from reshard.errors import (
     CheckpointError,
+    CheckpointNotFoundError,
     CheckpointReplacedError,
     CorruptCheckpointError,
     KeyMismatchError,
@@ -499,7 +500,8 @@ def save_of(checkpoint: Checkpoint) -> str:
 def refuse_replaced(again: str, error: object, *checkpoints: Checkpoint | None) -> None:
     """Raise CheckpointReplacedError if a later save replaced one of these since it was opened.
 
-    Then `error` says nothing of the new one, and to do it `again` finds that whole.
+    Then `error` says nothing of the new one, and to do it `again` finds that whole. Otherwise, a file that is not found
+    was deleted: raise CorruptCheckpointError.
     """
     for checkpoint in filter(None, checkpoints):
         native = checkpoint.contents.details(NativeFacts)
@@ -507,6 +509,10 @@ def refuse_replaced(again: str, error: object, *checkpoints: Checkpoint | None) 
             raise CheckpointReplacedError(
                 f"{checkpoint.url} was replaced by a later save, or deleted, while it was read: {again} again ({error})"
             )
+    if isinstance(error, CheckpointNotFoundError):
+        raise CorruptCheckpointError(
+            f"{error}. It was deleted after the checkpoint was opened: restore it, or load another checkpoint"
+        ) from error
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import torch
 
 import reshard
 from planners import fsdp
+from reshard.errors import CorruptCheckpointError
 from tests.samples import sample
 
 RANKS = 4
@@ -147,3 +148,18 @@ def test_what_else_is_in_the_folder_of_a_checkpoint_is_not_opened(full, tmp_path
     gone.unlink()
     assert reshard.verify(checkpoint).ok
     assert reshard.verify(path).ok
+
+
+@pytest.mark.parametrize("format", ["native", "dcp"])
+def test_a_file_that_is_deleted_after_the_checkpoint_was_opened_is_damage(format: Any, tmp_path: Path) -> None:
+    """A job that starts afresh where there is no checkpoint would lose its progress."""
+    state = {"w": torch.ones(8)}
+    reshard.save(state, tmp_path / "native")
+    if format != "native":
+        reshard.convert(tmp_path / "native", tmp_path / format, format=format)
+    opened = reshard.open(tmp_path / format)
+    (data,) = (tmp_path / format).rglob("*.safetensors" if format == "native" else "*.distcp")
+    data.unlink()
+    with pytest.raises(CorruptCheckpointError, match="deleted after the checkpoint was opened: restore it"):
+        reshard.load({"w": torch.zeros(8)}, opened)
+    assert not reshard.compare(opened, state).ok
