@@ -147,7 +147,7 @@ _OF_OTHERS = {
     "num_replicas": "write parts=",
     "rank": "write part=",
     "planner": "strict=, dtype_policy=, and mapping= of load replace planners; reshard.dcp takes DCP's planners",
-    "select": 'pass reshard.open(path).select(...); in a load, pass these keys only, and strict="subset"',
+    "select": 'pass reshard.open(path).select(...), or load a state with only these keys and strict="subset"',
     "storage_reader": "the second argument is a path or URL; reshard.dcp takes DCP's readers",
     "storage_writer": "the second argument is a path or URL; reshard.dcp takes DCP's writers",
     "strict": "reshard.load has it; to set a part, pass options=reshard.StateDictOptions(strict=False); in "

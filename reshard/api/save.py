@@ -531,7 +531,7 @@ def agreed_plan(
         data, first = None, None
         try:
             if kept is not None and decide is not None and group.rank == 0:
-                with phase("read target"):
+                with phase("check existing"):
                     first = decide(kept.census)
             if kept is not None and stage is not None:
                 with phase("stage"):

@@ -196,7 +196,7 @@ def _print_unsharded(sides: Sides, source: str, onto: str, notes: list[str]) -> 
             print_text(
                 screen,
                 f"The checkpoint does not record how {axis!r} sharded its tensors. Add a rule for each kind of "
-                f"tensor to shard, with one placement per axis of {sides.topology.mesh}. An example with one rule:",
+                f"tensor to shard, with one placement per axis of {sides.topology.mesh}. An example:",
             )
         words = (source, sides.topology.mesh) if sides.is_onto else (sides.topology.mesh, onto)
         lines = [f"  reshard plan {' '.join(map(str, words))}", *as_options(rules)]

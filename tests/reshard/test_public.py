@@ -375,7 +375,10 @@ def test_misspelled_arguments_are_named(verb: str, given: dict[str, object], mea
             lambda: reshard.set_model_state_dict(NET, {}, strict=False),
             r"'strict': .* pass options=reshard.StateDictOptions\(strict=False\); in reshard.dcp, pass planner=",
         ),
-        (lambda: reshard.load({}, "c", select="a"), r"'select': .* pass these keys only, and strict=\"subset\"$"),
+        (
+            lambda: reshard.load({}, "c", select="a"),
+            r"'select': .* or load a state with only these keys and strict=\"subset\"$",
+        ),
         (
             lambda: reshard.save({}, "c", format="dcp"),
             r"'format': .*; reshard.convert\(path, target, format=...\) writes",

@@ -133,7 +133,7 @@ def test_a_call_is_a_span_with_its_phases_and_two_numbers(tmp_path: Path) -> Non
     assert [*phases] == [
         "wait for earlier saves",
         "plan",
-        "read target",
+        "check existing",
         "stage",
         "claim",
         "write",
