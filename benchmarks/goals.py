@@ -121,6 +121,7 @@ GOALS = (
         for what in (f"DCP to torch.save{extra}, rows", f"DCP to torch.save{extra}, columns")
         for unit, wanted in (("s", 4), (_CPU, 3))
     ),
+    Goal("convert_large", "*", "s", "floor", 0.8),
     Goal("drop_in", "*", _CPU, "torch", 1),
 )
 """What this project aims at."""
