@@ -500,8 +500,8 @@ def save_of(checkpoint: Checkpoint) -> str:
 def refuse_replaced(again: str, error: object, *checkpoints: Checkpoint | None) -> None:
     """Raise CheckpointReplacedError if a later save replaced one of these since it was opened.
 
-    Then `error` says nothing of the new one, and to do it `again` finds that whole. Otherwise, a file that is not found
-    was deleted: raise CorruptCheckpointError.
+    Then `error` says nothing of the new one, and to do it `again` finds that whole. Otherwise, the checkpoint
+    lacks a file that is not found: raise CorruptCheckpointError.
     """
     for checkpoint in filter(None, checkpoints):
         native = checkpoint.contents.details(NativeFacts)
@@ -511,7 +511,7 @@ def refuse_replaced(again: str, error: object, *checkpoints: Checkpoint | None) 
             )
     if isinstance(error, CheckpointNotFoundError):
         raise CorruptCheckpointError(
-            f"{error}. It was deleted after the checkpoint was opened: restore it, or load another checkpoint"
+            f"{error}. The checkpoint needs it: restore it, or load another checkpoint"
         ) from error
 
 

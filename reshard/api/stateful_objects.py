@@ -60,8 +60,7 @@ class _Options(StateDictOptions):
     load: LoadOptions = field(default_factory=LoadOptions)
 
     def _refuses(self, name: str, *, is_missing: bool) -> bool:
-        is_allowed = "partial" in self._modes_of(name) or (not is_missing and self.is_subset(name))
-        return self.strict and not is_allowed
+        return "partial" not in self._modes_of(name) and (is_missing or not self.is_subset(name))
 
     def is_subset(self, name: str) -> bool:
         """Return True if the load ignores what only the checkpoint has of this parameter."""

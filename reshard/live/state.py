@@ -325,6 +325,7 @@ class CheckedState(dict[str, Any]):
     models: Collection[KeyPath]
     """Those of models, which keep their dtypes."""
     optimizers: Collection[KeyPath]
+    """Those of optimizers."""
 
     def of_optimizers(self, keys: Iterable[str]) -> list[str]:
         """Return, for keys of models, where the optimizers have the state of the same parameters."""

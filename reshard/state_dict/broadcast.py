@@ -62,7 +62,7 @@ def setting(options: StateDictOptions | None = None, *, together: Iterable[tuple
             group = Group(ranks=ranks)
             stack.enter_context(group.together(_SETTING))
             if options is not None:
-                group.same_options("the setters of state dicts", vars(options))
+                group.same_options("the setters of state dicts", options._shared())
         yield
 
 

@@ -49,7 +49,7 @@ def collect_model(state: dict[str, Any], options: StateDictOptions) -> dict[str,
     if not options.full_state_dict:
         state = as_chunks(state) if options.in_chunks else state
         return dict(zip(state, _all_to_cpu(list(state.values())))) if options.cpu_offload else state
-    asked = vars(options)
+    asked = options._shared()
     owner = _owners(state, asked) if options.cpu_offload else None
     agree_on_gathering(state, asked)
     whole = {name: _whole(state[name], name, owner) for name in sorted(state)}
@@ -66,7 +66,7 @@ def collect_optimizer(state: dict[str, Any], live: LiveOptimizers, options: Stat
     if live.live.pieces_of:
         state = {**state, "state": fill_absent(state["state"], live.pieces)}
     names = dict.fromkeys([*state["state"], *(name for group in state["param_groups"] for name in group["params"])])
-    owner = _owners(names, vars(options)) if options.cpu_offload else None
+    owner = _owners(names, options._shared()) if options.cpu_offload else None
     mine = {name for name in names if owner is None or owner(name) == this_rank()}
     for k, optimizer in enumerate(live.optimizers):
         if is_zero_redundancy(optimizer):
@@ -74,7 +74,7 @@ def collect_optimizer(state: dict[str, Any], live: LiveOptimizers, options: Stat
     tensors = _tensors_in(state["state"])
     # a rank may have no state where others have some
     owners = [one for name in names if (one := live.by_name.get(name)) is not None]
-    agree_on_gathering(tensors, vars(options), places=[one.place for one in owners if one.place is not None])
+    agree_on_gathering(tensors, options._shared(), places=[one.place for one in owners if one.place is not None])
     # ranks may have met their parameters in different orders, but must gather in one
     name_of = {_text(path): path[0] for path in leaves_of(state["state"])}
     whole = {path: _whole(tensors[path], name_of[path], owner) for path in sorted(tensors)}
@@ -97,7 +97,7 @@ def _state_of_all_ranks(
     parameters = {one.name: one.parameter for one in live.parameters[k]}
     own = {name: values for name, values in state.items() if name in parameters}
     found = dict(state)
-    for rank in _meeting(vars(options), optimizer.process_group).ranks:
+    for rank in _meeting(options._shared(), optimizer.process_group).ranks:
         devices = {path: tensor.device.type for path, tensor in _tensors_in(own).items()}
         sent: list[Any] = [(_nest_to_cpu(own), devices) if rank == this_rank() else None]
         dist.broadcast_object_list(sent, src=rank, group=optimizer.process_group)

@@ -74,6 +74,10 @@ class StateDictOptions:
         """Return the argument that allows such parameters."""
         return "StateDictOptions(strict=False)"
 
+    def _shared(self) -> dict[str, Any]:
+        """Return what all ranks must pass alike."""
+        return {field.name: getattr(self, field.name) for field in fields(StateDictOptions)}
+
 
 class InChunks(StateDictOptions):
     """The same, for state dicts that torch's own functions read: tensors that FSDP1's flat parameters shard across

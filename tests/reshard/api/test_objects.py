@@ -413,6 +413,16 @@ def test_only_what_is_allowed_may_be_missing_from_an_optimizer(tmp_path: Path) -
     assert live["model"][0].weight in live["optim"].state
 
 
+def test_a_parameter_can_be_stricter_than_the_rest(tmp_path: Path) -> None:
+    reshard.save(layers(1), tmp_path / "c")
+    model = layers(2, seed=1)["model"]
+    live = {"model": model, "optim": torch.optim.AdamW(model.parameters())}
+    before = model[0].weight.detach().clone()
+    with pytest.raises(KeyMismatchError, match=r"Missing key: 1\.weight"):
+        reshard.load(live, tmp_path / "c", strict={"model.*": "partial", "*.1.*": "strict", "*": "partial"})
+    assert torch.equal(model[0].weight, before)
+
+
 def test_keys_that_lack_the_models_prefix_name_a_call_that_works(tmp_path: Path) -> None:
     saved = layers(1)["model"]
     reshard.save(saved.state_dict(), tmp_path / "c")
