@@ -75,7 +75,7 @@ class StateDictOptions:
         return "StateDictOptions(strict=False)"
 
     def _shared(self) -> dict[str, Any]:
-        """Return what all ranks must pass alike."""
+        """Return what ranks have in common."""
         return {field.name: getattr(self, field.name) for field in fields(StateDictOptions)}
 
 
