@@ -295,7 +295,7 @@ def _finish(job: save_job.SaveJob, data: ToWrite) -> SaveReport:
     group, generation = job.group, job.generation
     is_new = group.rank == 0 and not os.path.exists(generation.storage.url)
     try:
-        with phase("claim"):
+        with phase("begin"):
             if group.rank == 0:
                 commit.claim(generation.storage, generation.save_id)
             group.barrier()  # no rank writes before there is a claim

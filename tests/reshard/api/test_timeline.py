@@ -61,7 +61,7 @@ def test_every_verb_says_where_its_time_went(tmp_path: Path) -> None:
     kept = tier.save(STATE, step=7)
     recovered = tier.restore(target)
 
-    assert [*saved.seconds][-4:] == ["claim", "write", "publish", "clean up"]
+    assert [*saved.seconds][-4:] == ["begin", "write", "publish", "clean up"]
     assert [*loaded.seconds] == ["open", "match", "plan", "check", "read", "assign"]
     assert [*moved.seconds] == ["agree", "plan", "bind", "check replicas", "move"]
     assert [*converted.phases.by_phase()] == ["open", "agree", "convert", "publish"]

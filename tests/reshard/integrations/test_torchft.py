@@ -87,8 +87,8 @@ def within_a_group(text: str) -> list[bool]:
 
     mesh, whole = init_device_mesh("cpu", (2,)), torch.arange(24.0).reshape(4, 6)
     given = {"user": {"w": distribute_tensor(whole, mesh, [Shard(0)])}, "torchft": {"step": 7}}
-    places = {"user": {"w": distribute_tensor(whole * 0, mesh, [Shard(1)])}, "torchft": {"step": 0}}
-    transport = ReshardTransport(Path(text) / "a", places=lambda checkpoint: places)
+    state = {"user": {"w": distribute_tensor(whole * 0, mesh, [Shard(1)])}, "torchft": {"step": 0}}
+    transport = ReshardTransport(Path(text) / "a", load_into=lambda checkpoint: state)
     for step in (6, 7):
         transport.send_checkpoint([1], step, given, SECONDS)
 
@@ -96,7 +96,7 @@ def within_a_group(text: str) -> list[bool]:
 
     with pytest.raises(DeadlineError, match="step-6 did not appear within"):
         transport.recv_checkpoint(0, transport.metadata(), 6, timedelta(seconds=0.1))
-    return [got is places, torch.equal(got["user"]["w"].full_tensor(), whole), got["torchft"] == {"step": 7}]
+    return [got is state, torch.equal(got["user"]["w"].full_tensor(), whole), got["torchft"] == {"step": 7}]
 
 
 def test_ranks_of_a_group_read_their_parts(tmp_path: Path) -> None:

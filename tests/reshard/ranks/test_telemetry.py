@@ -135,7 +135,7 @@ def test_a_call_is_a_span_with_its_phases_and_two_numbers(tmp_path: Path) -> Non
         "plan",
         "check existing",
         "stage",
-        "claim",
+        "begin",
         "write",
         "publish",
         "clean up",
@@ -148,7 +148,7 @@ def test_a_call_is_a_span_with_its_phases_and_two_numbers(tmp_path: Path) -> Non
     assert (prints["name"], prints["attributes"]["reshard.rank"]) == ("fingerprints", 0)
     assert prints["attributes"]["thread.name"] != phases["write"]["attributes"]["thread.name"]
     failed = [span["name"] for span in inner[broken["context"]["span_id"]] if span["status"]["status_code"] == "ERROR"]
-    assert failed == ["claim"]
+    assert failed == ["begin"]
     late = {span["name"]: span for span in inner[background["context"]["span_id"]]}["clean up"]
     assert late["end_time"] <= background["end_time"], "a call is over when its background is"
     assert all(span["start_time"] <= span["end_time"] for span in spans)
