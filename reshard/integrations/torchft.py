@@ -51,7 +51,7 @@ class ReshardTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # Any w
         self,
         folder: str | os.PathLike[str],
         *,
-        load_into: Callable[[Checkpoint], dict[str, Any]] | None = None,
+        into: Callable[[Checkpoint], dict[str, Any]] | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         """Create a transport.
@@ -59,12 +59,12 @@ class ReshardTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # Any w
         Args:
             folder: the folder of this replica group. The other groups read it at the same path or
                 URL, so a relative one becomes absolute.
-            load_into: a function that returns the state to load into, nested as torchft's manager
+            into: a function that returns the state to load into, nested as torchft's manager
                 nests it, such as {"user": {"default": {...}}, "torchft": {...}}. Required if the
                 state is sharded. Without it, each rank gets the full state as plain tensors.
             process_group: the ranks that share the state within this replica group.
         """
-        self._folder, self._load_into, self._process_group = absolute(os.fspath(folder)), load_into, process_group
+        self._folder, self._into, self._process_group = absolute(os.fspath(folder)), into, process_group
 
     @cached_property
     def _run(self) -> str:
@@ -92,9 +92,9 @@ class ReshardTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # Any w
         `load`.
         """
         checkpoint = _awaited(self._path(metadata, step), timeout.total_seconds())
-        if self._load_into is None:
+        if self._into is None:
             return whole(checkpoint.nested())
-        state = self._load_into(checkpoint)
+        state = self._into(checkpoint)
         load(state, checkpoint, process_group=self._process_group, timeout=timeout)
         return state
 

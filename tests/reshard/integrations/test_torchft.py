@@ -88,7 +88,7 @@ def within_a_group(text: str) -> list[bool]:
     mesh, whole = init_device_mesh("cpu", (2,)), torch.arange(24.0).reshape(4, 6)
     given = {"user": {"w": distribute_tensor(whole, mesh, [Shard(0)])}, "torchft": {"step": 7}}
     state = {"user": {"w": distribute_tensor(whole * 0, mesh, [Shard(1)])}, "torchft": {"step": 0}}
-    transport = ReshardTransport(Path(text) / "a", load_into=lambda checkpoint: state)
+    transport = ReshardTransport(Path(text) / "a", into=lambda checkpoint: state)
     for step in (6, 7):
         transport.send_checkpoint([1], step, given, SECONDS)
 
