@@ -34,22 +34,26 @@ _fold.argtypes = [
 
 
 def table(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """The digits of columns' numbers, given as (2, columns) in [0, 2^48 - 59), as `fold` wants them: (groups of 8
-    columns, 4, 8).
+    """Columns' numbers, given as (2, columns) in [0, 2^48 - 59), as `fold` wants them: (groups of 8 columns, 8, 8).
 
-    A number, or the number minus 2^48 - 59, is low + 2^24 high, both in (-2^23, 2^23]; lane by lane low before high.
+    Of each group, first 4 rows of digits: a number, or the number minus 2^48 - 59, is low + 2^24 high, both in
+    (-2^23, 2^23]; lane by lane low before high. Then the numbers themselves, of 64 bits: 2 rows for each lane.
     """
     near = np.where(numbers > _HALF * 2**24 + _HALF, numbers - _PRIME, numbers)
     low = ((near + _HALF - 1) & (2 * _HALF - 1)) - _HALF + 1
     high = (near - low) >> 24
     columns = numbers.shape[1]
-    found = np.zeros((2, 2, -(-columns // _GROUP) * _GROUP), np.int32)
-    found[:, 0, :columns], found[:, 1, :columns] = low, high
-    return np.ascontiguousarray(found.reshape(4, -1, _GROUP).transpose(1, 0, 2))
+    groups = -(-columns // _GROUP)
+    digits, exact = np.zeros((2, 2, groups * _GROUP), np.int32), np.zeros((2, groups * _GROUP), np.int64)
+    digits[:, 0, :columns], digits[:, 1, :columns], exact[:, :columns] = low, high, numbers
+    found = np.empty((groups, 8, _GROUP), np.int32)
+    found[:, :4] = digits.reshape(4, groups, _GROUP).transpose(1, 0, 2)
+    found.view(np.int64)[:, 4:] = exact.reshape(2, groups, 2, 4).transpose(1, 0, 2, 3).reshape(groups, 4, 4)
+    return found
 
 
 def fold(
-    words: npt.NDArray[np.int32], columns: npt.NDArray[np.int32], rows: npt.NDArray[np.int64], *, plain: bool = False
+    words: npt.NDArray[np.int32], columns: npt.NDArray[np.int32], rows: npt.NDArray[np.int64], *, widest: int = 2
 ) -> tuple[int, int]:
     """The sum, lane by lane modulo 2^48 - 59, of word times number of its row times number of its column.
 
@@ -57,7 +61,7 @@ def fold(
         words: (rows, columns), each row one run of memory, wherever it begins.
         columns: what `table` makes of the columns' numbers.
         rows: the rows' numbers, (2, rows) in [0, 2^48 - 59).
-        plain: without what only some processors of the architecture can do.
+        widest: on x86-64, the most that may be used of what the processor has: 0 for SSE2, 1 for AVX2, 2 for AVX-512.
 
     Raises:
         ValueError: arrays of other shapes or types, or more than 2^17 rows or 2^20 columns.
@@ -66,16 +70,16 @@ def fold(
         raise ValueError(f"numbers of {len(words)} rows are int64 of shape (2, {len(words)}), got {_kind(rows)}")
     sums = np.empty(2, np.int64)
     numbers = np.ascontiguousarray(rows)  # may be a copy, which has to live until the call ends
-    _call(words, columns, numbers, sums, plain)
+    _call(words, columns, numbers, sums, widest)
     return int(sums[0]), int(sums[1])
 
 
 def fold_rows(
-    words: npt.NDArray[np.int32], columns: npt.NDArray[np.int32], *, plain: bool = False
+    words: npt.NDArray[np.int32], columns: npt.NDArray[np.int32], *, widest: int = 2
 ) -> npt.NDArray[np.int64]:
     """The sum of each row by itself, (2, rows). Raises ValueError as `fold` does."""
     sums = np.empty((2, len(words)), np.int64)
-    _call(words, columns, None, sums, plain)
+    _call(words, columns, None, sums, widest)
     return sums
 
 
@@ -84,18 +88,18 @@ def _call(
     columns: npt.NDArray[np.int32],
     numbers: npt.NDArray[np.int64] | None,
     sums: npt.NDArray[np.int64],
-    plain: bool,
+    widest: int,
 ) -> None:
     if words.dtype != np.int32 or words.ndim != 2 or (words.shape[1] > 1 and words.strides[1] != words.itemsize):
         raise ValueError(f"words are int32 in rows, each one run of memory, got {_kind(words)}")
     height, width = words.shape
     groups = -(-width // _GROUP)
-    if columns.shape != (groups, 4, _GROUP) or columns.dtype != np.int32 or not columns.flags.c_contiguous:
-        raise ValueError(f"of {width} columns a table is int32 of shape ({groups}, 4, {_GROUP}), got {_kind(columns)}")
+    if columns.shape != (groups, 8, _GROUP) or columns.dtype != np.int32 or not columns.flags.c_contiguous:
+        raise ValueError(f"of {width} columns a table is int32 of shape ({groups}, 8, {_GROUP}), got {_kind(columns)}")
     if height > _MAX_ROWS or width > _MAX_COLUMNS:
         raise ValueError(f"at most {_MAX_ROWS} rows of {_MAX_COLUMNS} words, got {_kind(words)}")
     at = None if numbers is None else numbers.ctypes.data
-    _fold(words.ctypes.data, height, words.strides[0], width, columns.ctypes.data, at, sums.ctypes.data, int(plain))
+    _fold(words.ctypes.data, height, words.strides[0], width, columns.ctypes.data, at, sums.ctypes.data, widest)
 
 
 def _kind(array: npt.NDArray[np.generic]) -> str:

@@ -356,7 +356,10 @@ def test_random_lists_under_sanitizers(sanitizer: str, flags: list[str], tmp_pat
     path = os.pathsep.join(map(str, (tmp_path, ROOT)))
     env = {**os.environ, "LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONPATH": path}
     code = "from tests.reshard.execute import test_work_list as t; t.hashes(range(0, 3000, 7)); "
-    code += f"t.fuzz(1500, 2, t.Path({str(tmp_path / 'data')!r}))"
+    code += f"t.fuzz(1500, 2, t.Path({str(tmp_path / 'data')!r})); "
+    code += (
+        "from tests.reshard.live import test_compiled_fingerprints as f; f.test_sums_are_those_of_pythons_integers()"
+    )
     ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-3000:]
 

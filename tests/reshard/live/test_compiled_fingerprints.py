@@ -41,28 +41,28 @@ EDGES = [-(2**31), 2**31 - 1, -1, 0, 1, -(2**31) + 1, 2**16, -(2**16)]
 NUMBERS = [0, 1, PRIME - 1, PRIME // 2, PRIME // 2 + 1, LARGEST, LARGEST + 1, LARGEST - 1, 2**24, 2**23, 2**47]
 
 
-@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("widest", [0, 1, 2])
 @pytest.mark.parametrize("word", EDGES[:2] + [-1])
 @pytest.mark.parametrize("number", [LARGEST, LARGEST + 1, PRIME - 1, PRIME // 2])
-def test_the_largest_words_and_numbers_stay_exact(kernels, word, number, plain):
+def test_the_largest_words_and_numbers_stay_exact(kernels, word, number, widest):
     """All of them at once, in strips that are full: sums reach the ends of 64 bits."""
-    words = np.full((3, 2048), word, np.int32)
-    columns, rows = np.full((2, 2048), number), np.full((2, 3), PRIME - 1)
+    words = np.full((5, 2048), word, np.int32)
+    columns, rows = np.full((2, 2048), number), np.full((2, 5), PRIME - 1)
     each = word * number * 2048 % PRIME
-    assert kernels.fold(words, kernels.table(columns), rows, plain=plain) == (each * 3 * (PRIME - 1) % PRIME,) * 2
-    assert kernels.fold_rows(words, kernels.table(columns), plain=plain).tolist() == [[each] * 3] * 2
+    assert kernels.fold(words, kernels.table(columns), rows, widest=widest) == (each * 5 * (PRIME - 1) % PRIME,) * 2
+    assert kernels.fold_rows(words, kernels.table(columns), widest=widest).tolist() == [[each] * 5] * 2
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    height=st.integers(0, 7),
+    height=st.integers(0, 9),
     width=st.sampled_from([0, 1, 2, 7, 8, 9, 15, 16, 17, 511, 512, 513, 1029]),
     gap=st.integers(0, 3),
     odd=st.integers(0, 3),
-    plain=st.booleans(),
+    widest=st.integers(0, 2),
     data=st.data(),
 )
-def test_sums_are_those_of_pythons_integers(height, width, gap, odd, plain, data):
+def test_sums_are_those_of_pythons_integers(height, width, gap, odd, widest, data):
     """Any heights, widths, steps from row to row and addresses; nothing outside of the rows is looked at."""
     kernels = pytest.importorskip("reshard_kernels", reason="reshard-kernels is not installed: it takes a C compiler")
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
@@ -78,8 +78,8 @@ def test_sums_are_those_of_pythons_integers(height, width, gap, odd, plain, data
     columns, rows = some(NUMBERS, 0, PRIME, (2, width)), some(NUMBERS, 0, PRIME, (2, height))
     each, total = exact(words, columns, rows)
 
-    assert kernels.fold_rows(words, kernels.table(columns), plain=plain).tolist() == each
-    assert kernels.fold(words, kernels.table(columns), rows, plain=plain) == total
+    assert kernels.fold_rows(words, kernels.table(columns), widest=widest).tolist() == each
+    assert kernels.fold(words, kernels.table(columns), rows, widest=widest) == total
 
 
 def test_numbers_of_rows_may_lie_anyhow(kernels):
@@ -92,15 +92,18 @@ def test_numbers_of_rows_may_lie_anyhow(kernels):
         assert kernels.fold(words, table, rows) == exact(words, columns, rows)[1]
 
 
-def test_columns_numbers_have_small_digits(kernels):
+def test_columns_numbers_stand_in_the_table_and_have_small_digits(kernels):
     """On which the bounds of the loop rest."""
-    numbers = np.array([NUMBERS + list(range(LARGEST - 30, LARGEST + 30))] * 2)
-    digits = kernels.table(numbers).transpose(1, 0, 2).reshape(2, 2, -1).astype(object)
+    numbers = np.array([NUMBERS + list(range(LARGEST - 30, LARGEST + 30)), list(range(len(NUMBERS) + 60))])
+    table = kernels.table(numbers)
+    digits = table[:, :4].transpose(1, 0, 2).reshape(2, 2, -1).astype(object)
     assert digits.min() > -(2**23)
     assert digits.max() == 2**23
     again = (digits[:, 0] + 2**24 * digits[:, 1]) % PRIME
     assert (again[:, : numbers.shape[1]] == numbers).all()
     assert not again[:, numbers.shape[1] :].any()
+    exact = np.ascontiguousarray(table[:, 4:]).view(np.int64).reshape(-1, 2, 8).transpose(1, 0, 2).reshape(2, -1)
+    assert (exact == again).all()
 
 
 @pytest.mark.parametrize(
