@@ -201,13 +201,13 @@ class Checkpoint(Mapping[str, LazyTensor]):
         of = self.contents
         return unflatten({of.path_of(name): leaf for name, leaf in leaves.items()}, of.containers)
 
-    def select(self, globs: str | Iterable[str]) -> Checkpoint:
+    def select(self, globs: str | Iterable[str], *more: str) -> Checkpoint:
         """Return the part of the checkpoint whose keys match a glob, to compare, plan, or
         convert it. Reads no tensor data. `reshard.verify` checks all files of the checkpoint
         all the same.
 
         Args:
-            globs: `*` also matches dots. Globs that begin with `!` exclude keys.
+            globs, more: `*` also matches dots. Globs that begin with `!` exclude keys.
 
         Raises KeyMismatchError if a glob matches no key or no key is left, and OptionError if
         there is no glob.
@@ -215,7 +215,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         contents = self.contents
         extra = [alias for alias in self.aliases if alias not in contents.tensors]
         names = [*self, *extra, *self.objects, *contents.per_rank]
-        wanted = globs_of(globs) or ()
+        wanted = (*(globs_of(globs) or ()), *(globs_of(more or None) or ()))
         kept = chosen(names, wanted, self.url)
         heirs: dict[str, str] = {}  # of tied tensors whose keeper is omitted, the first takes its place
         for name in filter(kept.__contains__, (*self, *extra)):

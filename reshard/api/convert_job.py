@@ -72,7 +72,7 @@ class ConvertJob:
         fit together."""
         if not isinstance(self.onto, StateLayout | Topology | None):
             raise OptionError(
-                f"onto must be a StateLayout or Topology, or words such as 'fsdp=4', got {format_value(self.onto)}"
+                f"onto must be a StateLayout or Topology, or text such as 'fsdp=4', got {format_value(self.onto)}"
             )
         if self.dtype is not None:
             try:

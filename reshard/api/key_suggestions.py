@@ -40,6 +40,9 @@ def shifted(missing: Iterable[str], known: Iterable[str]) -> PrefixDifference | 
     keys, names = list(missing), set(known)
     if not keys or not names or "".join(keys).isdigit():  # positions in a list, which any list has
         return None
+    if tops := {key for key in keys if "." not in key}:  # "optim" for all that is below the saved "app.optim"
+        levels_of = (name[: dot.start()] for name in [*names] for dot in re.finditer(r"\.", name))
+        names.update(level for level in levels_of if level.rpartition(".")[2] in tops)
     ends = (keys[0], keys[-1])
     within = ((key, dot.end()) for key in ends for dot in re.finditer(r"\.", key))
     fronts = (_level_at(keys, names, key, 0) for key in ends)
@@ -131,7 +134,7 @@ def _differing(found: Mapping[str, str]) -> str:
 
 def _first(found: Mapping[str, str]) -> str:
     key, name = next(iter(found.items()))
-    return f"{key!r} may be saved as {name!r}"
+    return f"{key!r} may correspond to {name!r}"
 
 
 _BY_NAME = re.compile(r"(?:^|.*\.)state\.(?!\d+\.[^.]+$).+\.[^.]+")

@@ -95,7 +95,8 @@ def load(
             A tensor on one side and a plain value on the other are always an error, except a 0-d tensor and a number.
         dtype_policy: "error": a different dtype is an error, except between a number and a 0-d tensor: see `cast`.
             "cast": converts, but not float to integer: see `overflowed`. "saved": dicts take that dtype, models cast.
-        mapping: {key in `state_dict`: key in the checkpoint} for keys that differ, or a `reshard.mapping.Mapping`.
+        mapping: {key in `state_dict`: key in the checkpoint} for keys that differ, or a `reshard.mapping.Mapping`, whose
+            rules lead the other way: from the checkpoint's names to yours.
         dry_run: only report what a load would do, including missing, unexpected, and mismatched keys.
         check: True or "before": compare with checksums before writing. "during": compare each block after writing it.
             That is faster, but damage leaves targets undefined. The error names them. False: do not compare.

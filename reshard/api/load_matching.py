@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import socket
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -563,7 +564,7 @@ class Mismatches:
                 root.check(match.objects)
             return notes
         kind = options.wording.mismatch_error if self.mismatched else KeyMismatchError
-        error = kind(self._message(match, missing, unexpected, idle, group, options.wording))
+        error = kind(self._message(match, missing, unexpected, idle, group, options))
         try:
             if self.alike:
                 group.refuse(error)
@@ -578,9 +579,10 @@ class Mismatches:
         unexpected: list[str],
         idle: list[str],
         group: Group,
-        wording: Wording,
+        options: LoadOptions,
     ) -> str:
-        is_load, root = wording == Wording(), match.targets.root
+        wording, root = options.wording, match.targets.root
+        is_load = wording == Wording()
         lines, what = [], [f"  no key matches strict={glob!r}" for glob in idle]
         if match.checkpoint.format == "normalized":
             what += [f"  canonical names begin with 'model' and 'optim'; {text}" for text in match.checkpoint.warnings]
@@ -595,7 +597,8 @@ class Mismatches:
         if moved is not None:
             what.append(f"  {moved.what}")
             where = {key: text for key, text in where.items() if key not in moved.names}
-            unexpected = [name for name in unexpected if name not in moved.names.values()]
+            below = tuple(f"{name}." for key, name in moved.names.items() if "." not in key)
+            unexpected = [n for n in unexpected if n not in moved.names.values() and not n.startswith(below)]
             if is_load:
                 fixes.append(_as_call(moved.fix, root, is_subset=bool(unexpected)))
         if is_load and (text := _by_integer_ids(match, where, unexpected)):
@@ -619,14 +622,15 @@ class Mismatches:
             missing,
             match.targets.paths,
         )
-        lines += section("of another kind", of_another_kind)
+        lines += section("of another type", of_another_kind)
         lines += section(wording.mismatched, _on_ranks(self.mismatched, group))
         if of_another_kind:
             fixes.append(_ITS_KIND)
         if where:
-            fixes += _allowing([*where, *unexpected], root, wording)
+            fixes += _allowing([*where], bool(unexpected), root, options)
         elif unexpected and moved is None:
-            fixes.append(wording.ignore)
+            strict = options.strict_also({}, more=True)
+            fixes.append(wording.ignore if len(strict) == 1 else wording.ignore.replace('"subset"', repr(strict)))
         fixes += self._fixes_of_mismatches(wording)
         head = f"{match.checkpoint.url} does not match the state to load into:"
         return "\n".join([head, *what, *map(visible, lines), *fix_lines(fixes)])
@@ -657,16 +661,20 @@ def _as_call(fix: str, root: Any, *, is_subset: bool) -> str:
 _MOST_GLOBS = 3
 
 
-def _allowing(keys: Sequence[str], root: Any, wording: Wording) -> list[str]:
-    """The advice where keys are missing, with a glob for each top-level key unless there are too many.
+def _allowing(keys: Sequence[str], more: bool, root: Any, options: LoadOptions) -> list[str]:
+    """The advice where keys are missing, with a glob for those of each top-level key unless there are too many.
 
-    An optimizer in `root` lacks the state of the same parameters.
+    An optimizer in `root` lacks the state of the same parameters. `more`: the checkpoint also has keys that are refused.
     """
     states = root.of_optimizers(keys) if isinstance(root, CheckedState) else []
-    tops = grouped(("".join(key.partition(".")[:2]), key) for key in (*keys, *states))
-    globs = [f"{top}*" if len(its) > 1 else its[0] for top, its in tops.items()]
-    allowed = repr(dict.fromkeys(globs, "partial"))
-    advice = wording.allow.replace("{'some.*': 'partial'}", allowed).split("\n")
+    tops = grouped((key.partition(".")[0], key.split(".")) for key in (*keys, *states))
+    globs = []
+    for its in tops.values():
+        same = os.path.commonprefix(its)
+        end = "" if len(its) == 1 else "*" if same in its else ".*"
+        globs.append(".".join(same) + end)
+    allowed = repr(options.strict_also(dict.fromkeys(globs, "partial"), more=more))
+    advice = options.wording.allow.replace("{'some.*': 'partial'}", allowed).split("\n")
     return [text for text in advice if allowed not in text or len(globs) <= _MOST_GLOBS]
 
 

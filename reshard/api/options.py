@@ -110,6 +110,12 @@ class LoadOptions(_SharedOptions):
             return self.strict
         return next((mode for glob, mode in self.strict.items() if fnmatch.fnmatchcase(key, glob)), "strict")
 
+    def strict_also(self, modes: dict[str, Mode], *, more: bool) -> dict[str, Mode]:
+        """Return a `strict` with these modes first. `more`: the checkpoint may also have more keys."""
+        given = self.strict if isinstance(self.strict, Mapping) else {"*": self.strict}
+        kept = {glob: mode for glob, mode in given.items() if glob != "*" or mode in get_args(Mode)[1:]}
+        return {**modes, **kept, **({"*": "subset"} if more else {})}
+
     def idle_globs(self, keys: Collection[str]) -> list[str]:
         """Return the globs of `strict` that fit none of the keys."""
         globs = self.strict if isinstance(self.strict, Mapping) else ()

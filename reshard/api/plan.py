@@ -42,7 +42,7 @@ def plan(
     Args:
         source: the path of a checkpoint or layout file, an open `Checkpoint`, or a `StateLayout`.
         onto: the same, or the target topology for all tensors of the source: a `Topology`, or
-            words as on the command line. Words can be "fsdp=3", "fsdp=4,tp=2", "hsdp=2x4", or the
+            its text as on the command line, such as "fsdp=3", "fsdp=4,tp=2", "hsdp=2x4", or the
             axes that the source records, such as "dp=2,tp=2".
         rules: placements by glob, for a topology with your own axes: `plan(path, "dp=4",
             rules={"*": "S(0)"})`.
@@ -52,7 +52,7 @@ def plan(
     Raises:
         LayoutMismatchError: `onto` has tensors that the source lacks or that have other shapes or
             dtypes in it.
-        PlanError: the words name no topology. The message suggests the closest one.
+        PlanError: the text names no topology. The message suggests the closest one.
         OptionError: `source` or `onto` has none of these types, or there are rules without a
             topology.
     """
@@ -73,7 +73,7 @@ def plan(
     elif rules:
         raise option_error(f"rules are for a topology in words, such as 'dp=4', and not for {onto!r:.80}", LayoutError)
     if not isinstance(wanted, StateLayout):
-        words = "onto must be a path, Checkpoint, StateLayout, or Topology, or words such as 'fsdp=4,tp=2', got"
+        words = "onto must be a path, Checkpoint, StateLayout, or Topology, or text such as 'fsdp=4,tp=2', got"
         raise option_error(f"{words} {describe_wrong_path(onto)}", LayoutError)
     return plan_reads(saved, wanted)
 

@@ -39,8 +39,8 @@ EXIT_ERROR = 3
 
 _HELP = """Inspect, plan, verify, and reshard checkpoints of PyTorch models.
 
-CHECKPOINT is a folder, file, or URL in any known format. The folder of a run stands for its newest
-complete checkpoint. To choose another checkpoint, give its folder. Most commands also take --step N.
+CHECKPOINT is a folder, file, or URL in any known format. For the folder of a run, the newest
+complete checkpoint is used. To choose another one, give its folder. Most commands also take --step N.
 
 Exit codes: 0: success, or the answer is yes. 1: the answer is no: damage, differences, or a failed
 proof. 2: wrong usage. 3: error, with the reason and the fix on stderr. 130: interrupted.

@@ -96,7 +96,7 @@ Names = Annotated[
         "--names",
         metavar="FROM:TO",
         autocompletion=namings,
-        help="Convert the names and tensors of the first checkpoint from one naming scheme to another, such as "
+        help="Convert the names and tensors of CHECKPOINT (in diff, of BEFORE) from one naming scheme to another, such as "
         "torchtitan:huggingface or torchtitan:hf. Needs --config.",
     ),
 ]
@@ -309,7 +309,7 @@ Naming = Annotated[
         metavar="KEY=VALUE",
         autocompletion=one_of(*(f"{key}=" for key in NAMING_KEYS)),
         help="For --names: an option of a naming scheme, such as titan=0.2 or padded_vocab=50304. Repeatable. "
-        f"Keys: {', '.join(NAMING_KEYS)}.",
+        f"Keys, explained at reshard.mapping.ready: {', '.join(NAMING_KEYS)}.",
     ),
 ]
 HintOption = Annotated[

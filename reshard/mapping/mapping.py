@@ -126,7 +126,9 @@ class Mapping:
             return
         matchers = [Matcher(stage) for stage in self.stages]
         if not any(matcher.match_object(key) for matcher in matchers for key in objects):
-            hint = ". A rule renames or drops a plain value only by its full name" if self.names(objects) else ""
+            hint = ": rules lead from the checkpoint's names to the new ones"
+            if self.names(objects):
+                hint = ". A rule renames or drops a plain value only by its full name"
             raise KeyMismatchError(
                 f"no rule of the mapping matches a name in {state.url}, such as {[*names, *objects][0]!r}{hint}"
             )

@@ -380,9 +380,9 @@ def _refuse_another_kind(optimizer: Optimizer, write: GroupWrite) -> None:
     if theirs and own:
         name = type(optimizer).__name__
         raise NormalizationError(
-            f"group {write.group} of optimizer {write.optimizer}{where()} was saved by an optimizer of another "
-            f"kind: it has {', '.join(theirs)}, and {name} needs {', '.join(own)}. Use the kind of optimizer that "
-            "was saved, or leave this one out"
+            f"param group {write.group} of optimizer {write.optimizer}{where()} was saved by another class of "
+            f"optimizer: it has {', '.join(theirs)}, and {name} needs {', '.join(own)}. Use the class that was "
+            "saved, or leave this optimizer out"
         )
 
 

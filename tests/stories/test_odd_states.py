@@ -184,7 +184,7 @@ class TestLoading:
         reshard.save({"w": torch.ones(2)}, tmp_path / "c")
         with pytest.raises(KeyMismatchError) as caught:
             reshard.load({"w": torch.zeros(2)}, tmp_path / "c", mapping={"w": "v"})
-        assert "of another kind" not in str(caught.value)
+        assert "of another type" not in str(caught.value)
         assert "w   (looked for as 'v')" in str(caught.value)
 
     def test_a_tensor_is_never_put_where_there_was_none(self, tmp_path):
@@ -208,7 +208,7 @@ class TestLoading:
             reshard.load(target, tmp_path / "c", strict=strict)
         text = str(caught.value)
         assert found in text
-        assert "1 of another kind" in text
+        assert "1 of another type" in text
         assert "torch.from_numpy" in text
         assert "missing" not in text
         assert "unexpected" not in text

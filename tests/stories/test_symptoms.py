@@ -273,6 +273,7 @@ def test_rules_that_match_nothing_are_named(tmp_path: Path, key: str) -> None:
     reshard.save({"w": torch.ones(3)}, tmp_path / "c")
     rules = reshard.mapping.Mapping([reshard.mapping.Rename("zz", "yy")])
     words = f"no rule of the mapping matches a name in {tmp_path}/c, such as 'w'"
+    words += ": rules lead from the checkpoint's names to the new ones"
     with pytest.raises(KeyMismatchError, match=f"^{re.escape(words)}$"):
         reshard.load({key: torch.zeros(3)}, tmp_path / "c", mapping=rules)
     with pytest.raises(KeyMismatchError, match=f"^{re.escape(words)}$"):
@@ -479,9 +480,16 @@ def test_mismatches_of_one_pattern_are_told_apart(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "allowed"),
     [
-        ({"model": {"v": torch.zeros(2)}, "step": 0}, "{'model.*': 'partial'}"),
-        ({"model": {"v": torch.zeros(2)}}, "{'model.*': 'partial', 'step': 'partial'}"),
-        ({"net": {"w": torch.zeros(2)}, "number": 0}, ""),
+        ({"model": {"v": torch.zeros(2)}, "step": 0}, "{'model.v': 'partial', '*': 'subset'}"),
+        (
+            {
+                "model": {"w": torch.zeros(2), "v": torch.zeros(2)},
+                "head": {"a": torch.ones(1), "b": torch.ones(1)},
+                "step": 0,
+            },
+            "{'model.v': 'partial', 'head.*': 'partial'}",
+        ),
+        ({"net": {"w": torch.zeros(2)}, "number": 0, "rounds": 1, "seed": 2}, ""),
     ],
     ids=["one", "two", "many"],
 )

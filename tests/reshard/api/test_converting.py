@@ -735,7 +735,7 @@ def test_a_topology_in_words_is_what_it_is_in_python(saved: Path, tmp_path: Path
             FormatError,
             "unknown dtype 'float7'(: did you mean '.*'\\?|[.:] [Ww]rite a .*)$",
         ),
-        ({"onto": 8}, OptionError, "StateLayout or Topology, or words such as 'fsdp=4', got 8"),
+        ({"onto": 8}, OptionError, "StateLayout or Topology, or text such as 'fsdp=4', got 8"),
         ({"workers": "two"}, OptionError, "workers must be an integer >= 1, got 'two'"),
     ],
 )

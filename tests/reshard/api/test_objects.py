@@ -399,6 +399,37 @@ def test_a_new_layer_keeps_its_values_and_its_state(
         assert torch.equal(live["optim"].state[one]["exp_avg"], moment)
 
 
+@pytest.mark.parametrize("strict", [True, "subset", {"*.1.*": "partial"}])
+def test_advice_leads_to_a_load_if_each_side_has_more_than_the_other(strict: Any, tmp_path: Path) -> None:
+    """The first advice, or the second, and what it allows is only what is missing."""
+    reshard.save({**layers(1), "epoch": 3}, tmp_path / "c")
+    live = layers(2, seed=1)
+    while True:
+        try:
+            report = reshard.load(live, tmp_path / "c", strict=strict)
+            break
+        except KeyMismatchError as error:
+            (advised,) = re.findall(r"strict=({.*?})", str(error))
+            assert advised != repr(strict)
+            strict = ast.literal_eval(advised)
+    assert {key.split(".")[-2 if key.startswith("model") else 2] for key in report.missing} == {"1"}
+    assert report.not_requested == ("epoch",)
+    assert "model.*" not in strict
+
+
+def test_a_state_nested_in_the_checkpoint_is_found_if_the_optimizer_has_no_state_yet(tmp_path: Path) -> None:
+    """As DCP's users save it, below one Stateful."""
+    saved = layers(1)
+    reshard.save({"app": saved}, tmp_path / "c")
+    model = layers(1, seed=1)["model"]
+    live = {"model": model, "optim": torch.optim.AdamW(model.parameters())}
+    with pytest.raises(KeyMismatchError, match=r"only by the prefix 'app.'") as caught:
+        reshard.load(live, tmp_path / "c")
+    assert "fix: call load({'app': state}, path), or rename" in str(caught.value)
+    assert reshard.load({"app": live}, tmp_path / "c").ok
+    assert torch.equal(model[0].weight, saved["model"][0].weight)
+
+
 def test_only_what_is_allowed_may_be_missing_from_an_optimizer(tmp_path: Path) -> None:
     reshard.save(layers(1), tmp_path / "c")
     live = {**layers(2), "optim": None}

@@ -284,5 +284,7 @@ def test_groups_are_refused_before_anything_is_written_also_without_state(other:
     before = {"run": {"optim": torch.optim.AdamW(groups)}, "model": model}
     with saved(tmp_path, before) as manager, pytest.raises(NormalizationError) as caught:
         manager.restore({"run": {"optim": its}, "model": target})
-    assert ("leave this one out" if other == "kind" else "different values of 'weight_decay'") in str(caught.value)
+    assert ("leave this optimizer out" if other == "kind" else "different values of 'weight_decay'") in str(
+        caught.value
+    )
     assert torch.equal(target.weight, untouched)

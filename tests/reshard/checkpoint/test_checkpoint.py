@@ -426,6 +426,7 @@ def test_a_part_is_a_checkpoint_as_well(tmp_path: Path) -> None:
     reshard.save(state, tmp_path / "saved")
     whole = reshard.open(tmp_path / "saved")
     part = whole.select(["model.*", "!model.a"])
+    assert [*whole.select("model.*", "!model.a")] == [*part]
     assert (set(part), dict(part.aliases), dict(part.objects)) == ({"model.tied", "model.b"}, {}, {})
     assert torch.equal(part["model.tied"][...], kept)
     assert "as selected or mapped" in str(reshard.verify(part))
