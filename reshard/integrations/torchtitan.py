@@ -212,7 +212,8 @@ class ReshardManager(TitanManager):
     @torch.no_grad()
     def _restore(self, step: int, steps: list[int]) -> bool:
         states = self._states_to_load(step == 0 or (step == -1 and steps == [0]))
-        found = _taken(states)
+        # state_dict() counts as a step of Adam
+        found = _Lazy(lambda: _taken(states))
         wanted = None if step == -1 else step
         goes_back = wanted is not None and not self.load_only
         if self._manager.restore(found, wanted, discard_newer=goes_back, strict="subset") is None:
@@ -237,7 +238,7 @@ def _newest(folder: str, but: str = "") -> int:
 
 
 class _Lazy(UserDict[str, Any]):
-    """Computes its contents only when a step is saved."""
+    """Computes its contents on first use."""
 
     def __init__(self, make: Callable[[], dict[str, Any]]) -> None:
         self._make = make

@@ -294,6 +294,15 @@ def test_nothing_is_restored_where_nothing_is(tmp_path: Path) -> None:
             manager.restore({"w": torch.zeros(3)}, 7)
 
 
+def test_a_new_run_does_not_ask_objects_for_their_state(tmp_path: Path) -> None:
+    """torch's `get_optimizer_state_dict` makes Adam count a step."""
+    app = mock.Mock(spec=["state_dict", "load_state_dict"])
+    with reshard.CheckpointManager(tmp_path / "run", every=Every(steps=1)) as manager:
+        assert manager.restore({"app": app}) is None
+
+    assert app.mock_calls == []
+
+
 def test_what_is_damaged_is_passed_over_and_never_newest_again(tmp_path: Path) -> None:
     root = tmp_path / "run"
     run(root, [1, 2, 3])

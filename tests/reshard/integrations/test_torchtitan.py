@@ -194,7 +194,10 @@ def run_by_a_manager(folder: str) -> dict[str, Any]:
     found["fresh"] = fresh.manager.load(), fresh.manager.save(1)
     fresh.manager.close()
     nothing = Job("tp", 1, ReshardManager, f"{folder}/nothing", load_only=True)
-    found["nothing"] = nothing.manager.load()
+    came, without = nothing.manager.load(), Job("tp", 1, Theirs, f"{folder}/without")
+    nothing.train()
+    without.train()
+    found["nothing"] = came, same(nothing.whole(), without.whole())
     job = Job("tp", 1, ReshardManager, folder, **options)
     found["began"] = job.manager.load(), same(old.whole(), job.whole())
     states = {}
@@ -240,7 +243,7 @@ def test_a_manager_of_ours_does_what_torchtitan_s_options_say(tmp_path: Path) ->
         == [
             {
                 "fresh": (False, True),
-                "nothing": False,
+                "nothing": (False, True),
                 "began": (True, True),
                 "refused": f"load_step=1: {root}/step-2 is newer and of another format. The run cannot save there: "
                 "move it away, or choose another checkpoint.folder",
