@@ -25,7 +25,6 @@ from reshard.api.reports import CheckedReport, FilledReport
 from reshard.arguments import check_arguments, renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource, log_skipped, open_among, refuse_replaced, stored_layout
 from reshard.errors import (
-    CheckpointNotFoundError,
     CorruptCheckpointError,
     KeyMismatchError,
     OptionError,
@@ -175,10 +174,10 @@ def load_with(
             odd = [*report._first_of_each("dropped", "retyped"), *report._overflows]
             _log.warning("%s was loaded, but the report is not ok: %s", report.path, "; ".join(odd))
         return report
-    except (CheckpointNotFoundError, CorruptCheckpointError) as error:
+    except CorruptCheckpointError as error:
         refuse_replaced("load", error, checkpoint)
         native = checkpoint.contents.details(NativeFacts)
-        if native is not None and isinstance(error, CorruptCheckpointError):
+        if native is not None:
             native.naming_tensors(error)
         raise
 
