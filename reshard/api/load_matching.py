@@ -34,7 +34,7 @@ from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint, save_of
 from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, fix_lines, format_ranks, visible
 from reshard.live.dtypes import DROPS, dtype_from_name, refused_cast, refused_codes
-from reshard.live.optimizer_state import LazyOptimizerState
+from reshard.live.optimizer_state import LazyOptimizerState, with_names
 from reshard.live.plain_data import UNSUPPORTED_TENSORS
 from reshard.live.state import CheckedState, OwnState, Targets, like_fresh
 from reshard.live.tensors import LiveTensor, tensor_class
@@ -429,6 +429,7 @@ def _as_nested(value: Any, live: Any, keys_are_text: bool) -> Any:
         return [*(_as_nested(item, other, keys_are_text) for item, other in zip(value, live)), *value[len(live) :]]
     if type(value) is not dict or not isinstance(live, Mapping):
         return value
+    value = with_names(value, live)
     ints = {str(key): key for key in live if keys_are_text and type(key) is int and key.bit_length() <= 256}
     keys = {key: key if key in live else ints.get(key, key) for key in value}
     made = {keys[key]: _as_nested(item, live.get(keys[key]), keys_are_text) for key, item in value.items()}
