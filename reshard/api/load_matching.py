@@ -663,7 +663,7 @@ def _allowing(keys: Sequence[str], root: Any, wording: Wording) -> list[str]:
 
     An optimizer in `root` lacks the state of the same parameters.
     """
-    states = root.of_optimizers(keys) if isinstance(root, CheckedState) else []
+    states = root.of_optimizers(keys, known=True) if isinstance(root, CheckedState) else []
     tops = grouped(("".join(key.partition(".")[:2]), key) for key in (*keys, *states))
     globs = [f"{top}*" if len(its) > 1 else its[0] for top, its in tops.items()]
     allowed = repr(dict.fromkeys(globs, "partial"))

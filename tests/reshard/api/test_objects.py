@@ -502,3 +502,19 @@ def test_numbers_of_other_parameters_are_refused(tmp_path: Path) -> None:
     torch.save({"model": saved.state_dict(), "optim": optim}, tmp_path / "c.pt")
     with pytest.raises(NormalizationError, match="lists 1 parameter ids, but the optimizer has 2 parameters"):
         reshard.load({"model": live, "optim": torch.optim.SGD(live.parameters())}, tmp_path / "c.pt")
+
+
+def test_the_advice_for_missing_buffers_is_about_the_model_alone(tmp_path: Path) -> None:
+    reshard.save(layers(2), tmp_path / "c")
+    for name, globs in (("mean", {"model.*": "partial"}), ("more", {"model.*": "partial", "optim.*": "partial"})):
+        live = layers(2, seed=1)
+        for tensor in ("a", "b"):
+            if name == "mean":
+                live["model"].register_buffer(f"{name}_{tensor}", torch.ones(3))
+            else:
+                live["model"].register_parameter(f"{name}_{tensor}", nn.Parameter(torch.ones(3)))
+        live["optim"] = torch.optim.AdamW(live["model"].parameters())
+        with pytest.raises(KeyMismatchError) as caught:
+            reshard.load(live, tmp_path / "c")
+        assert f"strict={globs} allows" in str(caught.value)
+        assert reshard.load(live, tmp_path / "c", strict=globs).missing
