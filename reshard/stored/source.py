@@ -19,7 +19,7 @@ import numpy as np
 from planners.geometry.arrays import Ints
 from planners.geometry.box import Range
 from planners.geometry.byte_ranges import Window
-from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError
+from reshard.errors import RESTORE, CheckpointNotFoundError, CorruptCheckpointError
 from reshard.storage.base import Storage
 from reshard.stored.checksums import BlockChecksums, Checking, Checksums, most_to_check, touched_ranges
 
@@ -454,7 +454,7 @@ class FileSource(Source):
 
 def _missing(error: CheckpointNotFoundError) -> CorruptCheckpointError:
     """The error for a file that is not found: the checkpoint lacks it."""
-    return CorruptCheckpointError(f"{error}. The checkpoint needs it: restore it, or load another checkpoint")
+    return CorruptCheckpointError(f"{error}. The checkpoint needs it: {RESTORE}")
 
 
 @dataclass(eq=False)
