@@ -20,7 +20,6 @@ from planners.units import format_bytes, format_count, format_some
 from reshard.arguments import check_options, globs_of, no_attribute, renamed
 from reshard.errors import (
     CheckpointError,
-    CheckpointNotFoundError,
     CheckpointReplacedError,
     CorruptCheckpointError,
     KeyMismatchError,
@@ -135,7 +134,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
                 raise KeyMismatchError(f"{name!r} is an object: use checkpoint.objects[{name!r}]")
             what = IS_PER_RANK if name in self.contents.per_rank else _similar(name, self)
             raise KeyMismatchError(f"{self.url} has no tensor {name!r}: {what}")
-        return LazyTensor(stored)
+        return LazyTensor(stored, self._refuse)
+
+    def _refuse(self, error: CheckpointError) -> None:
+        """Raise CheckpointReplacedError in place of an error of a read, if a later save replaced this."""
+        refuse_replaced("open", error, self)
 
     def __contains__(self, name: object) -> bool:
         return name in self.contents.tensors or (name in self.aliases)
@@ -271,11 +274,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
         found = normalize(self.contents, hints, self.url)
         state = {
-            fqn: {name: LazyTensor(it) if isinstance(it, StoredTensor) else it for name, it in of.items()}
+            fqn: {name: LazyTensor(it, self._refuse) if isinstance(it, StoredTensor) else it for name, it in of.items()}
             for fqn, of in found.state.items()
         }
         groups = [{name: read_value(value) for name, value in group.items()} for group in found.groups]
-        result = NormalizedState(model={fqn: LazyTensor(tensor) for fqn, tensor in found.model.items()})
+        result = NormalizedState(model={fqn: LazyTensor(tensor, self._refuse) for fqn, tensor in found.model.items()})
         result["optim"] = {"state": state, "param_groups": groups}
         result.notes, result.omitted = tuple(found.notes), without_name(self.contents)
         return result
@@ -500,8 +503,7 @@ def save_of(checkpoint: Checkpoint) -> str:
 def refuse_replaced(again: str, error: object, *checkpoints: Checkpoint | None) -> None:
     """Raise CheckpointReplacedError if a later save replaced one of these since it was opened.
 
-    Then `error` says nothing of the new one, and to do it `again` finds that whole. Otherwise, the checkpoint
-    lacks a file that is not found: raise CorruptCheckpointError.
+    Then `error` says nothing of the new one, and to do it `again` finds that whole.
     """
     for checkpoint in filter(None, checkpoints):
         native = checkpoint.contents.details(NativeFacts)
@@ -509,10 +511,6 @@ def refuse_replaced(again: str, error: object, *checkpoints: Checkpoint | None) 
             raise CheckpointReplacedError(
                 f"{checkpoint.url} was replaced by a later save, or deleted, while it was read: {again} again ({error})"
             )
-    if isinstance(error, CheckpointNotFoundError):
-        raise CorruptCheckpointError(
-            f"{error}. The checkpoint needs it: restore it, or load another checkpoint"
-        ) from error
 
 
 @contextmanager

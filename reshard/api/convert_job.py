@@ -337,6 +337,13 @@ class _Head(msgspec.Struct):
     job_id: str
 
 
+class _Sealed(msgspec.Struct):
+    """How a record is stored. One that was changed is as good as none."""
+
+    record: msgspec.Raw
+    digest: str
+
+
 class Journal:
     """The records of one job in its target."""
 
@@ -377,7 +384,7 @@ class Journal:
         self._lease = KeptLease(self.storage, f"{self.folder}/{_CLAIM}", self._job_id)
         self.holder = self._lease.holder
         if is_new:
-            self.storage.publish(f"{self.folder}/{_HEAD}", msgspec.json.encode(_Head(self._job_id)))
+            self.storage.publish(f"{self.folder}/{_HEAD}", _encoded(_Head(self._job_id)))
         return self._job_id
 
     def names(self) -> dict[str, int]:
@@ -444,7 +451,7 @@ class Journal:
 
     def add(self, file: str, done: WrittenFile) -> None:
         """Record that this file is complete and durable."""
-        self.storage.publish(f"{self.folder}/{_flat(file)}.json", msgspec.json.encode(done))
+        self.storage.publish(f"{self.folder}/{_flat(file)}.json", _encoded(done))
 
     def recorded(self, files: Iterable[str]) -> set[str]:
         """Those of the files that have a record, unchecked."""
@@ -495,10 +502,17 @@ def _flat(file: str) -> str:
     return file.replace("/", "~")
 
 
+def _encoded(record: WrittenFile | _Head) -> bytes:
+    text = msgspec.json.encode(record)
+    return msgspec.json.encode(_Sealed(msgspec.Raw(text), xxhash.xxh3_128_hexdigest(text)))
+
+
 def _decoded(storage: Storage, name: str, kind: type[T]) -> T | None:
-    """Read a record; None if there is none that can be read."""
+    """Read a record; None if there is none that is as it was written."""
     try:
-        return msgspec.json.decode(storage.read(name), type=kind)
+        sealed = msgspec.json.decode(storage.read(name), type=_Sealed)
+        is_same = xxhash.xxh3_128_hexdigest(sealed.record) == sealed.digest
+        return msgspec.json.decode(sealed.record, type=kind) if is_same else None
     except (CheckpointNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
 

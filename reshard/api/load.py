@@ -25,7 +25,6 @@ from reshard.api.reports import CheckedReport, FilledReport
 from reshard.arguments import check_arguments, renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource, log_skipped, open_among, refuse_replaced, stored_layout
 from reshard.errors import (
-    CheckpointNotFoundError,
     CorruptCheckpointError,
     KeyMismatchError,
     OptionError,
@@ -95,8 +94,7 @@ def load(
             A tensor on one side and a plain value on the other are always an error, except a 0-d tensor and a number.
         dtype_policy: "error": a different dtype is an error, except between a number and a 0-d tensor: see `cast`.
             "cast": converts, but not float to integer: see `overflowed`. "saved": dicts take that dtype, models cast.
-        mapping: {key in `state_dict`: key in the checkpoint} for keys that differ, or a `reshard.mapping.Mapping`, whose
-            rules lead the other way: from the checkpoint's names to yours.
+        mapping: {your key: key in the checkpoint}, or a `reshard.mapping.Mapping` from the checkpoint's names to yours.
         dry_run: only report what a load would do, including missing, unexpected, and mismatched keys.
         check: True or "before": compare with checksums before writing. "during": compare each block after writing it.
             That is faster, but damage leaves targets undefined. The error names them. False: do not compare.
@@ -176,10 +174,10 @@ def load_with(
             odd = [*report._first_of_each("dropped", "retyped"), *report._overflows]
             _log.warning("%s was loaded, but the report is not ok: %s", report.path, "; ".join(odd))
         return report
-    except (CheckpointNotFoundError, CorruptCheckpointError) as error:
+    except CorruptCheckpointError as error:
         refuse_replaced("load", error, checkpoint)
         native = checkpoint.contents.details(NativeFacts)
-        if native is not None and isinstance(error, CorruptCheckpointError):
+        if native is not None:
             native.naming_tensors(error)
         raise
 

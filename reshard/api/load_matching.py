@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
-import os
 import socket
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -35,7 +35,7 @@ from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint, save_of
 from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, fix_lines, format_ranks, visible
 from reshard.live.dtypes import DROPS, dtype_from_name, refused_cast, refused_codes
-from reshard.live.optimizer_state import LazyOptimizerState
+from reshard.live.optimizer_state import LazyOptimizerState, with_names
 from reshard.live.plain_data import UNSUPPORTED_TENSORS
 from reshard.live.state import CheckedState, OwnState, Targets, like_fresh
 from reshard.live.tensors import LiveTensor, tensor_class
@@ -430,6 +430,7 @@ def _as_nested(value: Any, live: Any, keys_are_text: bool) -> Any:
         return [*(_as_nested(item, other, keys_are_text) for item, other in zip(value, live)), *value[len(live) :]]
     if type(value) is not dict or not isinstance(live, Mapping):
         return value
+    value = with_names(value, live)
     ints = {str(key): key for key in live if keys_are_text and type(key) is int and key.bit_length() <= 256}
     keys = {key: key if key in live else ints.get(key, key) for key in value}
     made = {keys[key]: _as_nested(item, live.get(keys[key]), keys_are_text) for key, item in value.items()}
@@ -581,8 +582,7 @@ class Mismatches:
         group: Group,
         options: LoadOptions,
     ) -> str:
-        wording, root = options.wording, match.targets.root
-        is_load = wording == Wording()
+        is_load, wording, root = options.wording == Wording(), options.wording, match.targets.root
         lines, what = [], [f"  no key matches strict={glob!r}" for glob in idle]
         if match.checkpoint.format == "normalized":
             what += [f"  canonical names begin with 'model' and 'optim'; {text}" for text in match.checkpoint.warnings]
@@ -629,8 +629,7 @@ class Mismatches:
         if where:
             fixes += _allowing([*where], bool(unexpected), root, options)
         elif unexpected and moved is None:
-            strict = options.strict_also({}, more=True)
-            fixes.append(wording.ignore if len(strict) == 1 else wording.ignore.replace('"subset"', repr(strict)))
+            fixes.append(options.ignoring)
         fixes += self._fixes_of_mismatches(wording)
         head = f"{match.checkpoint.url} does not match the state to load into:"
         return "\n".join([head, *what, *map(visible, lines), *fix_lines(fixes)])
@@ -664,13 +663,13 @@ _MOST_GLOBS = 3
 def _allowing(keys: Sequence[str], more: bool, root: Any, options: LoadOptions) -> list[str]:
     """The advice where keys are missing, with a glob for those of each top-level key unless there are too many.
 
-    An optimizer in `root` lacks the state of the same parameters. `more`: the checkpoint also has keys that are refused.
+    An optimizer in `root` lacks the state of the same parameters. `more`: the checkpoint also has refused keys.
     """
-    states = root.of_optimizers(keys) if isinstance(root, CheckedState) else []
+    states = root.of_optimizers(keys, known=True) if isinstance(root, CheckedState) else []
     tops = grouped((key.partition(".")[0], key.split(".")) for key in (*keys, *states))
     globs = []
     for its in tops.values():
-        same = os.path.commonprefix(its)
+        same = [parts[0] for parts in takewhile(lambda parts: len({*parts}) == 1, zip(*its))]
         end = "" if len(its) == 1 else "*" if same in its else ".*"
         globs.append(".".join(same) + end)
     allowed = repr(options.strict_also(dict.fromkeys(globs, "partial"), more=more))

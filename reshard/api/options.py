@@ -116,6 +116,12 @@ class LoadOptions(_SharedOptions):
         kept = {glob: mode for glob, mode in given.items() if glob != "*" or mode in get_args(Mode)[1:]}
         return {**modes, **kept, **({"*": "subset"} if more else {})}
 
+    @property
+    def ignoring(self) -> str:
+        """The advice where no key is missing."""
+        strict = self.strict_also({}, more=True)
+        return self.wording.ignore.replace('"subset"', repr(strict) if len(strict) > 1 else '"subset"')
+
     def idle_globs(self, keys: Collection[str]) -> list[str]:
         """Return the globs of `strict` that fit none of the keys."""
         globs = self.strict if isinstance(self.strict, Mapping) else ()

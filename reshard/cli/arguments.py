@@ -96,8 +96,8 @@ Names = Annotated[
         "--names",
         metavar="FROM:TO",
         autocompletion=namings,
-        help="Convert the names and tensors of CHECKPOINT (in diff, of BEFORE) from one naming scheme to another, such as "
-        "torchtitan:huggingface or torchtitan:hf. Needs --config.",
+        help="Convert the names and tensors of CHECKPOINT (in diff, of BEFORE) from one naming scheme to another, "
+        "such as torchtitan:huggingface or torchtitan:hf. Needs --config.",
     ),
 ]
 On = Annotated[

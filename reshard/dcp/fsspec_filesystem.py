@@ -1,4 +1,7 @@
-"""Re-exports torch's fsspec storages, under every torch version. They require fsspec."""
+"""Re-exports torch's fsspec storages, under every torch version. They require fsspec.
+
+The reader does not compare checksums. `reshard.dcp.FileSystemReader` does, and takes URLs, too.
+"""
 
 from functools import partial
 from typing import Any

@@ -1,4 +1,7 @@
-"""Re-exports torch's storages for Hugging Face files. The writer here also deletes files of earlier saves."""
+"""Re-exports torch's storages for Hugging Face files. The writer here also deletes files of earlier saves.
+
+The reader is torch's own. It does not detect changed bytes: the files have no checksums.
+"""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Re-exports torch's storage for quantized safetensors files."""
+"""Re-exports torch's storage for quantized safetensors files, which does not detect changed bytes."""
 
 from functools import partial
 

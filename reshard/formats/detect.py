@@ -36,7 +36,7 @@ from reshard.storage.base import AnyPath, Storage, is_temporary
 from reshard.storage.local import LocalStorage
 from reshard.storage.opening import StoragePath, open_storage, path_text
 from reshard.stored.checksums import CRC_OF_RECORDS, EVERY_BLOCK, Checking
-from reshard.stored.contents import DATA_FILE, Contents, has_dcp
+from reshard.stored.contents import DATA_FILE, Contents, has_dcp, name_checkpoint
 from reshard.stored.source import Files
 
 __all__ = [
@@ -381,13 +381,14 @@ def _open_at(
             if (facts := contents.details(native.NativeFacts)) is not None:
                 native.look_for_files(facts, names, files.checking.refuse, share, check)
             break
-        except (CheckpointNotFoundError, CorruptCheckpointError):
+        except (CheckpointNotFoundError, CorruptCheckpointError) as error:
             # a save may have taken the place of what was listed, which is gone then: the new one is
             # whole. Its names may be the same as before, where it was there already and the old one
             # is being removed
             listed, (storage, names) = names, _find(path)
             is_same = names == listed and not (facts is not None and native.is_replaced(facts))
             if is_same or attempt + 1 == _ATTEMPTS:
+                name_checkpoint(error, url)
                 raise
     looked_at = contents.files or tuple(files[name] for name in names if not name.endswith("/"))
     return replace(contents, files=looked_at, checking=files.checking), url

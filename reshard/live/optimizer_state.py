@@ -13,6 +13,7 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -506,6 +507,22 @@ def is_nested(tree: Mapping[Any, Any]) -> bool:
         and isinstance(groups, (list, tuple))
         and all(isinstance(group, Mapping) and "params" in group for group in groups)
     )
+
+
+def with_names(saved: Mapping[Any, Any], live: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Return a saved optimizer with the names of a live one, if it has no state yet, and its groups list as many
+    parameters, by number: both are in the order in which the optimizer got them."""
+    if not (is_nested(saved) and is_nested(live)) or saved["state"]:
+        return saved
+    groups, others = saved["param_groups"], live["param_groups"]
+    if not (isinstance(groups, list) and isinstance(others, list)):
+        return saved
+    numbers, names = ([group["params"] or [] for group in one] for one in (groups, others))
+    are_as_many = [*map(len, numbers)] == [*map(len, names)]
+    if not are_as_many or {*map(type, chain(*numbers))} - {int}:
+        return saved
+    made = [{**group, "params": [*own]} for group, own in zip(groups, names)]
+    return {**saved, "param_groups": made}
 
 
 def is_flat_key(key: Any) -> bool:

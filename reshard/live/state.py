@@ -327,11 +327,19 @@ class CheckedState(dict[str, Any]):
     optimizers: Collection[KeyPath]
     """Those of optimizers."""
 
-    def of_optimizers(self, keys: Iterable[str]) -> list[str]:
-        """Return, for keys of models, where the optimizers have the state of the same parameters."""
-        fronts, states = (sorted(f"{key_of(path)}." for path in paths) for paths in (self.models, self.optimizers))
-        named = [key.removeprefix(front) for key in keys for front in fronts if key.startswith(front)]
-        return [f"{front}state.{name}" for front in states for name in named]
+    def of_optimizers(self, keys: Iterable[str], *, known: bool = False) -> list[str]:
+        """Return, for keys of models, where the optimizers have the state of the same parameters.
+
+        If `known`, only of parameters that they have now.
+        """
+        fronts = sorted(f"{key_of(path)}." for path in self.models)
+        names = [key.removeprefix(front) for key in keys for front in fronts if key.startswith(front)]
+        found = []
+        for path in sorted(self.optimizers, key=key_of):
+            groups = reduce(_below, path, self)["param_groups"]
+            own = {name for group in groups for name in group["params"] or ()} if known else {*names}
+            found += [f"{key_of(path)}.state.{name}" for name in names if name in own]
+        return found
 
     def check(self, objects: Mapping[str, Any]) -> None:
         """Run the checks. `objects` has the saved values by key; a container without tensors is one value."""

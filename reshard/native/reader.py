@@ -428,7 +428,10 @@ def _read_offsets(source: FileSource, header_bytes: int) -> dict[str, _Place]:
 
 def _unchanged(storage: Storage, file: str, digest: str) -> bytes:
     """The content of a small file, which must have this digest."""
-    data = storage.read(file)
+    try:
+        data = storage.read(file)
+    except CheckpointNotFoundError as error:
+        raise _of_wrong_length(storage, file, 0, None) from error
     if xxhash.xxh3_128_hexdigest(data) != digest:
         raise CorruptCheckpointError(
             f"{storage.url}: {file} was changed since it was written: restore it, or load another checkpoint"

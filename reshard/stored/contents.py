@@ -20,7 +20,7 @@ from reshard.stored.tensor import StoredTensor
 
 __all__ = [
     "DATA_FILE", "IS_PER_RANK", "RANK_METADATA", "Contents", "ContentsBuilder", "Facts", "LazyMapping",
-    "PlainValues", "Record", "are_equal", "has_dcp", "make_record_type", "merge", "unknown_class",
+    "PlainValues", "Record", "are_equal", "has_dcp", "make_record_type", "merge", "name_checkpoint", "unknown_class",
 ]  # fmt: skip
 
 
@@ -48,8 +48,7 @@ class LazyMapping(Mapping[K, V], Generic[K, V]):
             try:
                 self._made[name] = self._makers[name]() if name in self._makers else _no_such(name, self)
             except CorruptCheckpointError as error:
-                if self.where not in str(error):
-                    error.args = (f"{self.where}: {error}",)
+                name_checkpoint(error, self.where)
                 raise
         return self._made[name]
 
@@ -64,6 +63,12 @@ class LazyMapping(Mapping[K, V], Generic[K, V]):
 
     def __len__(self) -> int:
         return len(self._makers)
+
+
+def name_checkpoint(error: Exception, url: str) -> None:
+    """Make the error name the checkpoint, if it does not yet."""
+    if isinstance(error, CorruptCheckpointError) and url.rstrip("/") not in str(error):
+        error.args = (f"{url}: {error}",)
 
 
 class PlainValues(dict[str, Any]):

@@ -19,7 +19,7 @@ import numpy as np
 from planners.geometry.arrays import Ints
 from planners.geometry.box import Range
 from planners.geometry.byte_ranges import Window
-from reshard.errors import CorruptCheckpointError
+from reshard.errors import RESTORE, CheckpointNotFoundError, CorruptCheckpointError
 from reshard.storage.base import Storage
 from reshard.stored.checksums import BlockChecksums, Checking, Checksums, most_to_check, touched_ranges
 
@@ -203,16 +203,23 @@ class FileSource(Source):
         if self._nbytes is None:
             with self._lock:
                 if self._nbytes is None:
-                    ask = partial(self.storage.version, self.name)
-                    self._opened = _FileVersion(ask, self.label, ask(), next(iter(self.checking.opened), None))
-                    self._view = self.storage.mapped(self.name)
-                    if self._view is not None:
-                        self._file = self._view.obj if isinstance(self._view.obj, mmap.mmap) else None
-                        self._nbytes = len(self._view)
-                    else:
-                        self._nbytes = self.storage.size(self.name) if self._listed is None else self._listed
-                    self.checking.opened.append(self._opened)
+                    self._look()
         return self._view
+
+    def _look(self) -> None:
+        """Map the file, and find its length and version."""
+        ask = partial(self.storage.version, self.name)
+        try:
+            self._opened = _FileVersion(ask, self.label, ask(), next(iter(self.checking.opened), None))
+            self._view = self.storage.mapped(self.name)
+            if self._view is not None:
+                self._file = self._view.obj if isinstance(self._view.obj, mmap.mmap) else None
+                self._nbytes = len(self._view)
+            else:
+                self._nbytes = self.storage.size(self.name) if self._listed is None else self._listed
+        except CheckpointNotFoundError as error:
+            raise _missing(error) from error
+        self.checking.opened.append(self._opened)
 
     def refuse(self, error: CorruptCheckpointError) -> None:
         error.places = error.places or ((self.name, 0, self.nbytes),)
@@ -397,7 +404,10 @@ class FileSource(Source):
         unmapped."""
         self.check(start, start + buffer.nbytes)
         if buffer.nbytes:
-            self.storage.read_into(self.name, start, buffer)
+            try:
+                self.storage.read_into(self.name, start, buffer)
+            except CheckpointNotFoundError as error:
+                raise _missing(error) from error
             # where there is a view, it is a file, and to ask may be a request to a server
             if self._opened is not None and (self._view is None or time.monotonic() > self._opened.confirmed_until_s):
                 self._opened.confirm()
@@ -440,6 +450,11 @@ class FileSource(Source):
 
     def __hash__(self) -> int:
         return self._hash
+
+
+def _missing(error: CheckpointNotFoundError) -> CorruptCheckpointError:
+    """The error for a file that is not found: the checkpoint lacks it."""
+    return CorruptCheckpointError(f"{error}. The checkpoint needs it: {RESTORE}")
 
 
 @dataclass(eq=False)

@@ -252,12 +252,14 @@ def check_cover(tensor: StoredTensor, region: Box | None = None) -> None:
         (first, a), (second, b) = [row for row in inside if row[1].contains(element)][:2]
         raise CorruptCheckpointError(
             f"tensor {tensor.fqn!r}: elements {a & b} are stored twice, in {_name(first)} and in {_name(second)}; the "
-            "checkpoint does not say which is right"
+            "checkpoint does not say which is right: load another checkpoint"
         )
+    others = f"; it has {_name(tensor.chunks[0])}" if tensor.chunks else ""
     raise CorruptCheckpointError(
         f"tensor {tensor.fqn!r} of shape {list(tensor.spec.shape)}: "
         "no file of the checkpoint has elements "
-        f"{str(_hole(wanted, boxes, element)).removeprefix('Box')}: a file, or the part of a rank, is missing"
+        f"{str(_hole(wanted, boxes, element)).removeprefix('Box')}{others}. "
+        "Restore the file, or the part of a rank, that is missing, or load another checkpoint"
     )
 
 
@@ -270,8 +272,11 @@ def _hole(region: Box, boxes: Sequence[Box], element: Box) -> Box:
 
 
 def _name(chunk: StoredChunk) -> str:
-    where = f" ({chunk.source.label})" if chunk.is_located else ""
-    return f"the chunk {chunk.box} of writer {chunk.owner}{where}"
+    try:
+        where = chunk.source.label
+    except CheckpointError as error:
+        where = f"which cannot be read: {error}"
+    return f"the chunk {chunk.box} of writer {chunk.owner} ({where})"
 
 
 # A stored tensor that is indexed like a torch tensor: what is asked for is read, and
@@ -295,8 +300,10 @@ class LazyTensor:
 
     __array_ufunc__ = None  # numpy leaves operators to this class
 
-    def __init__(self, stored: StoredTensor) -> None:
+    def __init__(self, stored: StoredTensor, refuse: Callable[[CheckpointError], None] | None = None) -> None:
+        """`refuse` gets an error first, to raise another one that says more."""
         self.stored = stored
+        self._refuse = refuse
 
     @property
     def name(self) -> str:
@@ -356,11 +363,17 @@ class LazyTensor:
             IndexError: an index out of bounds, or too many.
             TypeError: anything but ints, slices, and Ellipsis; a step < 1 is a ValueError.
             CorruptCheckpointError: elements that no file holds, or two hold, or bytes that are not there.
+            CheckpointReplacedError: a later save replaced the checkpoint since it was opened.
         """
-        if index is Ellipsis:
-            return read_box(self.stored, Box.full(self.stored.spec.shape))
-        ranges, kept = _normalize(index, self.shape, self.name)
-        return _read_ranges(self.stored, ranges).reshape([n for (_, _, n), keep in zip(ranges, kept) if keep])
+        try:
+            if index is Ellipsis:
+                return read_box(self.stored, Box.full(self.stored.spec.shape))
+            ranges, kept = _normalize(index, self.shape, self.name)
+            return _read_ranges(self.stored, ranges).reshape([n for (_, _, n), keep in zip(ranges, kept) if keep])
+        except CheckpointError as error:
+            if self._refuse is not None:
+                self._refuse(error)
+            raise
 
     def __repr__(self) -> str:
         return f"LazyTensor({self.name!r}, {list(self.shape)}, {self.stored.spec.dtype})"

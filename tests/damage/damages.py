@@ -219,7 +219,7 @@ def _sites(name: str, data: bytes) -> Iterator[Site]:
     elif b"PK\x05\x06" in data:
         yield from _archives(name, data)
     elif data[:4] == b"GGUF":
-        stop = data.rindex(b"scale") + 32  # about where the last of the tensors' names is
+        stop = max(map(data.rfind, (b"long", b"bias", b"scale"))) + 32  # about where the last of the tensors' names is
         yield Site(name, "header", 0, stop)
         yield Site(name, "data", stop, len(data))
     elif name.endswith(".pt"):  # of before there were archives: five pickles, and what the storages hold

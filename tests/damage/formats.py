@@ -177,10 +177,10 @@ def _hugging_face(folder: Path, generation: int) -> Path:
     return folder / "hf"
 
 
-def _gguf(folder: Path, generation: int) -> Path:
+def _gguf(folder: Path, generation: int, **options: Any) -> Path:
     import gguf
 
-    writer = gguf.GGUFWriter(folder / "model.gguf", "llama")
+    writer = gguf.GGUFWriter(folder / "model.gguf", "llama", **options)
     writer.add_uint32("llama.block_count", 12)
     for name, tensor in tensors(generation).items():
         if tensor.dtype is torch.float32 or name == "scale":
@@ -190,6 +190,12 @@ def _gguf(folder: Path, generation: int) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return folder / "model.gguf"
+
+
+def _split_gguf(folder: Path, generation: int) -> Path:
+    (folder / "split").mkdir()
+    _gguf(folder / "split", generation, split_max_tensors=6)
+    return folder / "split"
 
 
 def _copied(source: Path) -> Callable[[Path, int], Path]:
@@ -226,6 +232,7 @@ FORMATS: Mapping[str, Format] = {
         Format("hugging face", _hugging_face),
         Format("hugging face of ranks", _sample("hf_dcp_writer_2x2/ckpt/sharded_1file"), generations=False),
         Format("gguf", _gguf),
+        Format("gguf split", _split_gguf),
         Format("nemo", _nemo, ARCHIVES),
         Format("bin files", _bin_files, ARCHIVES),
         Format("adapter", _adapter),

@@ -492,7 +492,7 @@ _BY_NUMBER = (
 _NO_SETTINGS = ("torch_checkpointing", "orbax zarr", "orbax ocdbt")  # of an optimizer
 _MODELS = (
     "native v1", "native v2", "dcp zstd", "dcp sharded tensors", "safetensors", "hugging face", "hugging face of ranks",
-    "gguf", "bin files", "adapter",
+    "gguf", "gguf split", "bin files", "adapter",
 )  # fmt: skip
 _NOT_FOR_DEEPSPEED = (*_BY_NUMBER, *_NO_SETTINGS, *_MODELS)
 _NATIVE = ("native", "native chain", "native many files", "native v1", "native v2", "native on a base")

@@ -597,7 +597,7 @@ NESTED = {f"net.{k}": v for k, v in LAYERS.items()}
         (LAYERS, {"a": {"b": LAYERS}}, r"'a.b.', which the checkpoint has.*load\({'a': {'b': state}}, p"),
         ({f"module.{k}": v for k, v in LAYERS.items()}, LAYERS, "'module.' comes from a wrapper: save and load r"),
         ({"m": WRAPPED}, {"m": LAYERS}, r"140 .* segments 'module': 'm.module.layers.0.a' may cor.*get_model_state"),
-        ({"m": LAYERS}, {"m": COMPILED}, "140 .* '_orig_mod': 'm.layers.0.a' may correspond to 'm.layers.0._orig_mod.a'"),
+        ({"m": LAYERS}, {"m": COMPILED}, "140 .* '_orig_mod': 'm.layers.0.a' may correspond to 'm.layers.0._orig_mod."),
         ({"m": LAYERS}, {"m": NESTED}, "140 .* only by 'net.' after 'm.', which the ch.*rename keys with mapping="),
         ({"m": NESTED}, {"m": LAYERS}, "140 .* 'net.' after 'm.', which the state .* 'm.net.layers.0.a' may cor"),
         (LAYERS, {"x": 1}, r"140 missing .*\n    layers.\*   \(140, such as 'layers.0.a'\)\n"),

@@ -24,7 +24,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import reshard
 from reshard import dcp
 from reshard.api import compare, verify
-from reshard.errors import CheckpointError, ReshardError
+from reshard.errors import CheckpointError, CheckpointReplacedError, CorruptCheckpointError, ReshardError
 from reshard.native import reader
 from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.storage import open_storage
@@ -226,6 +226,35 @@ def test_a_file_that_another_process_cuts_after_it_was_opened_is_an_error(tmp_pa
     end the process."""
     done = subprocess.run([sys.executable, "-c", SHRINKING, tmp_path], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".sums", ".distcp"])
+def test_an_open_checkpoint_that_lacks_a_file_is_damaged_however_it_is_read(suffix: str, tmp_path: Path) -> None:
+    reshard.save({"w": torch.ones(300, 100)}, tmp_path / "native")
+    reshard.convert(tmp_path / "native", tmp_path / "dcp", format="dcp")
+    (file,) = tmp_path.rglob(f"*{suffix}")
+    target = {"w": torch.zeros(300, 100)}
+    ways = (
+        lambda checkpoint: checkpoint["w"][...],
+        lambda checkpoint: checkpoint["w"][:4],
+        lambda checkpoint: reshard.load(target, checkpoint),
+        lambda checkpoint: reshard.convert(checkpoint, tmp_path / "out", format="torch_save"),
+        lambda checkpoint: reshard.fingerprint(checkpoint),
+    )
+    opened = [reshard.open(tmp_path / ("dcp" if suffix == ".distcp" else "native")) for _ in ways]
+    file.unlink()
+    for way, checkpoint in zip(ways, opened):
+        with pytest.raises(CorruptCheckpointError, match=rf"{file.name}.*restore it, or load another checkpoint"):
+            way(checkpoint)
+
+
+def test_a_slice_of_a_checkpoint_that_was_replaced_says_so(tmp_path: Path) -> None:
+    reshard.save(tensor_of(1), tmp_path)
+    old = reshard.open(tmp_path)
+    reshard.save(tensor_of(2), tmp_path)
+    for read in (lambda: old["w"][...], lambda: old["w"][:1]):
+        with pytest.raises(CheckpointReplacedError, match=r"was replaced by a later save, .*: open again"):
+            read()
 
 
 def pieces(step: int) -> dict[str, Any]:

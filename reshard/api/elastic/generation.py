@@ -69,7 +69,8 @@ __all__ = [
 Ranges = list[Range]
 """Bytes [start, stop) of a file, in order."""
 Held = dict[str, Ranges]
-"""By the number of a rank before, as text: the bytes of its file that are there, with the right checksums."""
+"""By the number of a rank before, as text: the bytes of its file that have the right checksums.
+A file that is not there has no entry."""
 
 _NAME = re.compile(r"(\d{8,})-step-(\d+)-([0-9a-f]{12}-[0-9a-f]{12})")
 _FETCHED = "fetched-"
@@ -168,10 +169,10 @@ def held_in(storage: Storage, manifest: Manifest, part: int = 0, of: int = 1, th
     names = storage.list()
     found: Held = {}
     for rank, record in sorted(manifest.files.items(), key=lambda row: int(row[0]))[part::of]:
-        if names.get(record.name) == record.nbytes:
-            ranges = good_ranges(storage, record, manifest.block_bytes, threads)
-            if ranges:
-                found[rank] = ranges
+        if record.name in names:
+            found[rank] = []
+            if names[record.name] == record.nbytes:
+                found[rank] = good_ranges(storage, record, manifest.block_bytes, threads)
     return found
 
 

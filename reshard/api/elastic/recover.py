@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -360,7 +360,11 @@ class _CheckedGeneration:
         lost = lost_boxes(self.native, self.by_host)
         if not lost:
             return _Verdict("", ())
-        text = f"{self.kept} is not complete: {missing_text(lost)}"
+        damaged = list[Path]()
+        for host, rows in self.by_host.items():
+            folder = self.settings.folder / host / self.kept.folder
+            damaged += damaged_files(self.native, folder, rows)
+        text = f"{self.kept} is not complete: {missing_text(lost, damaged)}"
         if fallback is None:
             return _Verdict(text, ())
         try:
@@ -449,15 +453,30 @@ def _blocks_read(plan: ReadPlan, block_bytes: int) -> dict[FileSource, list[Rang
     return {source: merge_ranges(ranges) for source, ranges in found.items()}
 
 
-def missing_text(lost: Mapping[str, list[tuple[int, Box]]]) -> str:
-    """The text of what is missing: tensors with the first few regions."""
+def damaged_files(native: NativeFacts, folder: Path, rows: Iterable[Held]) -> Iterator[Path]:
+    """The files in the folder of a generation that are not complete.
+
+    Args:
+        rows: what was found of them.
+    """
+    for held in rows:
+        for rank, ranges in held.items():
+            record = native.manifest.files[rank]
+            whole = [(0, record.nbytes)]
+            if ranges != whole:
+                yield folder / record.name
+
+
+def missing_text(lost: Mapping[str, list[tuple[int, Box]]], damaged: Sequence[Path]) -> str:
+    """The text of what is missing: tensors with the first few regions, and damaged files."""
     shown = [
         f"{fqn!r} lacks {', '.join(str(box) for _, box in boxes[:3])}{', ...' if len(boxes) > 3 else ''}, written by "
         f"{format_ranks({rank for rank, _ in boxes})}"
         for fqn, boxes in list(lost.items())[:5]
     ]
     more = f", and {len(lost) - 5} more tensors" if len(lost) > 5 else ""
-    return "; ".join(shown) + more
+    which = f". Damaged: {format_some(damaged)}" if damaged else ""
+    return "; ".join(shown) + more + which
 
 
 # `gather`: the folders of hosts, wherever they were brought to, become one ordinary checkpoint.
@@ -620,29 +639,25 @@ class _Look:
         names = [storage.list() for storage in storages]
         self._work = GatherWork(tuple(storage.url for storage in storages), tuple(map(len, names)))
 
-        def on_done(task: _CompareFile | _WriteFile, ranges: Any) -> None:
-            if ranges:
-                self.held[task.place][task.rank] = ranges  # type: ignore[union-attr]
+        def on_done(task: Any, ranges: Any) -> None:
+            self.held[task.place][task.rank] = ranges
 
-        asked = [
-            _CompareFile(place, rank)
-            for place, there in enumerate(names)
-            for rank, record in sorted(files.items(), key=lambda row: int(row[0]))
-            if there.get(record.name) == record.nbytes
-        ]
+        asked = []
+        for place, sizes in enumerate(names):
+            for rank, record in sorted(files.items(), key=lambda row: int(row[0])):
+                if record.name in sizes:
+                    self.held[place][rank] = []
+                    if sizes[record.name] == record.nbytes:
+                        asked.append(_CompareFile(place, rank))
         run_tasks(self._work, asked, executor, on_done, here=self._hosts)
-        self.damaged = [
-            f"{storages[place].url}/{record.name}"
-            for place, there in enumerate(names)
-            for rank, record in files.items()
-            if record.name in there and self.held[place].get(rank) != [(0, record.nbytes)]
-        ]
         self.lost = lost_boxes(self.native, {str(number): [held] for number, held in enumerate(self.held)})
 
     def lost_text(self) -> str:
-        """Say what is missing, and which files are damaged."""
-        damaged = f". Damaged: {format_some(self.damaged)}" if self.damaged else ""
-        return missing_text(self.lost) + damaged
+        """Say what is missing or damaged."""
+        damaged = list[Path]()
+        for storage, held in zip(self._hosts.storages, self.held):
+            damaged += damaged_files(self.native, storage.root, [held])
+        return missing_text(self.lost, damaged)
 
     def write(self, storage: Storage, out: Any, executor: Executor | None) -> tuple[int, int]:
         """Write the checkpoint, which counts when it is complete. Return the number of data files and of their

@@ -230,7 +230,7 @@ class Tier:
 
         Raises (nothing was written; the same error on all ranks):
             CheckpointNotFoundError: no generation is complete. The message says what each one
-                lacks.
+                lacks, and which files are damaged.
             CheckpointError: there are two candidates for the last generation. To choose one, pass
                 `step`.
         """

@@ -18,6 +18,7 @@ from datetime import datetime, timedelta
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -582,6 +583,22 @@ def test_a_continued_file_with_a_tilde_in_its_name(tmp_path: Path, monkeypatch: 
         with pytest.raises(SystemExit):
             reshard.convert(tmp_path / "x", tmp_path / "a~b.pt", format="torch_save")
     assert reshard.convert(tmp_path / "x", tmp_path / "a~b.pt", format="torch_save").resumed == ("a~b.pt",)
+
+
+@pytest.mark.parametrize("at", range(10, 260, 10))
+def test_a_file_whose_record_was_changed_is_written_again(at: int, tmp_path: Path) -> None:
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    reshard.save({"w": torch.arange(9.0), "n": 3}, tmp_path / "x")
+    with mock.patch.object(FormatWriter, "compare_fingerprints", killed), pytest.raises(KeyboardInterrupt):
+        reshard.convert(tmp_path / "x", tmp_path / "c", format="dcp")
+    (record,) = tmp_path.rglob("convert-*/*.json")
+    data = bytearray(record.read_bytes())
+    data[at] ^= 1
+    record.write_bytes(data)
+    assert not reshard.convert(tmp_path / "x", tmp_path / "c", format="dcp").resumed
+    assert reshard.compare(tmp_path / "x", tmp_path / "c").ok
 
 
 def test_several_files_where_none_is_temporary(tmp_path: Path) -> None:

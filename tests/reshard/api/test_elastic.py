@@ -289,7 +289,8 @@ def test_what_survives_nowhere_comes_from_a_fallback_that_has_the_same(tmp_path:
 
     refused, _ = ends(0, None)
     assert type(refused) is CheckpointNotFoundError
-    assert "'w' lacks Box[60:120, 0:1000], written by rank 1. Pass a checkpoint as fallback" in str(refused)
+    assert "'w' lacks Box[60:120, 0:1000], written by rank 1. Damaged: " in str(refused)
+    assert f"{path.name}. Pass a checkpoint as fallback" in str(refused)
     filled, found = ends(0, tmp_path / "same")
     assert (filled.step, filled.from_fallback) == (1, ("w",))
     assert is_step(found, 1)
@@ -441,6 +442,19 @@ def test_a_gathering_names_the_damaged_files(tmp_path: Path) -> None:
     ) as raised:
         reshard.elastic.gather([tmp_path / "run" / host for host in "abc"], tmp_path / "out")
     assert str(raised.value).count(".safetensors") == 1
+
+
+def test_a_recovery_names_the_damaged_files(tmp_path: Path) -> None:
+    """As a gathering does. A file of the wrong length is damaged, too; one that is not there is not."""
+    kept(tmp_path, 1, copies=0)
+    flip(last := next(path for path in files(tmp_path, "c") if path.name == "00004.safetensors"), -1)
+    os.truncate(short := next(path for path in files(tmp_path, "a") if path.name == "00000.safetensors"), 100)
+    next(path for path in files(tmp_path, "b") if path.name == "00002.safetensors").unlink()
+
+    ends, _ = recovered(tmp_path, ["a", "b", "c"])
+
+    assert {type(end) for end in ends} == {CheckpointNotFoundError}
+    assert f". Damaged: {short}, {last}. Pass a checkpoint as fallback=" in str(ends[0])
 
 
 def test_a_gathering_that_lacks_something_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

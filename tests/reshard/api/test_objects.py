@@ -488,3 +488,64 @@ def test_the_advice_for_numbered_states_restores_the_optimizer(tmp_path: Path) -
     exec("\n".join(code), {"reshard": reshard, "model": live["model"], "optimizer": live["optim"]})
     for one, other in zip(live["model"].parameters(), saved["model"].parameters()):
         assert torch.equal(live["optim"].state[one]["exp_avg"], saved["optim"].state[other]["exp_avg"])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+@pytest.mark.parametrize("file", ["c.pt", "c"])
+def test_an_optimizer_without_state_is_loaded_by_the_order_of_its_parameters(
+    kind: Any, file: str, tmp_path: Path
+) -> None:
+    """Adam before its first step, and SGD: `torch.save` stores numbers of parameters, and no state that needs names."""
+
+    def groups(model: nn.Module, lr: float) -> Any:
+        return kind([{"params": [parameter], "lr": lr + i} for i, parameter in enumerate(model.parameters())])
+
+    saved, live = layers(2)["model"], layers(2, seed=1)["model"]
+    stored = {"model": saved.state_dict(), "optim": groups(saved, 0.5).state_dict()}
+    torch.save(stored, tmp_path / file) if file == "c.pt" else reshard.save(stored, tmp_path / file)
+    optimizer = groups(live, 0.25)
+    assert reshard.load({"model": live, "optim": optimizer}, tmp_path / file).ok
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 1.5, 2.5, 3.5]
+
+    model, optim = reshard.get_state_dict(live, groups(live, 0.25))
+    assert reshard.load({"model": model, "optim": optim}, tmp_path / file).ok
+    assert [(group["lr"], group["params"]) for group in optim["param_groups"]] == [
+        (0.5 + i, [name]) for i, (name, _) in enumerate(live.named_parameters())
+    ]
+
+
+def test_names_of_an_optimizer_without_state_are_not_taken_for_numbers(tmp_path: Path) -> None:
+    def groups(model: nn.Module, *rates: float) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": [p], "lr": rate} for p, rate in zip(model[0].parameters(), rates)])
+
+    saved, live = layers(1)["model"], layers(1, seed=1)["model"]
+    stored = reshard.get_state_dict(saved, groups(saved, 1.0, 2.0))[1]
+    stored["param_groups"].reverse()
+    reshard.save({"optim": stored}, tmp_path / "c")
+    state = {"optim": reshard.get_state_dict(live, groups(live, 3.0, 4.0))[1]}
+    assert reshard.load(state, tmp_path / "c").ok
+    assert state["optim"] == stored
+
+
+def test_numbers_of_other_parameters_are_refused(tmp_path: Path) -> None:
+    saved, live = layers(1)["model"], layers(1, seed=1)["model"]
+    optim = torch.optim.SGD([saved[0].weight]).state_dict()
+    torch.save({"model": saved.state_dict(), "optim": optim}, tmp_path / "c.pt")
+    with pytest.raises(NormalizationError, match="lists 1 parameter ids, but the optimizer has 2 parameters"):
+        reshard.load({"model": live, "optim": torch.optim.SGD(live.parameters())}, tmp_path / "c.pt")
+
+
+def test_the_advice_for_missing_buffers_is_about_the_model_alone(tmp_path: Path) -> None:
+    reshard.save(layers(2), tmp_path / "c")
+    for name, globs in (("mean", {"model.*": "partial"}), ("more", {"model.*": "partial", "optim.state.*": "partial"})):
+        live = layers(2, seed=1)
+        for tensor in ("a", "b"):
+            if name == "mean":
+                live["model"].register_buffer(f"{name}_{tensor}", torch.ones(3))
+            else:
+                live["model"].register_parameter(f"{name}_{tensor}", nn.Parameter(torch.ones(3)))
+        live["optim"] = torch.optim.AdamW(live["model"].parameters())
+        with pytest.raises(KeyMismatchError) as caught:
+            reshard.load(live, tmp_path / "c")
+        assert f"strict={globs} allows" in str(caught.value)
+        assert reshard.load(live, tmp_path / "c", strict=globs).missing

@@ -16,7 +16,7 @@ import torch
 
 import reshard
 from reshard import dcp
-from reshard.errors import CorruptCheckpointError
+from reshard.errors import RESTORE, CorruptCheckpointError
 from reshard.ranks.progress import Event, listening
 from tests.reshard.formats.writers import DcpWriter, grid
 
@@ -336,7 +336,7 @@ def test_a_lost_file_is_one_cause_for_all_its_tensors(say, tmp_path) -> None:
     said = say("verify", tmp_path / "dcp").out
 
     names = "7 names ('layers.0.w3', 'layers.0.w4', 'layers.1.w3' and 4 more)"
-    assert f"·  {names}: there is no {file.name} in {tmp_path / 'dcp'}\n" in said
+    assert f"·  {names}: there is no {file.name} in {tmp_path / 'dcp'}. The checkpoint needs it: {RESTORE}\n" in said
     assert said.count("there is no ") == 1
     told = json.loads(say("verify", tmp_path / "dcp", "--json").out)["findings"]
     assert {it["fqn"] for it in told} == {None, *state}, "each by itself for programs"

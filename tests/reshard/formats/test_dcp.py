@@ -187,6 +187,7 @@ def test_holes_are_seen_and_the_rest_is_read(tmp_path: Path) -> None:
     assert gone.offsets == (4, 0)
     assert "no file of the checkpoint has elements [4:8, 0:4]" in checkpoint.problems()[0]
     assert "has elements [4:8, 0:4]" in damage(tmp_path)
+    assert str(tmp_path) in damage(tmp_path)
     assert same(checkpoint["w"][:4], W[:4])
     assert same(checkpoint["w"][:, 4:], W[:, 4:])
     with pytest.raises(CorruptCheckpointError, match=r"has elements \[7:8, 3:4\]"):
@@ -199,7 +200,9 @@ def test_overlaps_are_seen(tmp_path: Path) -> None:
     writer.metadata.state_dict_metadata["w"].chunks.append(ChunkStorageMetadata(torch.Size((3, 0)), torch.Size((2, 7))))
     writer._item(index, archive(W[3:5].clone()), 0)
 
-    assert "are stored twice" in damage(writer.write(tmp_path))
+    said = damage(writer.write(tmp_path))
+    assert "are stored twice" in said
+    assert said.count(str(tmp_path)) == 2
     assert "stored twice" in open_checkpoint(tmp_path).problems()[0]
 
 

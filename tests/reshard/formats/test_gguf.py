@@ -163,7 +163,7 @@ def test_files_of_one_model(tmp_path: Path) -> None:
     check_all(one, {"t1": A + 1})
     assert "'m-*.gguf' opens all" in one.warnings[0]
     (tmp_path / "m-00002-of-00003.gguf").write_bytes(gguf({"t2": A}, {"split.no": 1, "split.count": 3}))
-    with pytest.raises(CorruptCheckpointError, match="'t2' is stored twice"):
+    with pytest.raises(CorruptCheckpointError, match=rf"{tmp_path}.*'t2' is stored twice"):
         open_checkpoint(tmp_path)
     (tmp_path / "m-00002-of-00003.gguf").write_bytes(gguf({"t1": A}, {"split.no": 2, "split.count": 3}))
     with pytest.raises(CorruptCheckpointError, match=r"number 2 \(from 0\) of 3, and .* should be number 1"):

@@ -151,7 +151,7 @@ def test_files_that_nothing_says_belong_together(tmp_path: Path) -> None:
 def test_a_tensor_in_two_files(tmp_path: Path) -> None:
     for i in (1, 2):
         save_file({"a": A}, tmp_path / f"model-0000{i}-of-00002.safetensors")
-    with pytest.raises(CorruptCheckpointError, match="'a' is stored twice"):
+    with pytest.raises(CorruptCheckpointError, match=rf"{tmp_path}.*'a' is stored twice"):
         open_checkpoint(tmp_path)
 
 
