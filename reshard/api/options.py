@@ -112,8 +112,8 @@ class LoadOptions(_SharedOptions):
 
     def strict_also(self, modes: dict[str, Mode], *, more: bool) -> dict[str, Mode]:
         """Return a `strict` with these modes first. `more`: the checkpoint may also have more keys."""
-        given = self.strict if isinstance(self.strict, Mapping) else {"*": self.strict}
-        kept = {glob: mode for glob, mode in given.items() if glob != "*" or mode in get_args(Mode)[1:]}
+        given = self.strict if isinstance(self.strict, Mapping) else {"*": self.mode_of("*")}
+        kept = {glob: mode for glob, mode in given.items() if (glob, mode) != ("*", "strict")}
         return {**modes, **kept, **({"*": "subset"} if more else {})}
 
     @property
