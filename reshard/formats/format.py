@@ -17,7 +17,7 @@ from reshard.native.manifest import HF_INDEX, MANIFEST
 if TYPE_CHECKING:
     from planners.geometry.box import Shape
     from reshard.formats.canonical import Canonical, Hints
-    from reshard.storage.base import Storage
+    from reshard.storage.base import Listing, Storage
     from reshard.stored.contents import Contents
     from reshard.stored.source import Files
     from reshard.stored.streaming import FormatWriter, Target
@@ -73,7 +73,7 @@ class Format:
     name: str
     checksums: str
     """What they leave open: `EVERY_BLOCK`, `CRC_OF_RECORDS` or `NO_CHECKSUMS`."""
-    detect: Callable[[Storage, Mapping[str, int]], bool]
+    detect: Callable[[Storage, Listing], bool]
     """Whether the files (name to size in bytes) look like this format: cheap, mostly by names."""
     open: Callable[[Files], Contents]
     """What the files hold: names, shapes and where the bytes are, but no bytes of tensors. Raises

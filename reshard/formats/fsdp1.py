@@ -22,7 +22,8 @@ from reshard.formats.canonical import (
     Hints,
     NameMap,
     StoredOptimizer,
-    Value,
+    Tensors,
+    Values,
     find_scope,
     listed_in,
     name_ids,
@@ -32,6 +33,7 @@ from reshard.formats.canonical import (
 from reshard.formats.format import Format
 from reshard.formats.torch_save.pickles import TensorRef
 from reshard.formats.torch_save.reader import (
+    FilesOfRanks,
     TorchFile,
     contents_of,
     is_sharded_tensor,
@@ -42,7 +44,7 @@ from reshard.formats.torch_save.reader import (
     stored_tensor,
 )
 from reshard.state import KeyPath
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents, Facts
 from reshard.stored.source import Files
@@ -68,12 +70,12 @@ class FlatLayout:
 
     params: dict[str, tuple[int, Shape]]
 
-    def cut(self, flat: StoredTensor) -> dict[str, StoredTensor]:
+    def cut(self, flat: StoredTensor) -> Tensors:
         """The parameters as tensors of their own."""
         return {name: cut(flat, start, shape, name) for name, (start, shape) in self.params.items()}
 
 
-def cut_flat(name: str, flat: StoredTensor, flat_names: Sequence[str], hints: Hints) -> dict[str, StoredTensor]:
+def cut_flat(name: str, flat: StoredTensor, flat_names: Sequence[str], hints: Hints) -> Tensors:
     """The parameters inside a model's flat parameter without padding; `flat_names` are those of all
     flat parameters.
 
@@ -166,10 +168,10 @@ _FILE = re.compile(r"(?P<section>.*?\D)?(?P<rank>\d+)\.(?:pt|pth|bin)")
 class Fsdp1Facts(Facts):
     """The files of all ranks, by what they are called and their rank."""
 
-    sections: Mapping[str, Mapping[int, TorchFile]]
+    sections: Mapping[str, FilesOfRanks]
 
 
-def numbered(names: Mapping[str, int]) -> dict[str, dict[int, str]]:
+def numbered(names: Listing) -> dict[str, dict[int, str]]:
     """Files in the top folder by what they are called and their number.
 
     {} if there are others beside them, or two of one number.
@@ -185,7 +187,7 @@ def numbered(names: Mapping[str, int]) -> dict[str, dict[int, str]]:
     return out
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return True if all files are numbered by rank, and the first of one kind holds pieces."""
     sections = numbered(names)
     if not all(min(ranks) < 2 for ranks in sections.values()) or max(map(len, sections.values()), default=0) < 2:
@@ -207,7 +209,7 @@ def _holds_pieces(value: Any) -> bool:
     return bool(states) and all(len(ref.size) < 2 for ref in states) and any(len(ref.size) == 1 for ref in states)
 
 
-def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
     if isinstance(value, dict) and len(path) < 8:
         for key, inner in value.items():
             yield from _leaves(inner, (*path, key))
@@ -271,7 +273,7 @@ def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     found = [_find(_first_copy(name, files, hints)) for name, files in facts.sections.items()]
     models = [one for one in found if one.model]
     flat_names = [name for one in models for name in one.model[0] if name.endswith(FLAT)]
-    model: dict[str, StoredTensor] = {}
+    model: Tensors = {}
     for one in models:
         model.update(_model(one, flat_names, hints))
     saved = [_optimizer(one, flat_names, hints, what) for one in found if one.optim]
@@ -285,7 +287,7 @@ def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     return result
 
 
-def _first_copy(section: str, files: Mapping[int, TorchFile], hints: Hints) -> dict[int, TorchFile]:
+def _first_copy(section: str, files: FilesOfRanks, hints: Hints) -> dict[int, TorchFile]:
     """The files of the ranks that hold the first copy of the parameters: all, unless a hint says less."""
     ranks = hints.get("shard_ranks")
     if ranks is None:
@@ -310,7 +312,7 @@ def _find(files: dict[int, TorchFile]) -> _RankStates:
     return found
 
 
-def _model(found: _RankStates, flat_names: Sequence[str], hints: Hints) -> dict[str, StoredTensor]:
+def _model(found: _RankStates, flat_names: Sequence[str], hints: Hints) -> Tensors:
     """Parameters and buffers of a local state dict."""
     first, ranks = found.model[0], sorted(found.files)
     pieces = [name for name, value in first.items() if isinstance(value, TensorRef)]
@@ -318,7 +320,7 @@ def _model(found: _RankStates, flat_names: Sequence[str], hints: Hints) -> dict[
     # with use_orig_params, each parameter is there as a piece, beside the flat tensor
     # that it is a view of
     original = any(len(first[name].size) == 1 and name in shapes for name in pieces)
-    out: dict[str, StoredTensor] = {}
+    out: Tensors = {}
     for name, value in first.items():
         values = {rank: found.model[i].get(name) for i, rank in enumerate(ranks)}
         if is_sharded_tensor(value):
@@ -364,9 +366,7 @@ def _ask_shapes(hints: Hints, name: str) -> None:
     )
 
 
-def _pieces(
-    name: str, shape: Shape, values: Mapping[int, Any], files: Mapping[int, TorchFile], hints: Hints
-) -> StoredTensor:
+def _pieces(name: str, shape: Shape, values: Mapping[int, Any], files: FilesOfRanks, hints: Hints) -> StoredTensor:
     """A tensor from the 1-D pieces of all ranks, in order."""
     parts = []
     for rank, ref in sorted(values.items()):
@@ -405,9 +405,9 @@ def _optimizer(found: _RankStates, flat_names: Sequence[str], hints: Hints, what
     return _by_pieces(keys, states, files, groups, hints, what)
 
 
-def _named(name: str, key: Any, states: _OfRanks, files: Mapping[int, TorchFile]) -> dict[str, Value]:
+def _named(name: str, key: Any, states: _OfRanks, files: FilesOfRanks) -> Values:
     """States of one parameter that are ShardedTensors, or the same on every rank."""
-    out: dict[str, Value] = {}
+    out: Values = {}
     for first, state, value, values in _states(key, states):
         if is_sharded_tensor(value):
             out[state] = join_sharded(f"{name}.{state}", values, files)
@@ -456,7 +456,7 @@ def _cut_flats(
     keys: Sequence[int],
     layouts: Sequence[FlatLayout],
     states: _OfRanks,
-    files: Mapping[int, TorchFile],
+    files: FilesOfRanks,
     groups: Sequence[Mapping[str, Any]],
 ) -> StoredOptimizer:
     saved = StoredOptimizer()
@@ -477,7 +477,7 @@ def _cut_flats(
     return saved
 
 
-def _row(name: str, values: Mapping[int, Any], files: Mapping[int, TorchFile]) -> StoredTensor:
+def _row(name: str, values: Mapping[int, Any], files: FilesOfRanks) -> StoredTensor:
     parts = []
     for rank, ref in sorted(values.items()):
         if not isinstance(ref, TensorRef) or len(ref.size) != 1:
@@ -489,7 +489,7 @@ def _row(name: str, values: Mapping[int, Any], files: Mapping[int, TorchFile]) -
 def _by_pieces(
     keys: Sequence[int],
     states: _OfRanks,
-    files: Mapping[int, TorchFile],
+    files: FilesOfRanks,
     groups: Sequence[Mapping[str, Any]],
     hints: Hints,
     what: str,

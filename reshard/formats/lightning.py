@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.format import Format
 from reshard.formats.torch_save.reader import contents_of, read_torch_file
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents, has_dcp, merge
 from reshard.stored.source import Files
@@ -18,7 +16,7 @@ __all__ = ["FORMAT", "detect", "open"]
 _NAME = "lightning"
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return True if the top folder is a DCP checkpoint with a `meta.pt`."""
     return "meta.pt" in names and has_dcp(names)
 

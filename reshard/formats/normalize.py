@@ -13,7 +13,7 @@ from typing import Any
 
 from planners.errors import PlanError
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError, ReshardError, format_names
-from reshard.formats.canonical import Canonical, Hints
+from reshard.formats.canonical import Canonical, Hints, Tensors
 from reshard.formats.format import Format
 from reshard.formats.generic import normalize_generic
 from reshard.formats.sections import find_sections, walk, with_empty
@@ -102,13 +102,13 @@ def canonical_contents(contents: Contents, hints: Mapping[str, Any] | None, url:
             f"{url} has no model: of its names, {names}, none is that of a parameter. Pass the checkpoint that has the "
             "model, or leave out model_only=True"
         )
-    tensors: dict[str, StoredTensor] = {}
+    tensors: Tensors = {}
     objects: dict[str, Any] = {}
-    paths: dict[str, tuple[Any, ...]] = {}
+    paths: dict[str, KeyPath] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
 
-    def add(path: tuple[Any, ...], value: Any) -> None:
+    def add(path: KeyPath, value: Any) -> None:
         key = ".".join(map(str, path))
         paths[key] = path
         if isinstance(value, StoredTensor):

@@ -22,7 +22,7 @@ from reshard.errors import CorruptCheckpointError, FormatError, framework
 from reshard.formats.canonical import Canonical, Hints
 from reshard.formats.format import Format
 from reshard.state import KeyPath, key_of
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
 from reshard.storage.local import LocalStorage
 from reshard.stored.checksums import NO_CHECKSUMS
 from reshard.stored.contents import Contents, ContentsBuilder, merge
@@ -41,12 +41,12 @@ _SEQUENCE_KEY = 1
 _JSON_ITEM = re.compile(r"([^/]+)/(?:metadata|metrics)")
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return True if there is a tree at the top, or in items of a step that Orbax's manager wrote."""
     return bool(_folders(names))
 
 
-def _folders(names: Mapping[str, int]) -> list[str]:
+def _folders(names: Listing) -> list[str]:
     """The folders that have a tree, "" or ending in "/"."""
     if _TREE in names:
         return [""]

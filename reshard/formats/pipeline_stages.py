@@ -18,6 +18,7 @@ from reshard.formats.canonical import (
     Hints,
     NameMap,
     StoredOptimizer,
+    Tensors,
     check_names,
     find_scope,
     name_ids,
@@ -30,7 +31,7 @@ from reshard.formats.fsdp1 import numbered, refuse_missing
 from reshard.formats.sections import find_sections, is_beside
 from reshard.formats.torch_save.reader import contents_of, read_torch_file
 from reshard.state import KeyPath
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents, Facts, merge
 from reshard.stored.source import Files
@@ -50,7 +51,7 @@ class StageFacts(Facts):
     stages: Mapping[int, Contents]
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return True if all files of the top folder are those of stages."""
     sections = numbered(names)
     if len(sections) != 1:
@@ -59,7 +60,7 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     return bool(_FILE.fullmatch(section)) and min(ranks) < 2 <= len(ranks)
 
 
-def is_later_stage(names: Mapping[str, int]) -> bool:
+def is_later_stage(names: Listing) -> bool:
     """Return True for a single file that is called as a stage after the first is."""
     return any(_FILE.fullmatch(section) and 0 not in at for section, at in numbered(names).items())
 
@@ -119,7 +120,7 @@ def _stages_by_key(contents: Contents) -> dict[int, Contents] | None:
 @dataclass
 class _SavedStage:
     number: int
-    model: dict[str, StoredTensor]
+    model: Tensors
     optimizers: list[StoredOptimizer]
 
     def layers(self) -> dict[str, set[int]]:

@@ -18,7 +18,7 @@ from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.format import Format, Writing, at_top, check_index, indexes_in, not_opened, read_index
 from reshard.native.manifest import HF_INDEX, is_generation
 from reshard.state import empty_sequences
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import NO_CHECKSUMS, Checking
 from reshard.stored.contents import Contents, Facts
 from reshard.stored.safetensors_header import SAFETENSORS_CODES, Header, encode_header, read_header
@@ -57,7 +57,7 @@ class HuggingFaceFacts(Facts):
     """The model's config.json, {} if there is none."""
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return True if the top folder holds safetensors files or an index of some."""
     return bool(at_top(names, ".safetensors") or indexes_in(names, _INDEX))
 
@@ -210,7 +210,7 @@ def _owner(file: str) -> int | str:
     return int(match[1]) - 1 if match else file
 
 
-def _config(storage: Storage, names: Mapping[str, int]) -> dict[str, Any]:
+def _config(storage: Storage, names: Listing) -> dict[str, Any]:
     """The model's config.json, {} if there is none that can be read: it is not needed to read tensors."""
     if "config.json" not in names:
         return {}
@@ -363,18 +363,18 @@ class SafetensorsWriter(FormatWriter):
             }
             out.publish(_INDEX_NAME, msgspec.json.format(msgspec.json.encode(index), indent=2))
 
-    def occupied(self, names: Mapping[str, int]) -> str | None:
+    def occupied(self, names: Listing) -> str | None:
         """An index or a file of tensors."""
         return next(iter(at_top(names, _SUFFIXES)), None)
 
-    def ambiguous(self, storage: Storage, names: Mapping[str, int]) -> str | None:
+    def ambiguous(self, storage: Storage, names: Listing) -> str | None:
         """Another index, or another file of tensors where there will be no index."""
         old = _replaced(storage, names)
         others = at_top(names, _SUFFIXES if len(self.files) == 1 else _INDEX)
         return next((name for name in others if name not in old), None)
 
 
-def _replaced(storage: Storage, names: Mapping[str, int]) -> list[str]:
+def _replaced(storage: Storage, names: Listing) -> list[str]:
     """The files of the old checkpoint, its index last: those with names of ours, and those that its index names, or
     all if they open without one. Others stay."""
     tensors, indexes = at_top(names, ".safetensors"), at_top(names, _INDEX)

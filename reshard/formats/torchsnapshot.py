@@ -31,7 +31,7 @@ from reshard.formats.format import Format, as_shape
 from reshard.formats.torch_save.archive import locate_item, read_head
 from reshard.formats.torch_save.reader import read_torch_file
 from reshard.state import IntKey, KeyPath
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import NO_CHECKSUMS
 from reshard.stored.contents import Contents, ContentsBuilder
 from reshard.stored.source import Files, FileSource
@@ -47,7 +47,7 @@ _SHARDED = {"ShardedTensor", "DTensor"}
 _Entry = Mapping[str, Any]
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return True if there is a manifest of torchsnapshot's, which comes last."""
     return _MANIFEST in names
 
@@ -122,7 +122,7 @@ class _Snapshot:
     """What the entries of the manifest come to."""
 
     files: Files
-    names: Mapping[str, int]
+    names: Listing
     label: str
     out: ContentsBuilder
     own: list[str] = field(default_factory=list)

@@ -31,7 +31,8 @@ from reshard.live.state import same_value
 from reshard.mapping.quantized import check_plain
 from reshard.mapping.rules import Cast, Computing, Drop, Rename, Rule, Site, States, sites, views_of
 from reshard.mapping.tensors import assembled, constant
-from reshard.stored.contents import Contents, LazyMapping
+from reshard.state import KeyPath
+from reshard.stored.contents import Contents, LazyMapping, Makers
 from reshard.stored.tensor import LazyTensor, StoredTensor
 
 __all__ = ["Mapping", "apply_dict", "between"]
@@ -249,10 +250,10 @@ class MappingStage:
         for alias, kept in aliases.items():
             self.tensors[alias] = partial(lambda a, k: contents.tensors[k].renamed(a), alias, kept)
         self._parameters = {hit.site.name: name for name, hit in self.matcher.parameters(self.tensors)}
-        self.made: dict[str, Callable[[], Any]] = {}
-        self.objects: dict[str, Callable[[], Any]] = {}
-        self.per_rank: dict[str, Callable[[], Any]] = {}
-        self.paths: dict[str, tuple[Any, ...]] = {}
+        self.made: Makers = {}
+        self.objects: Makers = {}
+        self.per_rank: Makers = {}
+        self.paths: dict[str, KeyPath] = {}
         self.renamed: dict[str, str] = {}
         """What becomes of names that are not put together with others, or taken apart."""
         self.warnings: list[str] = []
@@ -290,7 +291,7 @@ class MappingStage:
             warnings=(*self.given.warnings, *self.warnings),
         )
 
-    def _put(self, into: dict[str, Callable[[], Any]], new: str, old: str, make: Callable[[], Any]) -> None:
+    def _put(self, into: Makers, new: str, old: str, make: Callable[[], Any]) -> None:
         if new in self.made or new in self.objects or new in self.per_rank:
             raise KeyMismatchError(
                 f"{self.url}: two tensors or objects would be called {new!r}, one of them is {old!r}: "
@@ -487,7 +488,8 @@ def _flat_lists(objects: Iterable[str]) -> list[list[str]]:
 
 
 T = TypeVar("T")
-Counts = Dict[tuple[Any, ...], int]
+Identity = tuple[Any, ...]
+Counts = dict[Identity, int]
 NO_COUNTS: Counts = {}
 
 
@@ -503,7 +505,7 @@ class Application:
     words: dict[str, str]
 
     @property
-    def identity(self) -> tuple[Any, ...]:
+    def identity(self) -> Identity:
         """The rule and the words in common: the same for parameters that belong together, and for their states."""
         return self.number, tuple(sorted(self.common.items()))
 
@@ -650,7 +652,7 @@ class Matcher:
 
         Raises KeyMismatchError where some of a rule's sources are there, and others are not.
         """
-        found: dict[tuple[Any, ...], dict[tuple[int, int], tuple[str, Hit]]] = {}
+        found: dict[Identity, dict[tuple[int, int], tuple[str, Hit]]] = {}
         rest: list[str] = []
         known = dict(counts)
         for key in keys:
@@ -690,7 +692,7 @@ class Matcher:
 
     def counts(self, keys: Iterable[str]) -> Counts:
         """Return how many numbered parameters among the keys belong together, by rule and words."""
-        out: dict[tuple[Any, ...], int] = {}
+        out: Counts = {}
         for _, hit in self.parameters(keys):
             _count(out, hit)
         return out
@@ -749,7 +751,7 @@ class _ExactMatcher(Matcher):
         return None
 
 
-def _count(counts: dict[tuple[Any, ...], int], hit: Hit) -> None:
+def _count(counts: Counts, hit: Hit) -> None:
     over = hit.rule.sources[hit.source].number
     if over is not None and not hit.site.is_state:
         counts[hit.identity] = max(counts.get(hit.identity, 0), int(hit.words[over]) + 1)
@@ -769,7 +771,7 @@ def _missing(first: Hit, place: tuple[int, int], there: str) -> str:
     )
 
 
-def mapped_path(path: tuple[Any, ...], old: str, new: str) -> tuple[Any, ...]:
+def mapped_path(path: KeyPath, old: str, new: str) -> KeyPath:
     """The path in the nested state that a key gets when it is renamed from `old` to `new`.
 
     The parts of the path in which the keys differ are replaced: by one part where the name was one part, else by one

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from planners.geometry.arrays import Ints
 from planners.geometry.box import Range
 from planners.geometry.byte_ranges import Window
 from reshard.errors import CorruptCheckpointError
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import BlockChecksums, Checking, Checksums, most_to_check, touched_ranges
 
 __all__ = ["DIRECT_BYTES", "BytesSource", "DecodedSource", "FileSource", "Files", "Source"]
@@ -448,7 +448,7 @@ class Files:
     checked in one way."""
 
     storage: Storage
-    listed: Mapping[str, int] = field(default_factory=dict)
+    listed: Listing = field(default_factory=dict)
     """Sizes by name, relative to `storage`, as far as they are known."""
     checking: Checking = field(default_factory=Checking)
     _sources: dict[str, FileSource] = field(default_factory=dict)
@@ -460,7 +460,7 @@ class Files:
             source = self._sources.setdefault(name, made)
         return source
 
-    def some(self, names: Mapping[str, int]) -> Files:
+    def some(self, names: Listing) -> Files:
         """The same files, of which only these are to be looked at."""
         return replace(self, listed=names)
 

@@ -27,7 +27,7 @@ from reshard.errors import CorruptCheckpointError, ReshardError
 from reshard.live.copy_streams import batches
 from reshard.live.dtypes import dtype_from_name, item_dtype
 from reshard.live.fingerprints import Partial, comparable, partials
-from reshard.storage.base import Storage, Writer
+from reshard.storage.base import Listing, Storage, Writer
 from reshard.stored.contents import Contents
 from reshard.stored.source import FileSource
 from reshard.stored.tensor import StoredTensor, check_cover, copy_place
@@ -386,10 +386,10 @@ class FormatWriter(ABC):
         """From now on the target is a checkpoint."""
 
     @abstractmethod
-    def occupied(self, names: Mapping[str, int]) -> str | None:
+    def occupied(self, names: Listing) -> str | None:
         """The file that shows that there is a checkpoint already, or None."""
 
-    def ambiguous(self, storage: Storage, names: Mapping[str, int]) -> str | None:
+    def ambiguous(self, storage: Storage, names: Listing) -> str | None:
         """A file of `names` that would stay, and beside which what is written would not open; or None."""
         return None
 

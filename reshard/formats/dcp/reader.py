@@ -25,7 +25,7 @@ from reshard.formats.torch_save.pickles import load_pickle, plain
 from reshard.formats.torch_save.reader import TorchFile
 from reshard.live.dtypes import dtype_from_name, dtype_name
 from reshard.state import KeyPath, key_of
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import DATA_FILE, RANK_METADATA, Contents, Facts, LazyMapping, Record, has_dcp
 from reshard.stored.safetensors_header import Header, find_header
@@ -35,7 +35,7 @@ from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 __all__ = ["FORMAT", "DcpFacts", "DcpIndex", "Item", "Items", "Undo", "detect", "open", "open_folder"]
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return True if the top folder is a DCP checkpoint."""
     return has_dcp(names)
 

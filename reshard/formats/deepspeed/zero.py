@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from planners.geometry.box import Box, Shape
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CorruptCheckpointError
-from reshard.formats.canonical import States, Value
+from reshard.formats.canonical import Groups, Shapes, States, Value, Values
 from reshard.formats.torch_save.reader import TorchFile, stored_values
 from reshard.stored.contents import Record
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import assemble, narrow, unflatten
 
-__all__ = ["Rank", "Shapes", "cut_stage3", "cut_stage12", "experts_shifts", "read_rank", "shifted"]
+__all__ = ["Rank", "cut_stage3", "cut_stage12", "experts_shifts", "read_rank", "shifted"]
 
 
-Shapes = Mapping[str, Shape]
-"""Shapes of the parameters of a group, in order."""
 MASTER = "fp32"
 """Name under which the fp32 masters go among the states."""
 
@@ -36,8 +34,8 @@ class Rank:
     """What one rank's file of optimizer states holds: the values of each flat group by name."""
 
     label: str
-    flats: list[dict[str, Value]] = field(default_factory=list)
-    groups: list[dict[str, Any]] = field(default_factory=list)
+    flats: list[Values] = field(default_factory=list)
+    groups: Groups = field(default_factory=list)
     """Settings of the param groups."""
     partition_counts: list[int] = field(default_factory=list)
     mappings: list[dict[str, tuple[int, int]]] = field(default_factory=list)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard.errors import FormatError
-from reshard.formats.canonical import Canonical, Hints, States, Value, read_optimizer, regroup
+from reshard.formats.canonical import Canonical, Groups, Hints, States, Tensors, Value, Values, read_optimizer, regroup
 from reshard.formats.megatron.files import MegatronFacts
 from reshard.formats.megatron.names import (
     canonical_key,
@@ -66,9 +66,9 @@ def normalize_megatron(contents: Contents, hints: Hints, what: str) -> Canonical
 
 
 def finish(
-    model: Mapping[str, StoredTensor],
-    state: Mapping[str, Mapping[str, Value]],
-    settings: list[dict[str, Any]],
+    model: Tensors,
+    state: Mapping[str, Values],
+    settings: Groups,
     args: Mapping[str, Any],
     hints: Hints,
     *,
@@ -134,7 +134,7 @@ def _original_shape(data: Any) -> tuple[int, ...] | None:
 
 def _from_dtensors(
     contents: Contents,
-) -> tuple[dict[str, StoredTensor], States, list[dict[str, Any]]]:
+) -> tuple[Tensors, States, Groups]:
     """Megatron-FSDP's states, which are nested as in torch: a model, and an optimizer with states by name."""
     sections = find_sections(contents)
     model = {
@@ -144,7 +144,7 @@ def _from_dtensors(
         for fqn, one in expand(name.removeprefix("model."), leaf.value())
     }
     state: States = {}
-    groups: list[dict[str, Any]] = []
+    groups: Groups = []
     for _, tree in sections.optimizers:
         saved = read_optimizer(tree)
         groups += saved.groups + _groups_by_name(tree.get("param_to_group_meta"))
@@ -158,7 +158,7 @@ def _from_dtensors(
     return model, state, groups
 
 
-def _groups_by_name(tree: Any) -> list[dict[str, Any]]:
+def _groups_by_name(tree: Any) -> Groups:
     """Groups from the settings that Megatron-FSDP saves of each parameter; halves of one are in its group once."""
     found: dict[str, dict[str, Any]] = {}
     for name, settings in resolve(tree).items() if isinstance(tree, dict) else ():

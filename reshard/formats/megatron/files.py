@@ -26,7 +26,7 @@ from reshard.formats.dcp import reader as dcp
 from reshard.formats.torch_save.reader import TorchFile, contents_of, read_torch_file
 from reshard.live.plain_data import encode_plain
 from reshard.state import KeyPath
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
 from reshard.stored.contents import Contents, Facts, has_dcp, merge
 from reshard.stored.source import Files
 from reshard.stored.tensor import LazyTensor
@@ -51,7 +51,7 @@ class MegatronFacts(dcp.DcpFacts):
     """What `common.pt` holds, but for random states."""
 
 
-def iteration_folder(storage: Storage, names: Mapping[str, int]) -> str:
+def iteration_folder(storage: Storage, names: Listing) -> str:
     """ "" or the folder of the iteration that `LATEST` names, with a slash. Raises CorruptCheckpointError if absent."""
     if LATEST not in names or any(name.startswith("global_step_") for name in names):  # verl calls a file so, too
         return ""
@@ -62,7 +62,7 @@ def iteration_folder(storage: Storage, names: Mapping[str, int]) -> str:
     return folder
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return True if two of these are there: files of DCP, `metadata.json`,
     and `common.pt`."""
     if LATEST in names:
@@ -237,7 +237,7 @@ class LegacyFacts(Facts):
     """How many tensor parallel ranks share an expert."""
 
 
-def detect_legacy(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect_legacy(storage: Storage, names: Listing) -> bool:
     """Return True if there are folders of model parallel ranks, here or in the latest iteration's folder."""
     if LATEST in names:
         folder = iteration_folder(storage, names)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from planners.geometry.box import Box, Shape
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
-from reshard.formats.canonical import Hints, find_scope
+from reshard.formats.canonical import Hints, Shapes, Tensors, find_scope
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import assemble, concat, copies, narrow, unstack
 
@@ -90,9 +90,9 @@ def _length(key: str, tensor: StoredTensor) -> int:
     return tensor.spec.shape[0]
 
 
-def join_halves(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def join_halves(tensors: Tensors) -> Tensors:
     """The tensors with `weight_w` (gate) and `weight_v` (up) as one. Raises CorruptCheckpointError if one lacks."""
-    out: dict[str, StoredTensor] = {}
+    out: Tensors = {}
     for name, tensor in tensors.items():
         match = _HALF.fullmatch(name)
         if match is None:
@@ -413,7 +413,7 @@ def _hinted(name: str, hints: Hints) -> dict[str, Any]:
     return {str(pattern): dim for pattern, dim in given.items() if fnmatch.fnmatchcase(name, str(pattern))}
 
 
-def is_gated(name: str, shapes: Mapping[str, Shape]) -> bool:
+def is_gated(name: str, shapes: Shapes) -> bool:
     """Return True if a first linear layer of an MLP holds a gate and an up half: it then has two
     rows for each column of the second one. `shapes` are those of the shards or of the full
     parameters, by name."""
@@ -434,7 +434,7 @@ def local_shape(shape: Shape, dim: int | None, tp: int, name: str) -> Shape:
 
 
 def join_by_name(
-    name: str, shards: Sequence[StoredTensor], shapes: Mapping[str, Shape], hints: Hints, state: str = ""
+    name: str, shards: Sequence[StoredTensor], shapes: Shapes, hints: Hints, state: str = ""
 ) -> StoredTensor:
     """The whole parameter, or a state of it, as its name says.
 

@@ -17,7 +17,7 @@ from reshard.errors import RESTORE, CorruptCheckpointError, ReshardError
 from reshard.formats.rank_files import Section, open_sections, sections_of, with_others
 from reshard.formats.torch_save.pickles import load_pickle
 from reshard.state import key_of
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
 from reshard.stored.contents import Contents
 from reshard.stored.source import Files, Source
 
@@ -28,7 +28,7 @@ METADATA = "metadata.pkl"
 ITEM = re.compile(r"(?P<section>[^/]+)_(?P<rank>\d+)\.pt")
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return True if there is a list of items, and a file of one."""
     return METADATA in names and bool(sections_of(names, [ITEM]))
 

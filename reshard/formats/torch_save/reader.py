@@ -20,14 +20,14 @@ from reshard.live.dtypes import dtype_name
 from reshard.live.plain_data import UNSUPPORTED_TENSORS
 from reshard.live.tree import Flat, flatten
 from reshard.state import KeyPath
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import NO_FACTS, Contents, ContentsBuilder, Facts, Record, has_dcp, merge
 from reshard.stored.source import Files, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor, read_place
 
 __all__ = [
-    "FORMAT", "TorchFile", "contents_of", "detect", "flat_leaves", "is_sharded_tensor",
+    "FORMAT", "FilesOfRanks", "TorchFile", "contents_of", "detect", "flat_leaves", "is_sharded_tensor",
     "join_sharded", "looks_like_torch_file", "open", "read_torch_file",
     "saved_groups", "sharded_ranks", "stored_or_plain", "stored_tensor", "stored_values",
 ]  # fmt: skip
@@ -71,6 +71,10 @@ class TorchFile:
     def plain(self, value: Any) -> Any:
         """A part of the file's value as plain data; tensors in it are read."""
         return plain(value, self.read)
+
+
+FilesOfRanks = Mapping[int, TorchFile]
+"""The file of each rank."""
 
 
 def looks_like_torch_file(head: bytes) -> bool:
@@ -266,7 +270,7 @@ _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".th", ".tar")
 _INDEX = ".bin.index.json"
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return True if the top folder holds files of torch.save, by their suffix; a single file also by its first
     bytes."""
     if at_top(names, _SUFFIXES) or indexes_in(names, _INDEX):
@@ -332,7 +336,7 @@ def is_sharded_tensor(value: object) -> bool:
     return isinstance(value, Record) and value.name == "ShardedTensor"
 
 
-def join_sharded(name: str, values: Mapping[int, Any], files: Mapping[int, TorchFile]) -> StoredTensor:
+def join_sharded(name: str, values: Mapping[int, Any], files: FilesOfRanks) -> StoredTensor:
     """A ShardedTensor from the records in the files of all ranks.
 
     Raises CorruptCheckpointError if the records make no sense or disagree.

@@ -23,7 +23,7 @@ from reshard.live.dtypes import as_array, dtype_from_name, dtype_name, row_major
 from reshard.live.plain_data import UNSUPPORTED_TENSORS
 from reshard.live.tree import builtin_kinds, nested, unflatten, unresolved_class
 from reshard.state import KeyPath
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
 from reshard.stored.contents import Contents, unknown_class
 from reshard.stored.record_checksums import combined, crc32
 from reshard.stored.streaming import (
@@ -99,7 +99,7 @@ class TorchSaveWriter(NestsWriter):
         """Put the file in its place, over an older one."""
         out.name_files()
 
-    def occupied(self, names: Mapping[str, int]) -> str | None:
+    def occupied(self, names: Listing) -> str | None:
         """The file itself; others beside it do not matter."""
         return next((file.name for file in self.files if file.name in names), None)
 
