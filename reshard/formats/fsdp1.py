@@ -52,7 +52,7 @@ from reshard.stored.source import Files
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import concat, cut, unflatten
 
-__all__ = ["FLAT", "FORMAT", "cut_flat", "numbered", "refuse_missing"]
+__all__ = ["FLAT", "FORMAT", "cut_flat", "normalize", "numbered", "refuse_missing"]
 
 
 # The inside of flat parameters: where each parameter is in one.
@@ -260,7 +260,7 @@ class _RankStates:
     optim: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
-def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
+def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     """The state under canonical names.
 
     Raises:
@@ -511,6 +511,5 @@ FORMAT = Format(
     detect=detect,
     open=open,
     is_composite=True,
-    normalizer=lambda: _normalize,
     beside=lambda contents: (),
 )

@@ -29,7 +29,7 @@ from reshard.stored.contents import Contents, ContentsBuilder, merge
 from reshard.stored.source import DecodedSource, Files
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 
-__all__ = ["FORMAT", "detect", "open"]
+__all__ = ["FORMAT", "normalize"]
 
 
 _NAME = "orbax"
@@ -242,7 +242,7 @@ _OPTAX = {"mu": "exp_avg", "nu": "exp_avg_sq", "trace": "momentum_buffer"}
 _OPTIMIZER = ("opt_state", "opt", "optimizer", "optim")
 
 
-def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
+def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     """Orbax: a tree of full JAX arrays. The model has the dotted names of the tree under `params`;
     optimizers of optax mirror its tree, so states are the arrays whose path ends in a parameter's
     path. Moments have torch's names.
@@ -295,6 +295,5 @@ FORMAT = Format(
     detect=detect,
     open=open,
     is_composite=True,
-    normalizer=lambda: _normalize,
     beside=_beside,
 )

@@ -38,7 +38,7 @@ from reshard.stored.source import Files
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import copies
 
-__all__ = ["FORMAT", "is_later_stage"]
+__all__ = ["FORMAT", "is_later_stage", "normalize"]
 
 
 _FILE = re.compile(r"(.*[\W\d_])?(stage|pp|pp_?rank|pipe(line)?_?(rank)?)", re.IGNORECASE)
@@ -131,7 +131,7 @@ class _SavedStage:
         return found
 
 
-def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
+def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     """The state of the whole model.
 
     Raises NormalizationError if ids have no names, and CorruptCheckpointError if stages contradict each other.
@@ -259,7 +259,6 @@ FORMAT = Format(
     detect=detect,
     open=open,
     is_composite=True,
-    normalizer=lambda: _normalize,
     claim=_claim,
     beside=lambda contents: (),
 )

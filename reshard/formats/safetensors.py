@@ -35,7 +35,7 @@ from reshard.stored.streaming import (
 )
 from reshard.stored.tensor import StoredChunk, StoredTensor
 
-__all__ = ["FORMAT", "HuggingFaceFacts", "SafetensorsWriter", "detect", "open", "open_files", "tied_names"]
+__all__ = ["FORMAT", "WRITING", "HuggingFaceFacts", "SafetensorsWriter", "detect", "open", "open_files", "tied_names"]
 
 
 # The index says which file holds which tensor, and is not believed: the files' headers must agree.
@@ -389,14 +389,11 @@ def _replaced(storage: Storage, names: Listing) -> list[str]:
     return [name for name in (*tensors, *indexes) if name in named or _OURS.fullmatch(name)]
 
 
-def _writing() -> Writing:
-    return Writing(SafetensorsWriter, own=("*.safetensors", HF_INDEX), marks=(_SINGLE,), is_split=True)
-
+WRITING = Writing(SafetensorsWriter, own=("*.safetensors", HF_INDEX), marks=(_SINGLE,), is_split=True)
 
 FORMAT = Format(
     "safetensors",
     checksums=NO_CHECKSUMS,
     detect=detect,
     open=open,
-    writing=_writing,
 )

@@ -19,7 +19,7 @@ from planners.geometry.box import Box, Shape
 from planners.geometry.layout import ITEM_SIZES, TensorSpec
 from planners.units import format_count
 from reshard.errors import RESTORE, CorruptCheckpointError, FormatError, ReshardError, framework
-from reshard.formats.format import Format, Writing, as_shape, missing_files
+from reshard.formats.format import Format, as_shape, missing_files
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, locate_item, read_head
 from reshard.formats.torch_save.pickles import load_pickle, plain
 from reshard.formats.torch_save.reader import TorchFile
@@ -402,17 +402,10 @@ def _unzstd(where: str, most_bytes: int, data: bytes) -> bytes:
         raise CorruptCheckpointError(f"{where}: a zstd item is damaged: {error}") from None
 
 
-def _writing() -> Writing:
-    from reshard.formats.dcp.writer import WRITING  # torch's checkpoint package takes long to import
-
-    return WRITING
-
-
 FORMAT = Format(
     "dcp",
     checksums=CRC_OF_RECORDS,
     detect=detect,
     open=open,
     records_ranks=True,
-    writing=_writing,
 )

@@ -47,7 +47,7 @@ from reshard.stored.contents import Contents
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import concat, cut, narrow, unflatten
 
-__all__ = ["normalize_deepspeed"]
+__all__ = ["normalize"]
 
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states")
@@ -82,7 +82,7 @@ class _ModelParallelRank:
         return [{str(k): tuple(map(int, v)) for k, v in group.items()} for group in groups]
 
 
-def normalize_deepspeed(contents: Contents, hints: Hints, what: str) -> Canonical:
+def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     """The state under canonical names.
 
     Raises:

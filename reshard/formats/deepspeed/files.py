@@ -17,13 +17,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from reshard.errors import CorruptCheckpointError, FormatError
+from reshard.formats.format import Format
 from reshard.formats.torch_save.reader import TorchFile, contents_of, read_torch_file
 from reshard.state import KeyPath
 from reshard.storage.base import Listing, Storage
+from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents, Facts
 from reshard.stored.source import Files
 
-__all__ = ["DeepSpeedFacts", "beside", "detect", "is_state", "open"]
+__all__ = ["FORMAT", "OWN", "DeepSpeedFacts", "is_state"]
 
 
 _STATES = re.compile(
@@ -193,3 +195,14 @@ def _folder(storage: Storage, names: Listing) -> str:
             )
         return tag + "/"
     raise FormatError(f"{storage.url}: no {_LATEST[0]} says which of the folders is the checkpoint")
+
+
+FORMAT = Format(
+    "deepspeed",
+    checksums=CRC_OF_RECORDS,
+    detect=detect,
+    open=open,
+    is_composite=True,
+    beside=beside,
+    names_ranks=True,
+)

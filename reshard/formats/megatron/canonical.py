@@ -32,7 +32,7 @@ from reshard.stored.contents import Contents
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import ungrid
 
-__all__ = ["finish", "normalize_megatron"]
+__all__ = ["finish", "normalize"]
 
 
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.(?P<rest>.+)", re.DOTALL)
@@ -41,7 +41,7 @@ STATE_NAMES = {"param": "fp32_param", "master_param": "fp32_param"}
 """What the optimizers call the fp32 masters, and what they are called here."""
 
 
-def normalize_megatron(contents: Contents, hints: Hints, what: str) -> Canonical:
+def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     """The state under the names of the unsharded model.
 
     Raises:

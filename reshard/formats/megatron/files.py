@@ -23,17 +23,19 @@ import torch
 from planners.units import format_some
 from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.dcp import reader as dcp
+from reshard.formats.format import Format
 from reshard.formats.torch_save.reader import TorchFile, contents_of, read_torch_file
 from reshard.live.plain_data import encode_plain
 from reshard.state import KeyPath
 from reshard.storage.base import Listing, Storage
+from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents, Facts, has_dcp, merge
 from reshard.stored.source import Files
 from reshard.stored.tensor import LazyTensor
 
 __all__ = [
-    "LATEST", "LegacyFacts", "MegatronFacts", "RankFiles", "arguments", "beside", "claim", "detect", "detect_legacy",
-    "iteration_folder", "open", "open_folder", "open_legacy",
+    "FORMAT", "LATEST", "LEGACY", "LegacyFacts", "MegatronFacts", "RankFiles", "arguments", "iteration_folder",
+    "open_folder",
 ]  # fmt: skip
 
 
@@ -355,3 +357,23 @@ def _check_grid(ranks: list[RankFiles], files: Files) -> int:
         words = f"{files.storage.url}: the folder of {place} is missing; there are {there}"
         files.checking.refuse(CorruptCheckpointError(words))
     return etp_size
+
+
+FORMAT = Format(
+    "megatron",
+    checksums=CRC_OF_RECORDS,
+    detect=detect,
+    open=open,
+    is_composite=True,
+    holds_dcp=True,
+    claim=claim,
+    beside=beside,
+)
+LEGACY = Format(
+    "megatron_legacy",
+    checksums=CRC_OF_RECORDS,
+    detect=detect_legacy,
+    open=open_legacy,
+    is_composite=True,
+    beside=lambda contents: (),
+)

@@ -46,14 +46,14 @@ from reshard.stored.contents import Contents
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import cut
 
-__all__ = ["normalize_megatron_legacy"]
+__all__ = ["normalize"]
 
 
 _CHUNK = re.compile(r"model(\d*)")
 _FUSED = re.compile(r"(.*\.)?(query_key_value|key_value)\.(weight|bias)")
 
 
-def normalize_megatron_legacy(contents: Contents, hints: Hints, what: str) -> Canonical:
+def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     """The state under the names of the unsharded model.
 
     Raises:

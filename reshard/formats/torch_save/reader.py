@@ -13,7 +13,7 @@ from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from planners.units import format_count, format_some
 from reshard.errors import CorruptCheckpointError, FormatError, KeyMismatchError
-from reshard.formats.format import Format, Writing, at_top, check_index, indexes_in, not_opened, read_index
+from reshard.formats.format import Format, at_top, check_index, indexes_in, not_opened, read_index
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, make_place
 from reshard.formats.torch_save.pickles import StorageRef, TensorRef, load_pickle_at, plain
 from reshard.live.dtypes import dtype_name
@@ -406,16 +406,9 @@ def _add_shard(
         chunks[inside] = whole.crop(inside)
 
 
-def _writing() -> Writing:
-    from reshard.formats.torch_save.writer import WRITING
-
-    return WRITING
-
-
 FORMAT = Format(
     "torch_save",
     checksums=CRC_OF_RECORDS,
     detect=detect,
     open=open,
-    writing=_writing,
 )
