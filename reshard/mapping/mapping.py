@@ -95,11 +95,11 @@ class Mapping:
 
         Raises the errors of `apply`, and NormalizationError for rules that compute values.
         """
-        made = {name: View.of(spec) for name, spec in specs.items()}
+        made: Any = {name: View.of(spec) for name, spec in specs.items()}
         for stage in self.stages:
-            known = {name: view.spec for name, view in made.items()}
-            made = {name: view.through(made) for name, view in _stage_views(stage, known).items()}
-        return made
+            given = Contents(made, format="views")
+            made = _ViewsStage(Matcher(stage, made), given, "the state").contents().tensors
+        return dict(made)
 
     def names(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """Return the new names of each name that a rule matches, without those that `Unstack` numbers."""
@@ -193,47 +193,6 @@ def apply_dict(names: Dict[str, str], checkpoint: Checkpoint) -> Checkpoint:
     return renamed
 
 
-def _stage_views(rules: Sequence[Rule], specs: Dict[str, TensorSpec]) -> dict[str, View]:
-    matcher = Matcher(rules, specs)
-    groups, rest = matcher.groups(specs)
-    out = {name: View.of(specs[name]) for name in rest}
-    shapes = {hit.site.name: specs[name].shape for name, hit in matcher.parameters(specs)}
-    for group in groups:
-        for name, view in _group_views(group, specs, shapes, matcher).items():
-            if name in out:
-                raise KeyMismatchError(f"two tensors would be called {name!r}")
-            out[name] = view
-    return out
-
-
-def _group_views(
-    group: RuleGroup,
-    specs: Dict[str, TensorSpec],
-    shapes: Dict[str, Shape],
-    matcher: Matcher,
-) -> dict[str, View]:
-    sources = [specs[name] for name in group.members]
-    if group.is_carried([s.shape for s in sources], shapes):
-        count = None
-        if group.rule.numbers_targets:
-            if group.site.name not in shapes:
-                raise KeyMismatchError(_no_parameter(group.members[0], "the state"))
-            count = len(views_of(group.rule, (shapes[group.site.name],), sources[0].dtype))
-        return {name: View.of(sources[0]).rename(name) for name in group.target_names(count)}
-    for name in () if group.site.is_state else group.members:
-        check_plain(group.rule, name, specs.__getitem__, specs, matcher.as_in(group))
-    given = [View.of(source) for source in sources]
-    if group.missing:
-        assert group.rule.fill is not None
-        given = group.filled(given, View.full(sources[0], group.rule.fill))
-    made = views_of(group.rule, tuple(view.shape for view in given), sources[0].dtype)
-    by_number = {str(i): view for i, view in enumerate(given)}
-    return {
-        name: view.through(by_number).rename(name)
-        for name, view in zip(group.target_names(len(made)), made, strict=True)
-    }
-
-
 # One stage of a mapping, applied to the contents of a checkpoint: new names, and how each tensor is
 # made, lazily.
 
@@ -306,7 +265,7 @@ class MappingStage:
         if isinstance(rule, Rename):
             (new,) = group.target_names(None)
             self.renamed[first] = new
-            self._put(self.made, new, first, lambda: self.tensors[first]().renamed(new))
+            self._put(self.made, new, first, lambda: self._renamed(self.tensors[first](), new))
             return
         if len(group.members) == 1 and len(rule.targets) == 1 and not rule.numbers_targets:
             [self.renamed[first]] = group.target_names(None)
@@ -344,7 +303,7 @@ class MappingStage:
         sources = [self.tensors[name]() for name in group.members]
         if self._is_carried(group, [s.spec.shape for s in sources]):
             self._check_equal(sources)
-            return sources[0].renamed(new)
+            return self._renamed(sources[0], new)
         dtypes = {source.spec.dtype for source in sources}
         if len(dtypes) > 1:
             raise KeyMismatchError(
@@ -352,20 +311,29 @@ class MappingStage:
             )
         if group.missing:
             assert group.rule.fill is not None
-            sources = group.filled(sources, constant(sources[0].spec, group.rule.fill))
-        return assembled(self._views(group, sources)[number], sources, new)
+            sources = group.filled(sources, self._constant(sources[0].spec, group.rule.fill))
+        return self._assembled(self._views(group, sources)[number], sources, new)
 
     def _views(self, group: RuleGroup, sources: Sequence[StoredTensor]) -> tuple[View, ...]:
         """The targets of the rule. Raises NormalizationError, naming the tensors, for shapes that
         do not fit it, and for quantized weights."""
         known, takes = self.tensors, self.matcher.as_in(group)
         for source in [] if group.site.is_state else sources:
-            check_plain(group.rule, source.fqn, lambda name: known[name]().spec, known, takes)
+            check_plain(group.rule, source.spec.fqn, lambda name: known[name]().spec, known, takes)
         try:
             return views_of(group.rule, tuple(s.spec.shape for s in sources), sources[0].spec.dtype)
         except (PlanError, NormalizationError) as error:
-            given = format_some([f"{s.fqn!r} {list(s.spec.shape)}" for s in sources], 3)
+            given = format_some([f"{s.spec.fqn!r} {list(s.spec.shape)}" for s in sources], 3)
             raise NormalizationError(f"{type(group.rule).__name__} does not fit {given}: {error}") from None
+
+    def _renamed(self, tensor: StoredTensor, new: str) -> StoredTensor:
+        return tensor.renamed(new)
+
+    def _constant(self, spec: TensorSpec, value: float) -> StoredTensor:
+        return constant(spec, value)
+
+    def _assembled(self, view: View, sources: Sequence[StoredTensor], new: str) -> StoredTensor:
+        return assembled(view, sources, new)
 
     def _computed(self, group: RuleGroup, new: str) -> StoredTensor:
         assert isinstance(group.rule, Computing)
@@ -440,6 +408,26 @@ class MappingStage:
             return None
         spec = self.tensors[self._parameters[name]]().spec
         return len(views_of(rule, (spec.shape,), spec.dtype))
+
+
+class _ViewsStage(MappingStage):
+    """The same, applied to views in place of tensors."""
+
+    def _renamed(self, tensor: Any, new: str) -> Any:
+        return tensor.rename(new)
+
+    def _constant(self, spec: TensorSpec, value: float) -> Any:
+        return View.full(spec, value)
+
+    def _assembled(self, view: View, sources: Sequence[Any], new: str) -> Any:
+        return view.through({str(number): source for number, source in enumerate(sources)}).rename(new)
+
+    def _computed(self, group: RuleGroup, new: str) -> Any:
+        """Raise what the rule raises, since its values are no elements of the sources."""
+        return group.rule.build(())
+
+    def _check_equal(self, sources: Sequence[Any]) -> None:
+        """Do nothing: views have no values."""
 
 
 def _names_of(contents: Contents) -> tuple[list[str], list[str]]:
