@@ -238,6 +238,7 @@ class DequantizedSource(Source):
         """`start` is where its blocks begin in `source`; the block must have `values`."""
         self.source, self.start, self.block, self.label = source, start, block, label
         self._numel = numel
+        self._key = source, start, numel, block.name
 
     @property
     def nbytes(self) -> int:
@@ -264,15 +265,6 @@ class DequantizedSource(Source):
             values: Any = np.ascontiguousarray(self.block.values(blocks), np.dtype("<f4"))
         found = memoryview(values.reshape(-1).view(np.uint8))
         return found[start - first * bytes_of_block : stop - first * bytes_of_block]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DequantizedSource) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> tuple[Source, int, int, str]:
-        return self.source, self.start, self._numel, self.block.name
 
 
 # The header of a GGUF file: what is known of the model, and where each tensor is.

@@ -51,6 +51,8 @@ class Source(ABC):
     """What it is a view of. If that is shorter by now, touching what is gone would end the process."""
     _opened: _FileVersion | None = None
     """What it was when it was opened, if it is a file."""
+    _key: Hashable = None
+    """The same for sources of a class that have the same bytes. None: it is equal to itself alone."""
 
     @property
     @abstractmethod
@@ -135,6 +137,14 @@ class Source(ABC):
             self._fill(start, buffer)
         return buffer.toreadonly()
 
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, Source) or self._key is None:
+            return self is other
+        return type(self) is type(other) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return id(self) if self._key is None else hash(self._key)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.label!r})"
 
@@ -185,7 +195,7 @@ class FileSource(Source):
         self.checksums: Checksums | None = None
         """Of its blocks, if the format has any: the reader of the format sets them."""
         self.label = f"{storage.url.rstrip('/')}/{name}"
-        self._hash = hash((id(storage), name))
+        self._key = id(storage), name
         self.max_gap_bytes = storage.max_gap_bytes
         self._view: memoryview | None = None
         self._nbytes: int | None = None
@@ -435,12 +445,6 @@ class FileSource(Source):
             first = start // mmap.PAGESIZE * mmap.PAGESIZE
             self._file.madvise(what, first, start + length - first)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, FileSource) and self.storage is other.storage and self.name == other.name
-
-    def __hash__(self) -> int:
-        return self._hash
-
 
 @dataclass(eq=False)
 class Files:
@@ -561,9 +565,3 @@ class DecodedSource(Source):
 
     def _fill(self, start: int, buffer: memoryview) -> None:
         buffer[:] = self.view()[start : start + buffer.nbytes]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DecodedSource) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
