@@ -18,7 +18,7 @@ from reshard.formats import rank_files, safetensors
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.format import Format
 from reshard.formats.torch_save import reader as torch_save
-from reshard.formats.torch_save.reader import contents_of, read_torch_file
+from reshard.formats.torch_save.reader import contents_of, open_file, read_torch_file
 from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import NO_FACTS, Contents, Facts, LazyMapping, merge
@@ -103,7 +103,7 @@ def open(files: Files) -> Contents:
         parts.append((section, dcp.open_folder(files, f"{folder}/")))
     for file in sorted(names):
         if beside := _BESIDE.fullmatch(file):
-            parts.append((beside[1], contents_of(_NAME, {(): read_torch_file(files[file])})))
+            parts.append((beside[1], open_file(_NAME, files[file])))
         elif whole := _WHOLE.fullmatch(file):
             parts.append(_whole(files[file], whole[1]))
     facts: Facts = NO_FACTS

@@ -267,8 +267,7 @@ def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
         NormalizationError: shapes or names that a hint must give; the message says which.
         CorruptCheckpointError: the pieces of the ranks do not make up what the hint says.
     """
-    facts = contents.facts
-    assert isinstance(facts, Fsdp1Facts)
+    facts = contents.known(Fsdp1Facts)
     found = [_find(_first_copy(name, files, hints)) for name, files in facts.sections.items()]
     models = [one for one in found if one.model]
     flat_names = [name for one in models for name in one.model[min(one.model)] if name.endswith(FLAT)]

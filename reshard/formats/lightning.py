@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.format import Format
-from reshard.formats.torch_save.reader import contents_of, read_torch_file
+from reshard.formats.torch_save.reader import open_file
 from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents, has_dcp, merge
@@ -24,7 +24,7 @@ def detect(storage: Storage, names: Listing) -> bool:
 def open(files: Files) -> Contents:
     """Both parts as one checkpoint. Raises CorruptCheckpointError, also if the save did not end."""
     sharded = dcp.open(files)
-    rest = contents_of(_NAME, {(): read_torch_file(files["meta.pt"])})
+    rest = open_file(_NAME, files["meta.pt"])
     return merge(_NAME, [("", sharded), ("", rest)])
 
 

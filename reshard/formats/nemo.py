@@ -18,7 +18,7 @@ from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.format import Format, at_top
 from reshard.formats.megatron import files as megatron
-from reshard.formats.torch_save.reader import contents_of, read_torch_file
+from reshard.formats.torch_save.reader import open_file
 from reshard.storage.base import Listing, Storage
 from reshard.storage.tar import TarStorage
 from reshard.stored.checksums import CRC_OF_RECORDS
@@ -82,7 +82,7 @@ def _open(files: Files) -> Contents:
                 f"{weights[0]}, and no file says how they are sharded: let NeMo save it again as one, or as "
                 "a distributed checkpoint"
             )
-        contents = contents_of(_NAME, {(): read_torch_file(files[weights[0]])})
+        contents = open_file(_NAME, files[weights[0]])
         opened.add(weights[0])
     elif {f"{folder}metadata.json", f"{folder}common.pt"} & set(names):
         contents = megatron.open_folder(files, folder)

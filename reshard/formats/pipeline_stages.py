@@ -29,7 +29,7 @@ from reshard.formats.canonical import (
 from reshard.formats.format import Format
 from reshard.formats.fsdp1 import numbered, refuse_missing
 from reshard.formats.sections import find_sections, is_beside
-from reshard.formats.torch_save.reader import contents_of, read_torch_file
+from reshard.formats.torch_save.reader import open_file
 from reshard.state import KeyPath
 from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
@@ -70,9 +70,7 @@ def open(files: Files) -> Contents:
     (found,) = numbered(files.listed).values()
     files.checking.leave_number_open()
     refuse_missing(files, "stage", found, max(found) + 1)
-    stages = {
-        stage: contents_of("pipeline_stages", {(): read_torch_file(files[found[stage]])}) for stage in sorted(found)
-    }
+    stages = {stage: open_file("pipeline_stages", files[found[stage]]) for stage in sorted(found)}
     parts = [(found[stage].rpartition(".")[0], contents) for stage, contents in stages.items()]
     return merge("pipeline_stages", parts, StageFacts(stages))
 
@@ -136,8 +134,7 @@ def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
 
     Raises NormalizationError if ids have no names, and CorruptCheckpointError if stages contradict each other.
     """
-    facts = contents.facts
-    assert isinstance(facts, StageFacts)
+    facts = contents.known(StageFacts)
     stages = [_read(number, one, hints) for number, one in facts.stages.items()]
     offsets = _offsets(stages, hints)
     result, held = Canonical(), dict[str, list[StoredTensor]]()

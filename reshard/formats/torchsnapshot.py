@@ -62,7 +62,7 @@ def open(files: Files) -> Contents:
     source = files[_MANIFEST]
     label = source.label
     manifest = _manifest(bytes(source.read(0, source.nbytes)), label)
-    found = _Snapshot(files, files.listed, label, ContentsBuilder(label))
+    found = _Snapshot(files, label, ContentsBuilder(label))
     by_path: dict[str, dict[int, _Entry]] = {}
     try:
         for path, entry in manifest["manifest"].items():
@@ -122,7 +122,6 @@ class _Snapshot:
     """What the entries of the manifest come to."""
 
     files: Files
-    names: Listing
     label: str
     out: ContentsBuilder
     own: list[str] = field(default_factory=list)
@@ -221,7 +220,7 @@ class _Snapshot:
     def _range(self, key: str, entry: _Entry) -> tuple[int, int]:
         """The bytes of its file that an entry means. Refuses those that are not there."""
         file, refuse = entry["location"], self.files.checking.refuse
-        if (nbytes := self.names.get(file)) is None:
+        if (nbytes := self.files.listed.get(file)) is None:
             refuse(CorruptCheckpointError(f"{self.label}: the file {file} is missing, which should hold {key!r}"))
         start, stop = as_shape(entry.get("byte_range") or (0, nbytes or 0))
         if nbytes is not None and not start <= stop <= nbytes:

@@ -129,6 +129,11 @@ class Contents(State[StoredTensor]):
         """Return what the format knows, if that is of this kind."""
         return self.facts if isinstance(self.facts, kind) else None
 
+    def known(self, kind: type[F]) -> F:
+        """The same of contents that have facts of this kind."""
+        assert isinstance(self.facts, kind)
+        return self.facts
+
     def refuse_incomplete(self) -> None:
         """Raise CorruptCheckpointError if files of ranks are missing. What is there can be read by
         its own path."""

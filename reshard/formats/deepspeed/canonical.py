@@ -89,8 +89,7 @@ def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
         CorruptCheckpointError: the file of a rank is missing, or the pieces do not make up the parameters.
         NormalizationError: a hint is missing.
     """
-    facts = contents.facts
-    assert isinstance(facts, DeepSpeedFacts)
+    facts = contents.known(DeepSpeedFacts)
     files = facts.files
     stages = _stages(files)
     is_bare = any(map(_UNIVERSAL.fullmatch, files)) and not any(stage.models for stage in stages.values())

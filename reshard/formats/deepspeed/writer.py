@@ -65,9 +65,7 @@ class DeepSpeedWriter(ArchivesWriter):
 
     def __init__(self, contents: Contents, target: Target) -> None:
         super().__init__(contents, target)
-        facts = contents.details(DeepSpeedState)
-        assert facts is not None
-        self.facts = facts
+        facts = self.facts = contents.known(DeepSpeedState)
         self.tag = f"global_step{facts.step}_universal"
         self._head = f"{self.tag}/mp_rank_00_model_states.pt"
         alone = [self.whole(name) for name in self.names]

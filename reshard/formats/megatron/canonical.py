@@ -48,8 +48,7 @@ def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
         CorruptCheckpointError: parts of a tensor are missing or do not fit.
         NormalizationError: buckets whose order of parameters is not known, and no hint says it.
     """
-    facts = contents.facts
-    assert isinstance(facts, MegatronFacts)
+    facts = contents.known(MegatronFacts)
     args = facts.common.get("args")
     args = args if isinstance(args, dict) else {}
     if facts.backend == "fsdp_dtensor":

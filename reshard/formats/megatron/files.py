@@ -153,9 +153,7 @@ def open_folder(files: Files, folder: str) -> Contents:
         file = read_torch_file(files[common])
         shared = {key: file.plain(value) for key, value in file.entries.items() if key != "rng_state"}
         parts.append(("common", _only_here(contents_of("megatron", {(): file}), sharded, file.source.label)))
-    known = sharded.details(dcp.DcpFacts)
-    assert known is not None
-    facts = MegatronFacts(**vars(known), backend=backend, common=shared)
+    facts = MegatronFacts(**vars(sharded.known(dcp.DcpFacts)), backend=backend, common=shared)
     beside = (files[name] for name in names if not name.endswith((".distcp", ".metadata", "/")))
     merged = replace(merge("megatron", parts, facts), files=(*sharded.files, *beside))
     if folder + "metadata.json" in names:

@@ -61,8 +61,7 @@ def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
         FormatError: experts that are one matrix, spread over ranks, or rows in the order of old programs.
         NormalizationError: a parameter of an unknown name, or ids that cannot be named; the hint is named.
     """
-    facts = contents.facts
-    assert isinstance(facts, LegacyFacts)
+    facts = contents.known(LegacyFacts)
     ranks = [RankModel(files, _chunks(files.model)) for files in facts.ranks]
     args = arguments(ranks[0].files.model)
     naming = _Naming(ranks, hints)

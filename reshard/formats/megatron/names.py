@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from planners.geometry.box import Box, Shape
+from planners.geometry.box import Shape
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
 from reshard.formats.canonical import Hints, Shapes, Tensors, find_scope
 from reshard.stored.tensor import StoredTensor
-from reshard.stored.views import assemble, concat, copies, narrow, unstack
+from reshard.stored.views import concat, copies, narrow, unstack
 
 __all__ = [
     "EXPERT", "LAYER", "Grid", "canonical_key", "chunk_names", "cut_vocabulary", "expand", "first_copy", "is_buffer",
@@ -453,14 +453,8 @@ def join_by_name(
     if shape[dim] % halves:
         raise CorruptCheckpointError(f"{full!r}: {shape[dim]} rows of a shard are no gate and up half")
     rows = shape[dim] // halves
-    pieces = []
-    for half in range(halves):
-        for rank, shard in enumerate(shards):
-            at = half * rows * len(shards) + rank * rows
-            region = Box.full(shape).cut(dim, at, at + rows)
-            pieces.append((region, narrow(shard, dim, half * rows, (half + 1) * rows)))
-    whole = (*shape[:dim], shape[dim] * len(shards), *shape[dim + 1 :])
-    return assemble(full, whole, pieces)
+    starts = [half * rows for half in range(halves)]
+    return concat([narrow(shard, dim, start, start + rows) for start in starts for shard in shards], dim, full)
 
 
 _DRIFT = 0.05

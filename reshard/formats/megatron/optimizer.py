@@ -53,8 +53,7 @@ def gathered_buffers(contents: Contents) -> Iterator[tuple[BufferKey, Tensors]]:
     Raises CorruptCheckpointError if an object is not what Megatron writes, FormatError for the
     form of before 2024.
     """
-    facts = contents.facts
-    assert isinstance(facts, DcpFacts)
+    facts = contents.known(DcpFacts)
     for key in contents.objects:
         match = _GATHERED_KEY.fullmatch(key)
         if match is None:

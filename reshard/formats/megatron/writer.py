@@ -59,8 +59,7 @@ class MegatronWriter(DcpWriter):
     """Files of a limited size, in the folder of one iteration."""
 
     def __init__(self, contents: Contents, target: Target) -> None:
-        facts = contents.details(MegatronState)
-        assert facts is not None
+        facts = contents.known(MegatronState)
         self.common = facts.common
         is_inside = _ITERATION.fullmatch(target.name) is not None
         self.folder = "" if is_inside else f"iter_{int(self.common['iteration']):07d}/"

@@ -28,7 +28,7 @@ from reshard.stored.tensor import Extent, StoredChunk, StoredTensor, read_place
 
 __all__ = [
     "FORMAT", "FilesOfRanks", "TorchFile", "contents_of", "detect", "flat_leaves", "is_sharded_tensor",
-    "join_sharded", "looks_like_torch_file", "open", "read_torch_file",
+    "join_sharded", "looks_like_torch_file", "open", "open_file", "read_torch_file",
     "saved_groups", "sharded_ranks", "stored_or_plain", "stored_tensor", "stored_values",
 ]  # fmt: skip
 
@@ -256,6 +256,11 @@ def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Facts = NO
     return found.build(name, facts, warnings=warnings)
 
 
+def open_file(name: str, source: Source) -> Contents:
+    """The contents of one file, in the format `name`. Raises what `read_torch_file` and `contents_of` raise."""
+    return contents_of(name, {(): read_torch_file(source)})
+
+
 def _unreadable(path: str, keys: list[str]) -> str:
     if path in UNSUPPORTED_TENSORS:
         return f"{format_some([*map(repr, keys)], 3)} cannot be read: {UNSUPPORTED_TENSORS[path]}"
@@ -295,7 +300,7 @@ def open(files: Files) -> Contents:
             f"{storage.url} holds {len(found)} files of torch.save and no index that lists them: "
             f"{format_some(sorted(found))}; open one by its path"
         )
-    return contents_of("torch_save", {(): read_torch_file(files[found[0]])})
+    return open_file("torch_save", files[found[0]])
 
 
 def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Contents:
@@ -303,7 +308,7 @@ def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Co
     held: dict[str, str] = {}
     parts = []
     for file in sorted({*weight_map.values()}):
-        part = contents_of("torch_save", {(): read_torch_file(files[file])})
+        part = open_file("torch_save", files[file])
         parts.append(("", part))
         for key in (*part.tensors, *part.objects):
             held[key if key in weight_map else str((part.path_of(key) or (key,))[0])] = file
