@@ -229,9 +229,11 @@ class MappingStage:
         for name in rest:
             self._put(self.made, name, name, self.tensors[name])
             self.renamed[name] = name
-        for group in groups:
-            self._add_group(group)
-        self._add_objects({group.identity: len(group.numbers) for group in groups if group.numbers})
+        counts = [self._count_in(group) for group in groups]
+        self._counts = {group.identity: count for group, count in zip(groups, counts) if count is not None}
+        for group, count in zip(groups, counts):
+            self._add_group(group, count)
+        self._add_objects()
         aliases = {
             self.renamed[alias]: self.renamed[kept]
             for alias, kept in self.given.aliases.items()
@@ -260,7 +262,24 @@ class MappingStage:
         path = self.given.path_of(old)
         self.paths[new] = path if new == old else mapped_path(path, old, new)
 
-    def _add_group(self, group: RuleGroup) -> None:
+    def _count_in(self, group: RuleGroup) -> int | None:
+        """Return how many targets a tensor is split into, which its shape says; None if a rule numbers none, and if it
+        does not say it, as that of a step."""
+        source = self.tensors[group.members[0]]() if group.rule.numbers_targets else None
+        if source is None or self._is_carried(group, [source.spec.shape]):
+            return None
+        return len(self._views(group, [source]))
+
+    def _count_of(self, group: RuleGroup) -> int | None:
+        """Return how many targets the parameter or another state has; None if a rule numbers none."""
+        if group.rule.numbers_targets and group.identity not in self._counts:
+            raise KeyMismatchError(
+                f"{group.members[0]!r} belongs to a parameter that is not in {self.url}, so the number of its parts is "
+                "unknown"
+            )
+        return self._counts.get(group.identity)
+
+    def _add_group(self, group: RuleGroup, count: int | None) -> None:
         rule, first = group.rule, group.members[0]
         if isinstance(rule, Rename):
             (new,) = group.target_names(None)
@@ -276,23 +295,8 @@ class MappingStage:
             return
         if group.missing:
             self.warnings.append(_filled_note(group))
-        count = None
-        if rule.numbers_targets:  # how many there are is in the shape
-            source = self.tensors[first]()
-            if not self._is_carried(group, [source.spec.shape]):
-                count = len(self._views(group, [source]))
-            else:
-                count = self._count_at_parameter(group)
-            group = group.numbered(count)
-        for number, new in enumerate(group.target_names(count)):
+        for number, new in enumerate(group.target_names(self._count_of(group) if count is None else count)):
             self._put(self.made, new, first, partial(self._part, group, number, new))
-
-    def _count_at_parameter(self, group: RuleGroup) -> int:
-        """Return how many targets the parameter has that a state belongs to."""
-        name = self._parameters.get(group.site.name)
-        if name is None:
-            raise KeyMismatchError(_no_parameter(group.members[0], self.url))
-        return len(self._views(group, [self.tensors[name]()]))
 
     def _is_carried(self, group: RuleGroup, shapes: Sequence[Shape]) -> bool:
         names = [site.name for site in group.all_sites]
@@ -351,7 +355,7 @@ class MappingStage:
             if (other[...] != first[...]).any():
                 raise _unequal(sources[0].fqn, first[...].tolist(), source.fqn, other[...].tolist())
 
-    def _add_objects(self, counts: Dict[Any, int]) -> None:
+    def _add_objects(self) -> None:
         """Settings and states that are no tensors follow their parameter; lists of parameters are translated."""
         objects = self.given.objects
         # keys of states and settings belong to a parameter; others are for no pattern
@@ -373,10 +377,7 @@ class MappingStage:
         for group in groups:
             if group.missing:
                 self.warnings.append(_filled_note(group))
-            number = counts.get(group.identity)
-            if group.rule.numbers_targets and number is None:
-                number = self._count_at_parameter(group)
-            for new in group.target_names(number):
+            for new in group.target_names(self._count_of(group)):
                 self._put(self.objects, new, group.members[0], partial(self._carried_object, group))
 
     def _carried_object(self, group: RuleGroup) -> Any:
@@ -399,15 +400,9 @@ class MappingStage:
         out: dict[str, None] = {}
         for name in names:
             hit = self.matcher.match_listed(name)
-            found = (name,) if hit is None else hit.target_names(self._counted(hit.site.name, hit.rule))
+            found = (name,) if hit is None else hit.target_names(self._counts.get(hit.identity))
             out.update(dict.fromkeys(found))
         return list(out)
-
-    def _counted(self, name: str, rule: Rule) -> int | None:
-        if not rule.numbers_targets or name not in self._parameters:
-            return None
-        spec = self.tensors[self._parameters[name]]().spec
-        return len(views_of(rule, (spec.shape,), spec.dtype))
 
 
 class _ViewsStage(MappingStage):
@@ -440,10 +435,6 @@ def _names_of(contents: Contents) -> tuple[list[str], list[str]]:
             listed += value if isinstance(value, list | tuple) else [value]
     keys = [*contents.tensors, *contents.aliases, *objects, *contents.per_rank]
     return keys, [name for name in listed if isinstance(name, str)]
-
-
-def _no_parameter(key: str, where: str) -> str:
-    return f"{key!r} belongs to a parameter that is not in {where}, so the number of its parts is unknown"
 
 
 def _unequal(one: str, value: Any, other: str, its_value: Any) -> KeyMismatchError:
@@ -528,8 +519,6 @@ class RuleGroup(Application):
     all_sites: tuple[Site, ...]
     missing: tuple[int, ...] = ()
     """Places, in that order, of states that are not there, and for which the rule's `fill` stands."""
-    numbers: tuple[int, ...] = ()
-    """Of the targets, where they are numbered."""
 
     def filled(self, members: Sequence[T], filling: T) -> list[T]:
         """Return `members` with `filling` at each missing place."""
@@ -537,10 +526,6 @@ class RuleGroup(Application):
         for place in self.missing:
             out.insert(place, filling)
         return out
-
-    def numbered(self, count: int) -> RuleGroup:
-        """The same with this many numbered targets."""
-        return replace(self, numbers=tuple(range(count)))
 
     def is_carried(self, shapes: Sequence[Shape], parameters: Dict[str, Shape]) -> bool:
         """Return True if the members do not have one value for each element of their parameters: then they go
