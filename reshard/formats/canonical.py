@@ -16,26 +16,9 @@ from reshard.live.wrappers import CERTAIN_SEGMENTS, WrapperNames
 from reshard.stored.tensor import StoredTensor, read_place
 
 __all__ = [
-    "HINTS",
-    "Canonical",
-    "Groups",
-    "Hints",
-    "NameMap",
-    "Shapes",
-    "States",
-    "StoredOptimizer",
-    "Tensors",
-    "Value",
-    "Values",
-    "common_attribute",
-    "elementwise",
-    "listed_in",
-    "name_ids",
-    "read_optimizer",
-    "regroup",
-    "settings_of",
-    "take_optimizer",
-    "ties",
+    "HINTS", "Canonical", "Groups", "Hints", "NameMap", "Shapes", "States", "StoredOptimizer", "Tensors",
+    "Value", "Values", "common_attribute", "elementwise", "listed_in", "name_ids", "params_beside",
+    "read_optimizer", "regroup", "settings_of", "take_optimizer", "ties",
 ]  # fmt: skip
 
 
@@ -333,7 +316,7 @@ def common_attribute(names: Iterable[str]) -> str:
 class StoredOptimizer:
     """One stored optimizer: states by the name or id under which they were saved, and its groups."""
 
-    state: dict[str, dict[str, Any]] = field(default_factory=dict)
+    state: States = field(default_factory=dict)
     groups: Groups = field(default_factory=list)
 
     @property
@@ -347,7 +330,7 @@ class StoredOptimizer:
 def read_optimizer(tree: Tree) -> StoredOptimizer:
     """Read a saved optimizer: its plain values, but not its tensors."""
     saved = StoredOptimizer()
-    by_name: dict[str, dict[str, Any]] = {}
+    by_name: States = {}
     nested = [key for key in tree if key in ("state", "param_groups")]
     flat = [key for key in tree if is_flat_key(key)]
     if not nested and not flat:
@@ -384,8 +367,8 @@ def _is_group(group: Any) -> bool:
     return isinstance(params, list | tuple) and all(isinstance(param, str | int) for param in params)
 
 
-def _states(tree: Tree) -> dict[str, dict[str, Any]]:
-    out: dict[str, dict[str, Any]] = {}
+def _states(tree: Tree) -> States:
+    out: States = {}
     for owner, states in tree.items():
         if isinstance(states, StoredLeaf):
             value = states.value()
@@ -402,21 +385,25 @@ def _states(tree: Tree) -> dict[str, dict[str, Any]]:
     return out
 
 
-def regroup(by_name: dict[str, dict[str, Any]]) -> Groups:
+def regroup(by_name: States) -> Groups:
     """Groups of the parameters whose settings are equal, in order of first appearance.
 
     How they were grouped when they were saved is not stored, so groups with equal settings become one.
     """
     groups: Groups = []
     for name, settings in by_name.items():
-        plain = {key: _small(value) for key, value in settings.items()}
-        for group in groups:
-            if settings_of(group) == plain:
-                group["params"].append(name)
-                break
-        else:
-            groups.append({**plain, "params": [name]})
+        params_beside(groups, {key: _small(value) for key, value in settings.items()}).append(name)
     return groups
+
+
+def params_beside(groups: Groups, settings: Mapping[str, Any]) -> list[Any]:
+    """The parameters of the group that has these settings, which is added where there is none."""
+    group = next((group for group in groups if settings_of(group) == settings), None)
+    if group is None:
+        group = {**settings, "params": []}
+        groups.append(group)
+    params: list[Any] = group["params"]
+    return params
 
 
 def _small(value: Any) -> Any:

@@ -463,7 +463,7 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
             raise CorruptCheckpointError(_REPLACES.format(url, str(error).removesuffix(f": {RESTORE}"))) from None
         raise
     beside = [name for name in marks_in(names) if name not in (MANIFEST, HF_INDEX)]
-    if format.name == "torch_save" and not _owned_by(beside) and (nested := _nested(storage, names)):
+    if format.name == "torch_save" and not _owned_by(beside) and (nested := _nested(names)):
         raise FormatError(
             f"{url} has a file of torch.save, {beside[0]}, and checkpoints seem to be in its subfolders "
             f"{format_some(nested)}: open one of these, or the file, by its path"
@@ -538,7 +538,7 @@ def _pick(storage: Storage, names: Listing, url: str, preferred: Format | None) 
     if any(map(JOB_FOLDER.match, names)):
         raise CheckpointNotFoundError(_CONVERTS.format(url))
     known = ", ".join(format.name for format in formats())
-    nested = _nested(storage, names)
+    nested = _nested(names)
     if nested:
         hint = ". Their names have no step number; reshard.latest_complete finds the newest native one"
         places = f"Checkpoints seem to be in its subfolders {format_some(nested)}: open one of these"
@@ -577,7 +577,7 @@ def kind_beside(storage: Storage, names: Listing, own: str, marks: Collection[st
     return " and ".join(format.name for format in found if format.name != own)
 
 
-def _nested(storage: Storage, names: Listing) -> list[str]:
+def _nested(names: Listing) -> list[str]:
     """Return the subfolders with files of a checkpoint."""
     folders = sorted({name.rpartition("/")[0] for name in names if "/" in name and _is_mark(name.rpartition("/")[2])})
     return [folder for folder in folders if not is_generation(folder)]

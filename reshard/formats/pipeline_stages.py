@@ -22,6 +22,7 @@ from reshard.formats.canonical import (
     check_names,
     find_scope,
     name_ids,
+    params_beside,
     read_optimizer,
     settings_of,
     take_optimizer,
@@ -236,13 +237,8 @@ def _take(
     for fqn, states in one.state.items():
         for key, value in states.items():
             result.add_state(fqn, key, value)
-    for group in one.groups:
-        # the stages have the same groups, each with its own parameters
-        same = [known for known in result.groups if settings_of(known) == settings_of(group)]
-        if same and "params" in group:
-            same[0]["params"] = [*same[0].get("params", ()), *group["params"]]
-        elif not same:
-            result.groups.append(group)
+    for group in one.groups:  # the stages have the same ones, each with its own parameters
+        params_beside(result.groups, settings_of(group)).extend(group.get("params", ()))
 
 
 def _claim(contents: Contents) -> Contents | None:

@@ -109,7 +109,7 @@ def find_normalizer(name: str) -> Normalizer | None:
 
 def formats() -> Iterator[Format]:
     """All of them, each imported when it is its turn."""
-    return filter(None, map(find_format, _ROWS))
+    return (_held(row.module, row.held_as) for row in FORMATS)
 
 
 def writing_of(name: str) -> Writing:

@@ -159,7 +159,7 @@ def _from_dtensors(
 
 def _groups_by_name(tree: Any) -> Groups:
     """Groups from the settings that Megatron-FSDP saves of each parameter; halves of one are in its group once."""
-    found: dict[str, dict[str, Any]] = {}
+    found: States = {}
     for name, settings in resolve(tree).items() if isinstance(tree, dict) else ():
         if isinstance(settings, dict):
             found.setdefault(whole_key(canonical_key(name)), settings)

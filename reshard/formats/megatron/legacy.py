@@ -23,6 +23,7 @@ from reshard.formats.canonical import (
     Values,
     elementwise,
     find_scope,
+    params_beside,
     settings_of,
 )
 from reshard.formats.megatron.canonical import finish
@@ -187,12 +188,9 @@ def _take(
         fqn = naming(rank, chunk, name)
         states.setdefault(fqn, {}).setdefault(rank.files.tp, dict(values))
     for settings, members in groups_of:
-        same = next((g for g in groups if settings_of(g) == settings), None)
-        if same is None:
-            same = {**settings, "params": []}
-            groups.append(same)
-        known = set(same["params"])
-        same["params"] += [fqn for chunk, name in members if (fqn := naming(rank, chunk, name)) not in known]
+        params = params_beside(groups, settings)
+        known = set(params)
+        params += [fqn for chunk, name in members if (fqn := naming(rank, chunk, name)) not in known]
 
 
 def _check_rows(rank: RankModel) -> None:

@@ -161,7 +161,11 @@ def megatron_form(
         step = _step(found)
         groups, more_notes = groups_to_save(found, own_experts)
         notes += more_notes
-        _check_groups(found, groups, what)
+        if not groups:
+            raise FormatError(
+                f"{what}: it has optimizer states but no param groups, and Megatron cannot resume without them: "
+                "convert with model_only=True, or from a checkpoint that has them"
+            )
         more, further = _states(found, stacks, tied, widen)
         tensors.update(more)
         aliases.update(further)
@@ -217,14 +221,6 @@ def _step(found: Canonical) -> float | None:
             f"{other!r} {steps[other]:g}"
         )
     return step
-
-
-def _check_groups(found: Canonical, groups: Groups, what: str) -> None:
-    if not groups:
-        raise FormatError(
-            f"{what}: it has optimizer states but no param groups, and Megatron cannot resume without them: convert "
-            "with model_only=True, or from a checkpoint that has them"
-        )
 
 
 def _states(found: Canonical, stacks: Stacks, tied: Mapping[str, str], widen: Widen) -> tuple[Tensors, dict[str, str]]:
