@@ -125,7 +125,7 @@ def newest(path: str, step: int | None = None, *, reports_skipped: bool = False)
     found = open_among(path, 0, 1)
     if not reports_skipped:
         log_skipped(found)
-    print_text(console(stderr=True), f"using {found.url}, the newest complete checkpoint of {path}")
+    print_text(f"using {found.url}, the newest complete checkpoint of {path}", screen=console(stderr=True))
     return found.url
 
 

@@ -148,7 +148,9 @@ def _note_useless(dequantizing: Mapping, source: str, as_json: bool) -> None:
         return
     given = open(source)
     if [*dequantizing.apply(given)] == [*given]:  # else scales are gone
-        print_text(console(stderr=as_json), "--dequantize has no effect: no tensor is quantized", "note", "yellow")
+        print_text(
+            "--dequantize has no effect: no tensor is quantized", "note", "yellow", screen=console(stderr=as_json)
+        )
 
 
 def _layout(format: str, onto: str | None, rule: list[str] | None) -> Any:
@@ -195,11 +197,9 @@ def _print(report: ConvertReport, kept: list[str], is_model: bool, is_normalized
     if as_json:
         print_json({**vars(report), "phases": report.seconds, "names_kept": kept, "not_in_model": beside})
         return
-    screen = console()
     seconds = report.phases.seconds
     rate = f", {size(report.total_bytes / seconds)}/s" if seconds >= 1 else ""  # of less, it says little
     print_text(
-        screen,
         f"format {report.format}: {counted(report.tensors, 'tensor')} and "
         f"{counted(report.objects, 'object')}, "
         f"{size(report.total_bytes)} in {counted(len(report.files), 'file')}, {format_seconds(seconds)}{rate}",
@@ -207,10 +207,9 @@ def _print(report: ConvertReport, kept: list[str], is_model: bool, is_normalized
         "bold",
     )
     if report.unchecked:
-        print_text(screen, report.unchecked, "source", "yellow")
+        print_text(report.unchecked, "source", "yellow")
     if report.resumed:
         print_text(
-            screen,
             f"kept {counted(len(report.resumed), 'file')} of an interrupted conversion, verified",
         )
     unnamed = [key for key in report.unnamed if key not in beside]
@@ -223,4 +222,4 @@ def _print(report: ConvertReport, kept: list[str], is_model: bool, is_normalized
         *(("note", [text]) for text in report.warnings),
     ):
         if keys:
-            print_text(screen, some(keys), text, "yellow")
+            print_text(some(keys), text, "yellow")

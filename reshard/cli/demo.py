@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,7 +37,7 @@ def demo(
     screen.print("[bold]reshard demo[/]: one checkpoint, three topologies")
     with screen.status("importing torch, reading the text"):
         from reshard.cli.demo_job import BEFORE, run_demo
-    print_text(screen, f"train on {BEFORE.world_size} processes, {BEFORE}, and save", "1")
+    print_text(f"train on {BEFORE.world_size} processes, {BEFORE}, and save", "1", screen=screen)
     with _bars(screen) as bars:
         listener = _Listener(bars, screen, steps)
         result = run_demo(out, steps, listener.hear, lambda plans: _show_plans(screen, plans))
@@ -82,27 +83,26 @@ class _Listener:
 def _show_plans(screen: Console, plans: Plans) -> None:
     from planners.reports.text import format_plan
 
-    print_text(
-        screen, f"plan from metadata, and prove that each element of {plans.tensors} tensors is read once", "2", "bold"
-    )
+    say = partial(print_text, screen=screen)
+    say(f"plan from metadata, and prove that each element of {plans.tensors} tensors is read once", "2", "bold")
     for name, plan in plans.of.items():
-        print_text(
-            screen,
+        say(
             f"{size(plan.total_bytes)} to read, {'' if plans.facts_proved[name] else 'not '}proved",
             f"   {name}",
         )
         for line in format_plan(plan, limit=3, width=screen.width, items=False).splitlines()[1:]:
             screen.print(line, markup=False, style="dim", no_wrap=True, overflow="ellipsis")
-    print_text(screen, "load on each of them, compare bit by bit, and resume training", "3")
+    say("load on each of them, compare bit by bit, and resume training", "3")
 
 
 def _show_result(screen: Console, result: Result) -> None:
     from planners.units import format_seconds
 
+    say = partial(print_text, screen=screen)
     head = f"{result.parameters:,} parameters, {size(result.total_bytes)} with AdamW"
-    print_text(screen, f"\n{result.before}: {head}")
+    say(f"\n{result.before}: {head}")
     for change in result.changes:
-        print_text(screen, f"\nloaded on {change.onto}, {counted(change.world_size, 'rank')}", style="bold")
+        say(f"\nloaded on {change.onto}, {counted(change.world_size, 'rank')}", style="bold")
         losses = f"{result.loss_before:.4f} saved, {change.loss_loaded:.4f} loaded"
         rows = [
             ("same bits", f"{change.tensors_equal} of {change.tensors} tensors"),
@@ -110,13 +110,13 @@ def _show_result(screen: Console, result: Result) -> None:
             ("read", f"{change.read_per_needed:.2f} × the bytes needed, in {format_seconds(change.load_s)}"),
             ("loss", f"on the same batch: {losses}, {change.loss_after:.4f} after more training"),
         ]
-        print_rows(screen, rows)
+        print_rows(rows, screen)
     screen.print()
-    print_text(screen, f"{result.checkpoint}   (try: reshard inspect {result.checkpoint})", "checkpoint")
-    print_text(screen, f"reshard plan {result.checkpoint} fsdp=3 --items   (what each rank reads)", "try")
+    say(f"{result.checkpoint}   (try: reshard inspect {result.checkpoint})", "checkpoint")
+    say(f"reshard plan {result.checkpoint} fsdp=3 --items   (what each rank reads)", "try")
     for name, file in result.pictures.items():
-        print_text(screen, f"{file}   (the plan onto {name})", "page")
+        say(f"{file}   (the plan onto {name})", "page")
     for problem in result.problems:
-        print_text(screen, problem, "failed", "red bold")
+        say(problem, "failed", "red bold")
     if not result.problems:
-        print_text(screen, "All parameters and optimizer states are the same, bit by bit.", style="green")
+        say("All parameters and optimizer states are the same, bit by bit.", style="green")

@@ -25,7 +25,6 @@ from reshard.cli.arguments import (
 )
 from reshard.cli.show import (
     as_given,
-    console,
     counted,
     damaged,
     print_json,
@@ -172,23 +171,23 @@ def _print(
     if as_json:
         print_json(report_as_json(report))
         return
-    covered, screen = report.covered, console()
+    covered = report.covered
     assert covered is not None
     if is_unread:
-        print_text(screen, _unread_note(covered))
+        print_text(_unread_note(covered))
     for line in _damage(report):
-        print_text(screen, line, "damaged", "red")
+        print_text(line, "damaged", "red")
     different = [finding for finding in report.findings if finding.fqn not in report.damaged]
     if different:
-        print_text(screen, _summary(different), style="red")
+        print_text(_summary(different), style="red")
     if different or report.ok:
         shown = dataclasses.replace(report, findings=tuple(different))
         right = _verdict(covered, is_within) if report.ok else ""
         print_report(shown, right=right, of=" in common", limit=limit, more="--limit or --json")
         if _may_have_other_types(sides, report):
-            print_text(screen, "lists and tuples count as equal, and so do 1 and 1.0", "note", "yellow")
+            print_text("lists and tuples count as equal, and so do 1 and 1.0", "note", "yellow")
     if covered.unchecked:
-        print_text(screen, covered.unchecked, "note", "yellow")
+        print_text(covered.unchecked, "note", "yellow")
 
 
 def _may_have_other_types(sides: list[Any], report: CompareReport) -> bool:

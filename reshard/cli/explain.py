@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from reshard.cli.arguments import AsJson, Legend, UsageError
-from reshard.cli.show import axes_as_json, console, counted, print_json, print_legend, print_text
+from reshard.cli.show import axes_as_json, console, counted, print_json, print_legend, print_lines, print_text
 
 if TYPE_CHECKING:
     from planners.geometry.layout import ProductForm
@@ -51,7 +51,7 @@ def explain(
             raise UsageError(
                 "explain needs a LAYOUT, such as 'S(0),R on dp=4,tp=2'. The notation: reshard explain --legend"
             )
-        print_legend(console(), [_ALL_SIGNS], legend)
+        print_legend([_ALL_SIGNS], legend)
         return
     layout = re.sub(r"(?<=[)R])\s+(?=[A-Za-z_][\w.\-]*=)", " on ", layout, count=1)
     has_mesh = re.search(r"\bon\b", layout) is not None
@@ -71,13 +71,11 @@ def explain(
     if as_json:
         print_json(said.data)
         return
-    screen = console()
-    print_text(screen, said.words, style="bold")
-    for line in said.lines:
-        screen.print(line, markup=False, soft_wrap=True)
+    print_text(said.words, style="bold")
+    print_lines(*said.lines)
     if said.note:
-        print_text(screen, said.note)
-    print_legend(screen, said.signs, legend)
+        print_text(said.note)
+    print_legend(said.signs, legend)
 
 
 class _Explanation(NamedTuple):

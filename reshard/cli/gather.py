@@ -8,7 +8,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from reshard.cli.arguments import AsJson, On, executor_on
-from reshard.cli.show import console, counted, print_json, print_text, size
+from reshard.cli.show import counted, print_json, print_text, size
 
 __all__ = ["gather"]
 
@@ -34,7 +34,7 @@ def gather(
     if as_json:
         print_json(asdict(report))
         return
-    screen, files = console(), f"{counted(report.files, 'file')}, {size(report.nbytes)}"
-    print_text(screen, f"step {report.step}, generation {report.number}: {files}", report.path, "bold")
+    files = f"{counted(report.files, 'file')}, {size(report.nbytes)}"
+    print_text(f"step {report.step}, generation {report.number}: {files}", report.path, "bold")
     for line in report.skipped:
-        print_text(screen, line, "note", "yellow")
+        print_text(line, "note", "yellow")

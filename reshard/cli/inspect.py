@@ -22,6 +22,7 @@ from reshard.cli.show import (
     damaged,
     print_json,
     print_legend,
+    print_lines,
     print_text,
     print_totals,
     print_tree,
@@ -119,7 +120,7 @@ def inspect(
     elif html is None and (whole or whole.objects or not problems):
         _print(checkpoint, whole, depth, legend)
     for problem in [] if as_json else problems:
-        print_text(console(), problem, "damaged", "red")
+        print_text(problem, "damaged", "red")
     print_written(html, as_json=as_json)
     if problems or lost:
         raise Exit(1)
@@ -137,7 +138,7 @@ def _opened(path: str, step: int | None, as_json: bool) -> Checkpoint:
 
 def _print_name(checkpoint: Checkpoint, path: str, what: str) -> None:
     name = path if os.path.exists(path) and not checkpoint.run else checkpoint.url
-    print_text(console(), f"{name}{what}", style="bold")
+    print_text(f"{name}{what}", style="bold")
 
 
 def _run_as_json(path: str, steps: Sequence[retention.Step]) -> dict[str, Any]:
@@ -151,22 +152,21 @@ def _incomplete(path: str, steps: Sequence[retention.Step], as_json: bool) -> Ex
         print_json({**_run_as_json(path, steps), "ok": False, "problems": [problem]})
     else:
         _list_steps(path, steps)
-        print_text(console(), problem, style="red")
+        print_text(problem, style="red")
     return Exit(1)
 
 
 def _list_steps(path: str, steps: Sequence[retention.Step]) -> None:
-    screen = console()
-    print_text(screen, path, style="bold")
-    print_text(screen, f"a run with {counted(len(steps), 'checkpoint')}")
+    print_text(path, style="bold")
+    print_text(f"a run with {counted(len(steps), 'checkpoint')}")
     sizes = dict(zip((step.path for step in steps), format_each([step.nbytes for step in steps])))
     for step in steps:
         number = "last" if step.step is None else step.step
         if step.problem is None:
-            print_text(screen, f"step {number}  {step.path}  {step.format}, {sizes[step.path]}")
+            print_text(f"step {number}  {step.path}  {step.format}, {sizes[step.path]}")
         else:
-            print_text(screen, f"{step.path}  not complete: {step.problem}", f"step {number}", "red")
-    screen.print()
+            print_text(f"{step.path}  not complete: {step.problem}", f"step {number}", "red")
+    print_lines("")
 
 
 def _costs(run: str) -> list[SavedStep]:
@@ -210,10 +210,10 @@ def _draw(checkpoint: Checkpoint, name: str, legend: bool) -> None:
     from planners.geometry.layout_text import in_both_forms, short_form
     from planners.reports.cuts import draw_cuts
 
-    screen, layout = console(), checkpoint.layout
-    print_text(screen, layout.described([name], in_both_forms)[name])
-    screen.print(draw_cuts(layout[name], screen.width), markup=False, soft_wrap=True)
-    print_legend(screen, layout.described([name], short_form).values(), legend)
+    layout = checkpoint.layout
+    print_text(layout.described([name], in_both_forms)[name])
+    print_lines(draw_cuts(layout[name], console().width))
+    print_legend(layout.described([name], short_form).values(), legend)
 
 
 def _near(name: str, known: list[str]) -> str:
@@ -264,7 +264,6 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, depth: int | None, legend:
     from reshard.checkpoint import objects_of, ranks_that_saved
     from reshard.live.plain_data import array_bytes
 
-    screen = console()
     layout, objects = checkpoint.layout, objects_of(checkpoint)
     specs = layout.specs
     said = _described(checkpoint, whole, lambda of: (in_words(of), short_form(of), in_both_forms(of)))
@@ -274,13 +273,12 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, depth: int | None, legend:
     own = checkpoint.contents.own_in_words()
     per_rank = f", {counted(len(own), 'per-rank value')}" if own else ""
     print_text(
-        screen,
         f"format {checkpoint.format}, {counted(len(specs), 'tensor')}, "
         f"{size(sum(nbytes.values()) + array_bytes(objects))}, "
         f"{counted(len(objects), 'object')}{per_rank}{saved_by}",
     )
-    print_totals(screen, "dtypes", nbytes, {name: (specs[name].dtype,) for name in specs})
-    print_totals(screen, "layouts", nbytes, {name: (both,) for name, (_, _, both) in said.items()})
+    print_totals("dtypes", nbytes, {name: (specs[name].dtype,) for name in specs})
+    print_totals("layouts", nbytes, {name: (both,) for name, (_, _, both) in said.items()})
     leaves: dict[Any, PrintedLeaf] = {}
     path_of = checkpoint.contents.path_of
     for name, (words, _, _) in said.items():
@@ -296,8 +294,8 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, depth: int | None, legend:
         leaves[_parts(path_of(name))] = PrintedLeaf(text)
     listed = checkpoint.contents.skipped.values()  # with the steps of the run
     notes = [text for text in checkpoint.warnings if text not in listed]
-    print_tree(screen, leaves, depth, filter(None, (*notes, checkpoint.unchecked)))
-    print_legend(screen, (form for _, form, _ in said.values()), legend)
+    print_tree(leaves, depth, filter(None, (*notes, checkpoint.unchecked)))
+    print_legend((form for _, form, _ in said.values()), legend)
 
 
 def _layout_as_json(layout: TensorLayout) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from reshard.cli.arguments import AsJson, Depth, HintOption, Select, Source, Step, newest, read_hints
-from reshard.cli.show import PrintedLeaf, console, counted, print_json, print_text, print_tree, short, size
+from reshard.cli.show import PrintedLeaf, counted, print_json, print_text, print_tree, short, size
 from reshard.errors import format_names
 
 __all__ = ["normalize"]
@@ -41,8 +41,7 @@ def normalize(
         shown = {"notes": state.notes, "omitted": state.omitted, **map_leaves(_plain, state)}
         print_json({"path": checkpoint.url, "format": checkpoint.format, **shown})
         return
-    screen = console()
-    print_text(screen, f"format {checkpoint.format}", checkpoint.url, "bold")
+    print_text(f"format {checkpoint.format}", checkpoint.url, "bold")
     leaves: dict[Any, PrintedLeaf] = {("model", *fqn.split(".")): _leaf(tensor) for fqn, tensor in model.items()}
     for fqn, of in moments.items():
         for name, value in of.items():
@@ -53,7 +52,7 @@ def normalize(
             f"{counted(len(group.get('params', ())), 'parameter')}, {short(shown, 90)}"
         )
     lost = [f"not shown (not part of the model or optimizer): {format_names(state.omitted)}"]
-    print_tree(screen, leaves, depth, [*state.notes, *(lost if state.omitted else ())])
+    print_tree(leaves, depth, [*state.notes, *(lost if state.omitted else ())])
 
 
 def _leaf(value: Any) -> PrintedLeaf:

@@ -17,6 +17,7 @@ from reshard.cli.show import (
     counted,
     print_json,
     print_legend,
+    print_lines,
     print_text,
     print_totals,
     print_written,
@@ -120,7 +121,7 @@ def _note_direction(source: str, onto: str, rule: list[str] | None) -> None:
     """Say what a topology as the first argument means, since most people mean the other direction."""
     other = shlex.join(["reshard", "plan", onto, source, *(word for text in rule or () for word in ("--rule", text))])
     text = f"this plans how ranks with the layout of {onto} read a state saved as {source}. For the reverse: {other}"
-    print_text(console(stderr=True), text, "note")
+    print_text(text, "note", screen=console(stderr=True))
 
 
 def _cluster(read_rate: str | None, ranks_per_host: int) -> Cluster | None:
@@ -173,43 +174,40 @@ def _print_outside(sides: Sides) -> None:
     stages = grouped((stage, name) for name, home in rest for axis, stage in home.at if axis == "pp")
     for stage, names in sorted({0: [], **stages}.items()):
         listed = f": {some(names, 3)}" if names else ""
-        print_text(console(), f"{counted(len(names), 'tensor')} outside the layers{listed}", f"stage {stage}")
+        print_text(f"{counted(len(names), 'tensor')} outside the layers{listed}", f"stage {stage}")
 
 
 def _print_unsharded(sides: Sides, source: str, onto: str, notes: list[str]) -> None:
     """What to do about axes that shard nothing, or notes where that is allowed."""
     from reshard.cli.sharding_rules import as_options, example_rules, recorded_rules
 
-    screen = console()
     for text in (*sides.notes["notes"], *notes):
-        print_text(screen, text, "note")
+        print_text(text, "note")
     for axis, fqns in () if notes else sides.unsharded_axes.items():
         assert sides.topology is not None
         other = sides.saved if sides.is_onto else sides.wanted
-        print_text(screen, f"\nNo rule for {axis!r} matches the names of these tensors.")
+        print_text(f"\nNo rule for {axis!r} matches the names of these tensors.")
         if rules := recorded_rules(sides.topology, other, axis):
             print_text(
-                screen,
                 f"The checkpoint records how {axis!r} sharded each tensor. To shard it the same way:",
             )
         elif rules := example_rules(sides.topology, other, axis, fqns):
             print_text(
-                screen,
                 f"The checkpoint does not record how {axis!r} sharded its tensors. Add a rule for each kind of "
                 f"tensor to shard, with one placement per axis of {sides.topology.mesh}. An example:",
             )
         words = (source, sides.topology.mesh) if sides.is_onto else (sides.topology.mesh, onto)
         lines = [f"  reshard plan {' '.join(map(str, words))}", *as_options(rules)]
         if rules:
-            screen.print(" \\\n    ".join(lines), markup=False, soft_wrap=True)
-        print_text(screen, f"To replicate all tensors over {axis!r}, add --allow-unsharded-axes.")
+            print_lines(" \\\n    ".join(lines))
+        print_text(f"To replicate all tensors over {axis!r}, add --allow-unsharded-axes.")
 
 
 def _print_verdict(report: Report, wrong: list[str]) -> None:
     if not wrong:
-        print_text(console(), report.verdict, style="green")
+        print_text(report.verdict, style="green")
     for text in wrong:
-        print_text(console(), text, "failed", "red")
+        print_text(text, "failed", "red")
 
 
 def _print(made: LoadPlan, how: tuple[int, bool, bool], cluster: Cluster | None) -> None:
@@ -217,27 +215,24 @@ def _print(made: LoadPlan, how: tuple[int, bool, bool], cluster: Cluster | None)
     from planners.reports.text import format_plan
     from planners.units import format_seconds
 
-    screen, (limit, items, legend) = console(), how
+    limit, items, legend = how
     print_text(
-        screen,
         f"{counted(len(made.wanted), 'tensor')}, {made.saved.world_size} -> {counted(made.world_size, 'rank')}, "
         f"{size(made.total_bytes)} to read in all",
     )
     sides = [side.described(made.wanted, in_both_forms) for side in (made.saved, made.wanted)]
     nbytes = {name: layout.spec.nbytes for name, layout in made.wanted.items()}
     kinds = {name: (f"from  {sides[0][name]}", f"to    {sides[1][name]}") for name in made.wanted}
-    print_totals(screen, "layouts", nbytes, kinds)
-    screen.print("[bold]reads[/]")
-    for line in format_plan(made, limit=limit, width=screen.width, items=items).splitlines()[1:]:
-        print_text(screen, line)
+    print_totals("layouts", nbytes, kinds)
+    print_text("reads", style="bold")
+    for line in format_plan(made, limit=limit, width=console().width, items=items).splitlines()[1:]:
+        print_text(line)
     if cluster is not None:
         print_text(
-            screen,
             f"{format_seconds(_seconds(made, cluster))}, at {cluster.rates}",
             "at least",
         )
     print_legend(
-        screen,
         {text for side in (made.saved, made.wanted) for text in side.described(side, short_form).values()},
         legend,
         *["--items lists what each rank reads"] * (not items),

@@ -8,7 +8,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from reshard.cli.arguments import AsJson, On, executor_on
-from reshard.cli.show import console, counted, print_json, print_text, size, some
+from reshard.cli.show import counted, print_json, print_text, size, some
 from reshard.errors import ReshardError
 
 __all__ = ["prune"]
@@ -46,10 +46,10 @@ def prune(
         return
     done, keeps = ("would delete", "keeps") if dry_run else ("deleted", "kept")
     for path, nbytes in left.items():
-        print_text(console(), f"{path}  (files of killed saves, {size(nbytes)})", done)
+        print_text(f"{path}  (files of killed saves, {size(nbytes)})", done)
     top = f"{run.rstrip('/')}/"
     stay = [path.removeprefix(top) for path in kept]
     freed = size(sum(step.nbytes for step in all_steps if step.path in gone))
     what = f", {freed} of tensors: {', '.join(path.removeprefix(top) for path in gone)}" if gone else ""
     text = f"{done} {len(gone)} of {counted(len(gone) + len(stay), 'checkpoint')}{what}"
-    print_text(console(), text + f"; {keeps} {some(stay)}" * bool(stay), style="bold")
+    print_text(text + f"; {keeps} {some(stay)}" * bool(stay), style="bold")

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Branch", "PrintedLeaf", "as_given", "axes_as_json", "columns", "console", "counted", "damaged", "fold",
-    "in_words_of_the_command_line", "print_json", "print_legend", "print_report", "print_rows", "print_text",
-    "print_totals", "print_tree", "print_written", "report_as_json", "short", "size", "some"
+    "in_words_of_the_command_line", "print_json", "print_legend", "print_lines", "print_report", "print_rows",
+    "print_text", "print_totals", "print_tree", "print_written", "report_as_json", "short", "size", "some"
 ]  # fmt: skip
 
 
@@ -46,29 +46,28 @@ def console(*, stderr: bool = False) -> Console:
 def print_written(*files: Path | None, as_json: bool) -> None:
     """Print last of all where pages and plans are; beside JSON on stderr."""
     for file in filter(None, files):
-        print_text(console(stderr=as_json), str(file), "wrote")
+        print_text(str(file), "wrote", screen=console(stderr=as_json))
 
 
-def print_tree(
-    screen: Console, leaves: Mapping[Sequence[str], PrintedLeaf], depth: int | None, notes: Iterable[str]
-) -> None:
+def print_tree(leaves: Mapping[Sequence[str], PrintedLeaf], depth: int | None, notes: Iterable[str]) -> None:
     """Names as a tree, at most `depth` levels deep, and what is to be said of all. On as many lines as the terminal's
     width asks for; elsewhere each entry is one line, however long."""
     from rich.tree import Tree
 
-    tree = Tree("[bold].[/]")
+    tree, screen = Tree("[bold].[/]"), console()
     Branch.of(leaves).draw(tree, depth)
     screen.print(tree, soft_wrap=not screen.is_terminal)
     for note in notes:
-        print_text(screen, note, "note", "yellow")
+        print_text(note, "note", "yellow")
 
 
-def print_text(screen: Console, text: str, head: str = "", style: str = "") -> None:
+def print_text(text: str, head: str = "", style: str = "", screen: Console | None = None) -> None:
     """A line that `head` begins, in a style of its own. Terminals wrap it between words, below its beginning; elsewhere
     it is one line."""
     from rich.table import Column, Table
     from rich.text import Text
 
+    screen = screen or console()
     text = "\n".join(map(visible, in_words_of_the_command_line(text).split("\n")))
     indent = len(head) + 2 if head else len(text) - len(text.lstrip())
     if screen.is_terminal and 0 < indent < screen.width // 3:
@@ -132,10 +131,16 @@ def as_given(text: str, path: str) -> str:
     return text.replace(os.path.abspath(path), path.rstrip("/") or path) if path else text
 
 
-def print_rows(screen: Console, rows: Iterable[tuple[str, str]]) -> None:
+def print_rows(rows: Iterable[tuple[str, str]], screen: Console | None = None) -> None:
     """Each row a sign and its text, in two columns; wrapped as `print_text` does."""
-    for line in columns(list(rows), screen.width if screen.is_terminal else sys.maxsize):
-        screen.print(line, markup=False, soft_wrap=True)
+    screen = screen or console()
+    print_lines(*columns(list(rows), screen.width if screen.is_terminal else sys.maxsize), screen=screen)
+
+
+def print_lines(*lines: str, screen: Console | None = None) -> None:
+    """Print lines that have their form already."""
+    for line in lines:
+        (screen or console()).print(line, markup=False, soft_wrap=True)
 
 
 def columns(rows: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
@@ -153,7 +158,7 @@ def columns(rows: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
         yield wrapped or lead.rstrip()
 
 
-def print_totals(screen: Console, title: str, nbytes: Mapping[str, int], kinds: Mapping[str, Sequence[str]]) -> None:
+def print_totals(title: str, nbytes: Mapping[str, int], kinds: Mapping[str, Sequence[str]]) -> None:
     """How many tensors there are of each kind and their bytes, those of the most bytes first.
     `nbytes` and `kinds` are by name; a kind is one or several lines."""
     from planners.units import format_each
@@ -170,21 +175,22 @@ def print_totals(screen: Console, title: str, nbytes: Mapping[str, int], kinds: 
     rows: list[tuple[str, str]] = []
     for number, amount, (kind, _) in zip(numbers, sizes, first):
         rows += zip((f"{number:>{wide[0]}}  {amount:>{wide[1]}}", *[""] * len(kind)), kind)
-    screen.print(f"[bold]{title}[/]")
-    print_rows(screen, [*rows, *([("", f"and {len(weights) - len(first)} more")] if len(weights) > len(first) else [])])
+    print_text(title, style="bold")
+    print_rows([*rows, *([("", f"and {len(weights) - len(first)} more")] if len(weights) > len(first) else [])])
 
 
-def print_legend(screen: Console, short_forms: Iterable[str], is_wanted: bool, *more: str) -> None:
+def print_legend(short_forms: Iterable[str], is_wanted: bool, *more: str) -> None:
     """What the signs in these short forms of layouts mean; if that is not wanted, a line that says how to get it and
     what else there is `more` of."""
     from planners.geometry.layout_text import legend
 
     signs = legend(short_forms)
     if signs and is_wanted:
-        screen.print("\n[bold]Notation[/]")
-        print_rows(screen, signs)
+        print_lines("")
+        print_text("Notation", style="bold")
+        print_rows(signs)
     if hints := [*more, *["--legend explains the notation"] * (bool(signs) > is_wanted)]:
-        print_text(screen, "; ".join(hints), "hint", "dim")
+        print_text("; ".join(hints), "hint", "dim")
 
 
 def print_json(value: Any) -> None:
@@ -228,17 +234,16 @@ def print_report(
     """What was found right, and at most `limit` problems, with `path` as it was given."""
     from planners.findings import in_groups
 
-    screen = console()
-    print_text(screen, f"{as_given(report.subject, path)}: {counted(report.tensors, 'tensor')}{of}")
+    print_text(f"{as_given(report.subject, path)}: {counted(report.tensors, 'tensor')}{of}")
     if report.hint:
-        print_text(screen, report.hint, "note", "yellow")
+        print_text(report.hint, "note", "yellow")
     if right:
-        print_text(screen, right, style="green")
+        print_text(right, style="green")
     texts = in_groups(report.findings)
     for text in texts[:limit]:
-        print_text(screen, as_given(text, path), "·", "red")
+        print_text(as_given(text, path), "·", "red")
     if len(texts) > limit:
-        print_text(screen, f"and {counted(len(texts) - limit, 'more line')}: see {more}", "·", "red")
+        print_text(f"and {counted(len(texts) - limit, 'more line')}: see {more}", "·", "red")
 
 
 def report_as_json(report: Report) -> dict[str, Any]:
@@ -258,7 +263,7 @@ def damaged(path: str, problem: str, as_json: bool, head: str = "damaged") -> Ex
     if as_json:
         print_json({"path": path, "ok": False, "problems": [problem]})
     else:
-        print_text(console(), as_given(problem, path), head, "red")
+        print_text(as_given(problem, path), head, "red")
     return Exit(1)
 
 

@@ -10,7 +10,6 @@ from typer import Exit, Option
 from reshard.cli.arguments import AsJson, On, Source, Step, Workers, executor_on, newest
 from reshard.cli.show import (
     as_given,
-    console,
     counted,
     damaged,
     print_json,
@@ -82,10 +81,10 @@ def verify(
         if unread := [found[1] for it in notes if (found := _UNREAD.match(it))]:
             right += f". {', '.join(unread)} cannot be read"
         if not report.ok:
-            print_text(console(), as_given(_failure(report, right, against), path), style="red")
+            print_text(as_given(_failure(report, right, against), path), style="red")
         print_report(report, right=right, path=path)
         for text in notes:
-            print_text(console(), text, "note", "yellow")
+            print_text(text, "note", "yellow")
     if not report.ok:
         raise Exit(1)
 

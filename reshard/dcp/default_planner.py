@@ -38,6 +38,7 @@ from reshard.api.load_matching import needs_code
 from reshard.api.overlapping_targets import refuse_overlaps
 from reshard.dcp.engine.states import (
     HeldRegion,
+    StateDict,
     copied_like,
     flat_state,
     is_checkpointable,
@@ -80,14 +81,14 @@ class DefaultLoadPlanner(LoadPlanner):
         del flatten_sharded_tensors
         self.flatten_state_dict = flatten_state_dict
         self.allow_partial_load = allow_partial_load
-        self.original_state_dict: dict[str, Any] = {}
-        self.state_dict: dict[str, Any] = {}
+        self.original_state_dict: StateDict = {}
+        self.state_dict: StateDict = {}
         self.mappings: dict[str, Any] = {}
         self.metadata: Metadata | None = None
         self._regions: dict[MetadataIndex, torch.Tensor] = {}
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+        self, state_dict: StateDict, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
         """Flatten the target state dict."""
         self._regions = {}
@@ -264,12 +265,12 @@ class DefaultSavePlanner(SavePlanner):
         del flatten_sharded_tensors, dedup_replicated_tensors, enable_plan_caching
         self.flatten_state_dict = flatten_state_dict
         self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
-        self.state_dict: dict[str, Any] = {}
+        self.state_dict: StateDict = {}
         self.mappings: dict[str, Any] = {}
         self._regions: dict[MetadataIndex, torch.Tensor] = {}
 
     def set_up_planner(
-        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+        self, state_dict: StateDict, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         """Flatten the state dict."""
         self._regions = {}
@@ -387,7 +388,7 @@ class DefaultSavePlanner(SavePlanner):
         return object
 
 
-def _found(regions: dict[MetadataIndex, torch.Tensor], state: dict[str, Any], index: MetadataIndex) -> Any:
+def _found(regions: dict[MetadataIndex, torch.Tensor], state: StateDict, index: MetadataIndex) -> Any:
     """Return the value for an index. The plan of a subclass can name regions that are not
     registered yet.
     """

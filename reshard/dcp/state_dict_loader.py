@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import default_planner as _torch_planner, state_dict_loader as _torch
@@ -16,7 +15,14 @@ from reshard.api.load import load_with, saved_in
 from reshard.api.options import LoadOptions, Mode
 from reshard.dcp.default_planner import DefaultLoadPlanner
 from reshard.dcp.engine.calls import Call, reader_for, run_load, storage_by_position
-from reshard.dcp.engine.states import ENGINE_WORDING, holds_checkpointable, put_state_back, refuse_lost_state, unwrapped
+from reshard.dcp.engine.states import (
+    ENGINE_WORDING,
+    StateDict,
+    holds_checkpointable,
+    put_state_back,
+    refuse_lost_state,
+    unwrapped,
+)
 from reshard.dcp.filesystem import FileSystemReader
 from reshard.live.optimizer_state import materialize
 from reshard.ranks.group import Group
@@ -30,7 +36,7 @@ __getattr__ = functools.partial(getattr, _torch)
 
 @storage_by_position
 def load(
-    state_dict: dict[str, Any],
+    state_dict: StateDict,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
     storage_reader: StorageReader | None = None,
@@ -59,7 +65,7 @@ def load(
 
 
 def load_state_dict(
-    state_dict: dict[str, Any],
+    state_dict: StateDict,
     storage_reader: StorageReader,
     process_group: dist.ProcessGroup | None = None,
     coordinator_rank: int = 0,
@@ -76,9 +82,7 @@ def load_state_dict(
         put_state_back(state_dict, state)
 
 
-def _load(
-    state: dict[str, Any], reader: StorageReader, planner: LoadPlanner | None, group: Group, coordinator: int
-) -> None:
+def _load(state: StateDict, reader: StorageReader, planner: LoadPlanner | None, group: Group, coordinator: int) -> None:
     defaults = DefaultLoadPlanner, _torch_planner.DefaultLoadPlanner
     is_default = planner is None or type(planner) in defaults
     flat, partial = getattr(planner, "flatten_state_dict", True), getattr(planner, "allow_partial_load", False)

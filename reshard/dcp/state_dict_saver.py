@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from reshard.api.background_saves import await_saves, start_in_background
 from reshard.dcp.default_planner import DefaultSavePlanner
 from reshard.dcp.engine.calls import Call, Write, run_save, storage_by_position, write_here, writer_for
-from reshard.dcp.engine.states import on_the_cpu, unwrapped
+from reshard.dcp.engine.states import StateDict, on_the_cpu, unwrapped
 from reshard.ranks.group import Group
 from reshard.ranks.progress import phase
 
@@ -33,7 +33,7 @@ __getattr__ = functools.partial(getattr, _torch)
 
 @storage_by_position
 def save(
-    state_dict: dict[str, Any],
+    state_dict: StateDict,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
     storage_writer: StorageWriter | None = None,
@@ -59,7 +59,7 @@ def save(
 
 
 def save_state_dict(
-    state_dict: dict[str, Any],
+    state_dict: StateDict,
     storage_writer: StorageWriter,
     process_group: dist.ProcessGroup | None = None,
     coordinator_rank: int = 0,
@@ -75,7 +75,7 @@ def save_state_dict(
 
 
 def _save(
-    state: dict[str, Any],
+    state: StateDict,
     writer: StorageWriter,
     planner: SavePlanner | None,
     group: Group,
@@ -101,7 +101,7 @@ def _save(
 
 @storage_by_position
 def async_save(
-    state_dict: dict[str, Any],
+    state_dict: StateDict,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
     storage_writer: StorageWriter | None = None,
@@ -167,9 +167,9 @@ def _in_background(save: Callable[[], Metadata], call: Call, uses: Set[Any]) -> 
             raise
 
 
-def _now(staged: Any) -> dict[str, Any]:
+def _now(staged: Any) -> StateDict:
     """Return the state, once it is available."""
-    state: dict[str, Any] = staged.result() if isinstance(staged, Future) else staged
+    state: StateDict = staged.result() if isinstance(staged, Future) else staged
     return state
 
 

@@ -11,15 +11,15 @@ Of several models and optimizers the first are `model` and `optimizer`, the next
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 from reshard.errors import CorruptCheckpointError, FormatError, UnsafeDataError
 from reshard.formats import rank_files, safetensors
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.format import Format
 from reshard.formats.torch_save import reader as torch_save
-from reshard.formats.torch_save.reader import contents_of, read_torch_file
-from reshard.storage.base import Storage
+from reshard.formats.torch_save.reader import contents_of, open_file, read_torch_file
+from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import NO_FACTS, Contents, Facts, LazyMapping, merge
 from reshard.stored.source import Files, FileSource
@@ -48,7 +48,7 @@ _NUMBER = re.compile(r"-\d+-of-\d+")
 _RANK_FILE = re.compile(r"(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin")
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return True if there are weights and something beside them, folders of FSDP, or files of each rank; or all but
     the weights, so that their loss is noticed."""
     top = [n for n in names if "/" not in n]
@@ -74,7 +74,7 @@ def _lost_weights(top: Collection[str]) -> bool:
     return {"optimizer", "scheduler"} <= parts and all(map(_beside, saved))
 
 
-def _rank_files(names: Mapping[str, int]) -> list[rank_files.Section]:
+def _rank_files(names: Listing) -> list[rank_files.Section]:
     """Models and optimizers that every rank saved by itself."""
     return list(rank_files.sections_of({n: size for n, size in names.items() if _RANK_FILE.fullmatch(n)}).values())
 
@@ -103,7 +103,7 @@ def open(files: Files) -> Contents:
         parts.append((section, dcp.open_folder(files, f"{folder}/")))
     for file in sorted(names):
         if beside := _BESIDE.fullmatch(file):
-            parts.append((beside[1], contents_of(_NAME, {(): read_torch_file(files[file])})))
+            parts.append((beside[1], open_file(_NAME, files[file])))
         elif whole := _WHOLE.fullmatch(file):
             parts.append(_whole(files[file], whole[1]))
     facts: Facts = NO_FACTS

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from planners.geometry.box import Shape
 from planners.units import format_count
 from reshard.errors import NormalizationError, did_you_mean, format_names
 from reshard.formats.sections import StoredLeaf, Tree, resolve, walk
@@ -15,15 +16,24 @@ from reshard.live.wrappers import CERTAIN_SEGMENTS, WrapperNames
 from reshard.stored.tensor import StoredTensor, read_place
 
 __all__ = [
-    "HINTS", "Canonical", "Hints", "NameMap", "States", "StoredOptimizer", "Value", "common_attribute",
-    "elementwise", "listed_in", "name_ids", "read_optimizer", "regroup", "settings_of", "take_optimizer", "ties",
+    "HINTS", "Canonical", "Groups", "Hints", "NameMap", "Shapes", "States", "StoredOptimizer", "Tensors",
+    "Value", "Values", "common_attribute", "elementwise", "listed_in", "name_ids", "params_beside",
+    "read_optimizer", "regroup", "settings_of", "take_optimizer", "ties",
 ]  # fmt: skip
 
 
 Value = Any
 """A `StoredTensor`, or a plain value such as the number of steps."""
-States = dict[str, dict[str, Value]]
-"""Of an optimizer: by parameter, then by name."""
+Values = dict[str, Value]
+"""Those of one parameter, by name."""
+States = dict[str, Values]
+"""Of an optimizer, by parameter."""
+Tensors = dict[str, StoredTensor]
+"""By name."""
+Groups = list[dict[str, Any]]
+"""Param groups: settings, and in "params" names or ids of parameters."""
+Shapes = Mapping[str, Shape]
+"""Of parameters, by name, in order."""
 
 _ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "fp32_param")
 
@@ -37,9 +47,9 @@ def elementwise(name: str) -> bool:
 class Canonical:
     """A state under canonical names; `state` and `groups` are empty where no optimizer was saved."""
 
-    model: dict[str, StoredTensor] = field(default_factory=dict)
+    model: Tensors = field(default_factory=dict)
     state: States = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
+    groups: Groups = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What a reader should know: padding that could not be removed, lists that are incomplete ..."""
 
@@ -71,7 +81,7 @@ class Canonical:
         return self
 
 
-def ties(model: Mapping[str, StoredTensor], before: Collection[str] = ()) -> dict[str, str]:
+def ties(model: Tensors, before: Collection[str] = ()) -> dict[str, str]:
     """Names of tensors that are the same chunks as an earlier one, with the name of that; those
     `before` come first."""
     first: dict[int, str] = {}
@@ -306,8 +316,8 @@ def common_attribute(names: Iterable[str]) -> str:
 class StoredOptimizer:
     """One stored optimizer: states by the name or id under which they were saved, and its groups."""
 
-    state: dict[str, dict[str, Any]] = field(default_factory=dict)
-    groups: list[dict[str, Any]] = field(default_factory=list)
+    state: States = field(default_factory=dict)
+    groups: Groups = field(default_factory=list)
 
     @property
     def by_id(self) -> bool:
@@ -320,7 +330,7 @@ class StoredOptimizer:
 def read_optimizer(tree: Tree) -> StoredOptimizer:
     """Read a saved optimizer: its plain values, but not its tensors."""
     saved = StoredOptimizer()
-    by_name: dict[str, dict[str, Any]] = {}
+    by_name: States = {}
     nested = [key for key in tree if key in ("state", "param_groups")]
     flat = [key for key in tree if is_flat_key(key)]
     if not nested and not flat:
@@ -357,8 +367,8 @@ def _is_group(group: Any) -> bool:
     return isinstance(params, list | tuple) and all(isinstance(param, str | int) for param in params)
 
 
-def _states(tree: Tree) -> dict[str, dict[str, Any]]:
-    out: dict[str, dict[str, Any]] = {}
+def _states(tree: Tree) -> States:
+    out: States = {}
     for owner, states in tree.items():
         if isinstance(states, StoredLeaf):
             value = states.value()
@@ -375,21 +385,25 @@ def _states(tree: Tree) -> dict[str, dict[str, Any]]:
     return out
 
 
-def regroup(by_name: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def regroup(by_name: States) -> Groups:
     """Groups of the parameters whose settings are equal, in order of first appearance.
 
     How they were grouped when they were saved is not stored, so groups with equal settings become one.
     """
-    groups: list[dict[str, Any]] = []
+    groups: Groups = []
     for name, settings in by_name.items():
-        plain = {key: _small(value) for key, value in settings.items()}
-        for group in groups:
-            if settings_of(group) == plain:
-                group["params"].append(name)
-                break
-        else:
-            groups.append({**plain, "params": [name]})
+        params_beside(groups, {key: _small(value) for key, value in settings.items()}).append(name)
     return groups
+
+
+def params_beside(groups: Groups, settings: Mapping[str, Any]) -> list[Any]:
+    """The parameters of the group that has these settings, which is added where there is none."""
+    group = next((group for group in groups if settings_of(group) == settings), None)
+    if group is None:
+        group = {**settings, "params": []}
+        groups.append(group)
+    params: list[Any] = group["params"]
+    return params
 
 
 def _small(value: Any) -> Any:

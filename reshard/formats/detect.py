@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -32,7 +32,7 @@ from reshard.formats.table import FORMATS, formats
 from reshard.live.garbage_collection import gc_paused
 from reshard.native import reader as native
 from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation, read_manifest, without_claim
-from reshard.storage.base import AnyPath, Storage, is_temporary
+from reshard.storage.base import AnyPath, Listing, Storage, is_temporary
 from reshard.storage.local import LocalStorage
 from reshard.storage.opening import StoragePath, open_storage, path_text
 from reshard.stored.checksums import CRC_OF_RECORDS, EVERY_BLOCK, Checking
@@ -228,7 +228,7 @@ def _begun(path: AnyPath, step: RunStep) -> float | None:
     return None
 
 
-def _owns_all(storage: Storage, names: Mapping[str, int], preferred: Format | None) -> bool:
+def _owns_all(storage: Storage, names: Listing, preferred: Format | None) -> bool:
     """Return True if what the top shows is of a format that has folders of its own below it, whatever these are
     called; or of the one that is preferred."""
     if preferred is not None and preferred.detect(storage, names):
@@ -464,7 +464,7 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
             raise CorruptCheckpointError(_REPLACES.format(url, str(error).removesuffix(f": {RESTORE}"))) from None
         raise
     beside = [name for name in marks_in(names) if name not in (MANIFEST, HF_INDEX)]
-    if format.name == "torch_save" and not _owned_by(beside) and (nested := _nested(storage, names)):
+    if format.name == "torch_save" and not _owned_by(beside) and (nested := _nested(names)):
         raise FormatError(
             f"{url} has a file of torch.save, {beside[0]}, and checkpoints seem to be in its subfolders "
             f"{format_some(nested)}: open one of these, or the file, by its path"
@@ -515,7 +515,7 @@ def _find(path: StoragePath) -> tuple[Storage, dict[str, int]]:
     return storage, {name: size for name, size in names.items() if not is_temporary(name)}
 
 
-def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Format | None) -> Format:
+def _pick(storage: Storage, names: Listing, url: str, preferred: Format | None) -> Format:
     """The format that fits. Raises FormatError if none does, or more than one."""
     if ".metadata" in names and MANIFEST not in names:  # what a killed save of ours left beside it does not count
         names = {name: size for name, size in names.items() if not is_generation(name.partition("/")[0])}
@@ -539,7 +539,7 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
     if any(map(JOB_FOLDER.match, names)):
         raise CheckpointNotFoundError(_CONVERTS.format(url))
     known = ", ".join(format.name for format in formats())
-    nested = _nested(storage, names)
+    nested = _nested(names)
     if nested:
         hint = ". Their names have no step number; reshard.latest_complete finds the newest native one"
         places = f"Checkpoints seem to be in its subfolders {format_some(nested)}: open one of these"
@@ -557,7 +557,7 @@ def _pick(storage: Storage, names: Mapping[str, int], url: str, preferred: Forma
     )
 
 
-def kind_beside(storage: Storage, names: Mapping[str, int], own: str, marks: Collection[str]) -> str:
+def kind_beside(storage: Storage, names: Listing, own: str, marks: Collection[str]) -> str:
     """The format of what is in a folder, if a checkpoint of the format `own` would not open there.
 
     Args:
@@ -578,7 +578,7 @@ def kind_beside(storage: Storage, names: Mapping[str, int], own: str, marks: Col
     return " and ".join(format.name for format in found if format.name != own)
 
 
-def _nested(storage: Storage, names: Mapping[str, int]) -> list[str]:
+def _nested(names: Listing) -> list[str]:
     """Return the subfolders with files of a checkpoint."""
     folders = sorted({name.rpartition("/")[0] for name in names if "/" in name and _is_mark(name.rpartition("/")[2])})
     return [folder for folder in folders if not is_generation(folder)]

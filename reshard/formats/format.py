@@ -17,7 +17,7 @@ from reshard.native.manifest import HF_INDEX, MANIFEST
 if TYPE_CHECKING:
     from planners.geometry.box import Shape
     from reshard.formats.canonical import Canonical, Hints
-    from reshard.storage.base import Storage
+    from reshard.storage.base import Listing, Storage
     from reshard.stored.contents import Contents
     from reshard.stored.source import Files
     from reshard.stored.streaming import FormatWriter, Target
@@ -68,12 +68,12 @@ class Writing:
 
 @dataclass(frozen=True)
 class Format:
-    """A format. Its reader, canonical names, and writer are imported when they are first needed."""
+    """A format, as its reader knows it. The table of formats says where its canonical names and its writer are."""
 
     name: str
     checksums: str
     """What they leave open: `EVERY_BLOCK`, `CRC_OF_RECORDS` or `NO_CHECKSUMS`."""
-    detect: Callable[[Storage, Mapping[str, int]], bool]
+    detect: Callable[[Storage, Listing], bool]
     """Whether the files (name to size in bytes) look like this format: cheap, mostly by names."""
     open: Callable[[Files], Contents]
     """What the files hold: names, shapes and where the bytes are, but no bytes of tensors. Raises
@@ -83,8 +83,6 @@ class Format:
     format that fits is taken. Of all others, two that fit are a mixture."""
     holds_dcp: bool = False
     """Whether it is made of a DCP checkpoint: any other composite format beside one is a mixture."""
-    normalizer: Callable[[], Normalizer] | None = None
-    """None where parts are tensors with names: then there is a way for all."""
     claim: Callable[[Contents], Contents | None] | None = None
     """What another format opened and is this one's, as this one knows it; None for all else."""
     beside: Callable[[Contents], Iterable[str]] | None = None
@@ -93,8 +91,6 @@ class Format:
     """Whether it records how many ranks saved, also if it was one."""
     names_ranks: bool = False
     """Whether only the name of a rank's file identifies what is beside model and optimizer."""
-    writing: Callable[[], Writing] | None = None
-    """None where it is read only."""
 
 
 def as_shape(values: Iterable[Any]) -> Shape:

@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from planners.geometry.box import Shape
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
 from reshard.formats.canonical import (
     Canonical,
+    Groups,
     Hints,
     NameMap,
     StoredOptimizer,
-    Value,
+    Tensors,
     find_scope,
     listed_in,
     name_ids,
@@ -32,6 +34,7 @@ from reshard.formats.canonical import (
 from reshard.formats.format import Format
 from reshard.formats.torch_save.pickles import TensorRef
 from reshard.formats.torch_save.reader import (
+    FilesOfRanks,
     TorchFile,
     contents_of,
     is_sharded_tensor,
@@ -42,14 +45,14 @@ from reshard.formats.torch_save.reader import (
     stored_tensor,
 )
 from reshard.state import KeyPath
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents, Facts
 from reshard.stored.source import Files
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import concat, cut, unflatten
 
-__all__ = ["FLAT", "FORMAT", "cut_flat", "numbered", "refuse_missing"]
+__all__ = ["FLAT", "FORMAT", "cut_flat", "normalize", "numbered", "refuse_missing"]
 
 
 # The inside of flat parameters: where each parameter is in one.
@@ -58,8 +61,6 @@ __all__ = ["FLAT", "FORMAT", "cut_flat", "numbered", "refuse_missing"]
 _ALIGNMENT_BYTES = 16
 """With use_orig_params, every parameter inside begins at a multiple of this."""
 FLAT = "_flat_param"
-_OfRanks = Mapping[int, Mapping[Any, Any]]
-"""The optimizer's states of each rank."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,12 @@ class FlatLayout:
 
     params: dict[str, tuple[int, Shape]]
 
-    def cut(self, flat: StoredTensor) -> dict[str, StoredTensor]:
+    def cut(self, flat: StoredTensor) -> Tensors:
         """The parameters as tensors of their own."""
         return {name: cut(flat, start, shape, name) for name, (start, shape) in self.params.items()}
 
 
-def cut_flat(name: str, flat: StoredTensor, flat_names: Sequence[str], hints: Hints) -> dict[str, StoredTensor]:
+def cut_flat(name: str, flat: StoredTensor, flat_names: Sequence[str], hints: Hints) -> Tensors:
     """The parameters inside a model's flat parameter without padding; `flat_names` are those of all
     flat parameters.
 
@@ -166,10 +167,10 @@ _FILE = re.compile(r"(?P<section>.*?\D)?(?P<rank>\d+)\.(?:pt|pth|bin)")
 class Fsdp1Facts(Facts):
     """The files of all ranks, by what they are called and their rank."""
 
-    sections: Mapping[str, Mapping[int, TorchFile]]
+    sections: Mapping[str, FilesOfRanks]
 
 
-def numbered(names: Mapping[str, int]) -> dict[str, dict[int, str]]:
+def numbered(names: Listing) -> dict[str, dict[int, str]]:
     """Files in the top folder by what they are called and their number.
 
     {} if there are others beside them, or two of one number.
@@ -185,7 +186,7 @@ def numbered(names: Mapping[str, int]) -> dict[str, dict[int, str]]:
     return out
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return True if all files are numbered by rank, and the first of one kind holds pieces."""
     sections = numbered(names)
     if not all(min(ranks) < 2 for ranks in sections.values()) or max(map(len, sections.values()), default=0) < 2:
@@ -207,7 +208,7 @@ def _holds_pieces(value: Any) -> bool:
     return bool(states) and all(len(ref.size) < 2 for ref in states) and any(len(ref.size) == 1 for ref in states)
 
 
-def _leaves(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
     if isinstance(value, dict) and len(path) < 8:
         for key, inner in value.items():
             yield from _leaves(inner, (*path, key))
@@ -252,26 +253,25 @@ _OPTIMIZERS = ("optim", "optimizer", "optim_state_dict", "optimizer_state_dict")
 
 @dataclass
 class _RankStates:
-    """What the files of all ranks hold, rank by rank."""
+    """What the files of all ranks hold, by rank."""
 
-    files: dict[int, TorchFile]
-    model: list[dict[str, Any]] = field(default_factory=list)
-    optim: list[dict[str, Any]] = field(default_factory=list)
+    files: FilesOfRanks
+    model: dict[int, dict[str, Any]] = field(default_factory=dict)
+    optim: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
-def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
+def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     """The state under canonical names.
 
     Raises:
         NormalizationError: shapes or names that a hint must give; the message says which.
         CorruptCheckpointError: the pieces of the ranks do not make up what the hint says.
     """
-    facts = contents.facts
-    assert isinstance(facts, Fsdp1Facts)
+    facts = contents.known(Fsdp1Facts)
     found = [_find(_first_copy(name, files, hints)) for name, files in facts.sections.items()]
     models = [one for one in found if one.model]
-    flat_names = [name for one in models for name in one.model[0] if name.endswith(FLAT)]
-    model: dict[str, StoredTensor] = {}
+    flat_names = [name for one in models for name in one.model[min(one.model)] if name.endswith(FLAT)]
+    model: Tensors = {}
     for one in models:
         model.update(_model(one, flat_names, hints))
     saved = [_optimizer(one, flat_names, hints, what) for one in found if one.optim]
@@ -285,11 +285,11 @@ def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     return result
 
 
-def _first_copy(section: str, files: Mapping[int, TorchFile], hints: Hints) -> dict[int, TorchFile]:
+def _first_copy(section: str, files: FilesOfRanks, hints: Hints) -> FilesOfRanks:
     """The files of the ranks that hold the first copy of the parameters: all, unless a hint says less."""
     ranks = hints.get("shard_ranks")
     if ranks is None:
-        return dict(files)
+        return files
     if type(ranks) is not int or ranks < 1 or len(files) % ranks:
         raise NormalizationError(
             f"the hint 'shard_ranks' must be a divisor of the {len(files)} ranks that saved {section!r}, got {ranks!r}"
@@ -297,30 +297,29 @@ def _first_copy(section: str, files: Mapping[int, TorchFile], hints: Hints) -> d
     return {rank: file for rank, file in files.items() if rank < ranks}
 
 
-def _find(files: dict[int, TorchFile]) -> _RankStates:
+def _find(files: FilesOfRanks) -> _RankStates:
     found = _RankStates(files)
-    for file in files.values():
+    for rank, file in files.items():
         value = file.entries
         model = next((value[key] for key in _MODELS if isinstance(value.get(key), dict)), None)
         optim = next((value[key] for key in _OPTIMIZERS if isinstance(value.get(key), dict)), None)
         if model is None and optim is None:
             model, optim = (None, value) if "state" in value and "param_groups" in value else (value, None)
-        found.model += [model] if model is not None else []
-        found.optim += [optim] if optim is not None else []
+        found.model |= {rank: model} if model is not None else {}
+        found.optim |= {rank: optim} if optim is not None else {}
     return found
 
 
-def _model(found: _RankStates, flat_names: Sequence[str], hints: Hints) -> dict[str, StoredTensor]:
+def _model(found: _RankStates, flat_names: Sequence[str], hints: Hints) -> Tensors:
     """Parameters and buffers of a local state dict."""
-    first, ranks = found.model[0], sorted(found.files)
-    pieces = [name for name, value in first.items() if isinstance(value, TensorRef)]
-    shapes = _shapes(hints)
+    rank = min(found.model)
+    first, shapes = found.model[rank], _shapes(hints)
     # with use_orig_params, each parameter is there as a piece, beside the flat tensor
     # that it is a view of
-    original = any(len(first[name].size) == 1 and name in shapes for name in pieces)
-    out: dict[str, StoredTensor] = {}
+    original = any(_is_piece(value) and name in shapes for name, value in first.items())
+    out: Tensors = {}
     for name, value in first.items():
-        values = {rank: found.model[i].get(name) for i, rank in enumerate(ranks)}
+        values = {of: held.get(name) for of, held in found.model.items()}
         if is_sharded_tensor(value):
             whole = join_sharded(name, values, found.files)
             if not name.endswith(FLAT):
@@ -333,11 +332,15 @@ def _model(found: _RankStates, flat_names: Sequence[str], hints: Hints) -> dict[
             isinstance(value, TensorRef) and name in shapes and (value.size != shapes[name] or _differs(value, values))
         ):
             out[name] = _pieces(name, shapes[name], values, found.files, hints)
-        elif len(value.size) == 1 and (not shapes or _differs(value, values)):
+        elif _is_piece(value) and (not shapes or _differs(value, values)):
             _ask_shapes(hints, name)
         else:
-            out[name] = stored_tensor(name, found.files[ranks[0]], value)
+            out[name] = stored_tensor(name, found.files[rank], value)
     return out
+
+
+def _is_piece(value: Any) -> bool:
+    return isinstance(value, TensorRef) and len(value.size) == 1
 
 
 def _differs(first: TensorRef, values: Mapping[int, Any]) -> bool:
@@ -364,9 +367,7 @@ def _ask_shapes(hints: Hints, name: str) -> None:
     )
 
 
-def _pieces(
-    name: str, shape: Shape, values: Mapping[int, Any], files: Mapping[int, TorchFile], hints: Hints
-) -> StoredTensor:
+def _pieces(name: str, shape: Shape, values: Mapping[int, Any], files: FilesOfRanks, hints: Hints) -> StoredTensor:
     """A tensor from the 1-D pieces of all ranks, in order."""
     parts = []
     for rank, ref in sorted(values.items()):
@@ -391,109 +392,95 @@ def _pieces(
 
 def _optimizer(found: _RankStates, flat_names: Sequence[str], hints: Hints, what: str) -> StoredOptimizer:
     """An optimizer under the names of parameters."""
-    files, ranks = found.files, sorted(found.files)
-    states = {rank: found.optim[i].get("state") or {} for i, rank in enumerate(ranks)}
-    groups = saved_groups(found.optim[0], files[ranks[0]])
-    keys = list(dict.fromkeys(key for of in states.values() for key in of))
-    listed = listed_in(groups)
+    first = min(found.optim)
+    groups = saved_groups(found.optim[first], found.files[first])
+    ranks = _RankOptimizers(found.files, {rank: of.get("state") or {} for rank, of in found.optim.items()})
+    keys = list(dict.fromkeys(key for of in ranks.states.values() for key in of))
     if any(not isinstance(key, int) for key in keys):
-        state = {str(key): _named(str(key), key, states, files) for key in keys}
-        return StoredOptimizer(state, groups)
-    flats = [_flat_of(i, key, states, flat_names, hints, listed) for i, key in enumerate(keys)]
-    if flats and all(layout is not None for layout in flats):
-        return _cut_flats(keys, [layout for layout in flats if layout is not None], states, files, groups)
-    return _by_pieces(keys, states, files, groups, hints, what)
+        saved = StoredOptimizer({str(key): {} for key in keys}, groups)
+        for key in keys:
+            ranks.add_to(saved, key, [str(key)])
+        return saved
+    listed = listed_in(groups)
+    flats = {key: _flat_of(i, key, ranks, flat_names, hints, listed) for i, key in enumerate(keys)}
+    layouts = {key: layout for key, layout in flats.items() if layout is not None}
+    if flats and layouts == flats:
+        return _cut_flats(ranks, layouts, groups)
+    return _by_pieces(ranks, keys, groups, hints, what)
 
 
-def _named(name: str, key: Any, states: _OfRanks, files: Mapping[int, TorchFile]) -> dict[str, Value]:
-    """States of one parameter that are ShardedTensors, or the same on every rank."""
-    out: dict[str, Value] = {}
-    for first, state, value, values in _states(key, states):
-        if is_sharded_tensor(value):
-            out[state] = join_sharded(f"{name}.{state}", values, files)
-        else:
-            out[state] = stored_or_plain(f"{name}.{state}", value, files[first], first)
-    return out
+@dataclass(frozen=True)
+class _RankOptimizers:
+    """What the ranks' files hold of one optimizer."""
 
+    files: FilesOfRanks
+    states: Mapping[int, Mapping[Any, Any]]
+    """Of each rank, by the name or id of a parameter."""
 
-def _states(key: Any, states: _OfRanks) -> Iterator[tuple[int, str, Any, dict[int, Any]]]:
-    """The states of one parameter: the first rank that has it, the state's name, its value there, and that of each
-    rank."""
-    first = next(rank for rank in sorted(states) if key in states[rank])
-    for state, value in states[first][key].items():
-        yield first, str(state), value, {rank: of.get(key, {}).get(state) for rank, of in states.items()}
+    def add_to(
+        self,
+        saved: StoredOptimizer,
+        key: Any,
+        names: Iterable[str],
+        join: Callable[[str, Mapping[int, Any]], Tensors] | None = None,
+    ) -> None:
+        """Add the states under a key to those of the parameters `names`. `join` makes parameters of 1-D pieces, which
+        it gets with the state's name. What is no piece and no ShardedTensor is the same on every rank."""
+        first = next(rank for rank in sorted(self.states) if key in self.states[rank])
+        for state, value in self.states[first][key].items():
+            values = {rank: of.get(key, {}).get(state) for rank, of in self.states.items()}
+            if is_sharded_tensor(value):
+                parts = {name: join_sharded(f"{name}.{state}", values, self.files) for name in names}
+            elif join is not None and _is_piece(value):
+                parts = join(str(state), values)
+            else:
+                parts = dict.fromkeys(names, stored_or_plain(state, value, self.files[first], first))
+            for name, part in parts.items():
+                saved.state.setdefault(name, {})[str(state)] = part
 
 
 def _flat_of(
     position: int,
     key: int,
-    states: _OfRanks,
+    ranks: _RankOptimizers,
     flat_names: Sequence[str],
     hints: Hints,
     listed: Sequence[Any],
 ) -> FlatLayout | None:
     """Return what is in the flat parameter of an id; None if ids are those of parameters."""
-    total = _length(key, states)
     name = None
     if not hints.mapping("flat_params"):
         # without use_orig_params the optimizer has as many parameters as the model has flat ones
         if not flat_names or len(listed) != len(flat_names) or "param_shapes" not in hints or "param_names" in hints:
             return None
         name = flat_names[listed.index(key) if key in listed else position]
-    return layout_of(name, key, total, 4, len(states), flat_names, hints)
-
-
-def _length(key: int, states: _OfRanks) -> int:
-    """Elements of the flat states of an id on all ranks."""
     total = 0
-    for of in states.values():
-        sizes = [v.size[0] for v in of.get(key, {}).values() if isinstance(v, TensorRef) and len(v.size) == 1]
-        total += max(sizes, default=0)
-    return total
+    for of in ranks.states.values():
+        total += max((value.size[0] for value in of.get(key, {}).values() if _is_piece(value)), default=0)
+    return layout_of(name, key, total, 4, len(ranks.states), flat_names, hints)
 
 
-def _cut_flats(
-    keys: Sequence[int],
-    layouts: Sequence[FlatLayout],
-    states: _OfRanks,
-    files: Mapping[int, TorchFile],
-    groups: Sequence[Mapping[str, Any]],
-) -> StoredOptimizer:
+def _cut_flats(ranks: _RankOptimizers, layouts: Mapping[int, FlatLayout], groups: Groups) -> StoredOptimizer:
     saved = StoredOptimizer()
-    inside: dict[int, list[str]] = {}
-    for key, layout in zip(keys, layouts):
-        inside[key] = list(layout.params)
-        for first, state, value, values in _states(key, states):
-            if isinstance(value, TensorRef) and len(value.size) == 1:
-                for name, part in layout.cut(_row(f"{key}.{state}", values, files)).items():
-                    saved.state.setdefault(name, {})[state] = part
-                continue
-            same = stored_or_plain(state, value, files[first])
-            for name in layout.params:
-                saved.state.setdefault(name, {})[state] = same
+    for key, layout in layouts.items():
+        ranks.add_to(saved, key, layout.params, partial(_cut_row, key, layout, ranks.files))
     for group in groups:
-        names = [name for key in group.get("params", ()) for name in inside.get(key, ())]
+        names = [name for key in group.get("params", ()) if key in layouts for name in layouts[key].params]
         saved.groups.append({**settings_of(group), "params": names})
     return saved
 
 
-def _row(name: str, values: Mapping[int, Any], files: Mapping[int, TorchFile]) -> StoredTensor:
+def _cut_row(key: int, layout: FlatLayout, files: FilesOfRanks, state: str, values: Mapping[int, Any]) -> Tensors:
+    name = f"{key}.{state}"
     parts = []
     for rank, ref in sorted(values.items()):
-        if not isinstance(ref, TensorRef) or len(ref.size) != 1:
+        if not _is_piece(ref):
             raise CorruptCheckpointError(f"{files[rank].source.label}: the state {name!r} should be a 1-D piece")
         parts.append(stored_tensor(name, files[rank], ref, rank))
-    return concat(parts, 0, name)
+    return layout.cut(concat(parts, 0, name))
 
 
-def _by_pieces(
-    keys: Sequence[int],
-    states: _OfRanks,
-    files: Mapping[int, TorchFile],
-    groups: Sequence[Mapping[str, Any]],
-    hints: Hints,
-    what: str,
-) -> StoredOptimizer:
+def _by_pieces(ranks: _RankOptimizers, keys: Sequence[int], groups: Groups, hints: Hints, what: str) -> StoredOptimizer:
     """States of parameters themselves, one 1-D piece a rank, by integer id."""
     by_id = {str(key): {"": key} for key in keys}
     if "param_names" not in hints and "flat_params" not in hints and not any("param_names" in g for g in groups):
@@ -503,18 +490,17 @@ def _by_pieces(
             "parameters (use_orig_params=False), give instead the hint 'flat_params': {0: [(name, shape), ...], ...}",
             '["embed.weight", ...], "param_shapes": {name: shape}',
         )
-    named = name_ids(StoredOptimizer(by_id, [dict(g) for g in groups]), hints, None, what)
+    named = name_ids(StoredOptimizer(by_id, groups), hints, None, what)
     shapes = _shapes(hints)
     saved = StoredOptimizer(groups=named.groups)
+
+    def joined(name: str, state: str, values: Mapping[int, Any]) -> Tensors:
+        if name not in shapes:
+            _ask_shapes(hints, name)
+        return {name: _pieces(f"{name}.{state}", shapes[name], values, ranks.files, hints)}
+
     for name, holder in named.state.items():
-        for first, state, value, values in _states(holder[""], states):
-            its = saved.state.setdefault(name, {})
-            if isinstance(value, TensorRef) and len(value.size) == 1:
-                if name not in shapes:
-                    _ask_shapes(hints, name)
-                its[state] = _pieces(f"{name}.{state}", shapes[name], values, files, hints)
-            else:
-                its[state] = stored_or_plain(state, value, files[first])
+        ranks.add_to(saved, holder[""], [name], partial(joined, name))
     return saved
 
 
@@ -524,6 +510,5 @@ FORMAT = Format(
     detect=detect,
     open=open,
     is_composite=True,
-    normalizer=lambda: _normalize,
     beside=lambda contents: (),
 )

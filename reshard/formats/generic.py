@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 
-from planners.geometry.box import Box
 from reshard.errors import CorruptCheckpointError, NormalizationError
 from reshard.formats.canonical import (
     Canonical,
@@ -23,7 +22,7 @@ from reshard.formats.safetensors import HuggingFaceFacts
 from reshard.formats.sections import Sections, StoredLeaf, find_sections
 from reshard.stored.contents import Contents
 from reshard.stored.tensor import StoredTensor
-from reshard.stored.views import assemble, concat, narrow, stack
+from reshard.stored.views import concat, narrow, stack
 
 __all__ = ["normalize_generic"]
 
@@ -178,13 +177,8 @@ def _split_fused(result: Canonical, hints: Hints) -> None:
 def _rows(fused: StoredTensor, per_head: dict[str, int], kv: int, part: str) -> StoredTensor:
     before = {"wq": 0, "wk": per_head["wq"], "wv": per_head["wq"] + per_head["wk"]}[part]
     step, size = sum(per_head.values()), per_head[part]
-    rest = fused.spec.shape[1:]
-    pieces = []
-    for head in range(kv):
-        start = head * step + before
-        at = Box((head * size, *(0,) * len(rest)), (size, *rest))
-        pieces.append((at, narrow(fused, 0, start, start + size)))
-    return assemble(fused.fqn, (kv * size, *rest), pieces)
+    starts = [head * step + before for head in range(kv)]
+    return concat([narrow(fused, 0, start, start + size) for start in starts], 0, fused.fqn)
 
 
 # Hugging Face files: on disk each expert has its own matrices, in memory they are stacked, gate and

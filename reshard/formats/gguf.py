@@ -20,9 +20,10 @@ from planners.geometry.layout import TensorSpec, itemsize
 from planners.units import format_some
 from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.format import Format, at_top
-from reshard.storage.base import Storage
+from reshard.state import KeyPath
+from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import NO_CHECKSUMS
-from reshard.stored.contents import Contents, Facts, LazyMapping
+from reshard.stored.contents import Contents, Facts, LazyMapping, Makers
 from reshard.stored.source import Files, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 
@@ -237,6 +238,7 @@ class DequantizedSource(Source):
         """`start` is where its blocks begin in `source`; the block must have `values`."""
         self.source, self.start, self.block, self.label = source, start, block, label
         self._numel = numel
+        self._key = source, start, numel, block.name
 
     @property
     def nbytes(self) -> int:
@@ -263,15 +265,6 @@ class DequantizedSource(Source):
             values: Any = np.ascontiguousarray(self.block.values(blocks), np.dtype("<f4"))
         found = memoryview(values.reshape(-1).view(np.uint8))
         return found[start - first * bytes_of_block : stop - first * bytes_of_block]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DequantizedSource) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> tuple[Source, int, int, str]:
-        return self.source, self.start, self._numel, self.block.name
 
 
 # The header of a GGUF file: what is known of the model, and where each tensor is.
@@ -312,7 +305,7 @@ class GgufHeader:
     the model."""
 
     source: Source
-    values: Mapping[str, Callable[[], Any]]
+    values: Makers
     entries: Mapping[str, GgufTensor]
 
     def number(self, key: str) -> int | None:
@@ -393,7 +386,7 @@ def read_header(source: Source) -> GgufHeader:
         why = "written on a big-endian machine" if big else f"of version {version}; known are 2 and 3"
         raise FormatError(f"{source.label}: a GGUF file {why}, which is not supported")
     count, values_count = cursor.u64(), cursor.u64()
-    values: dict[str, Callable[[], Any]] = {}
+    values: Makers = {}
     for _ in range(values_count):
         key = cursor.name()
         if key in values:
@@ -533,7 +526,7 @@ class GgufFacts(Facts):
     """ggml's type of each tensor, such as "Q4_K"."""
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return True if the top folder holds GGUF files."""
     return bool(at_top(names, ".gguf"))
 
@@ -607,13 +600,11 @@ def _check_split(headers: Mapping[str, GgufHeader]) -> None:
         )
 
 
-def _objects(
-    url: str, header: GgufHeader, types: Mapping[str, str]
-) -> tuple[dict[str, Callable[[], Any]], dict[str, tuple[Any, ...]]]:
+def _objects(url: str, header: GgufHeader, types: Mapping[str, str]) -> tuple[Makers, dict[str, KeyPath]]:
     """Return what the first file knows of the model, and the types of quantized tensors, under
     names of their own."""
     objects = {f"{_METADATA}.{key}": value for key, value in header.values.items()}
-    paths: dict[str, tuple[Any, ...]] = {f"{_METADATA}.{key}": (_METADATA, key) for key in header.values}
+    paths: dict[str, KeyPath] = {f"{_METADATA}.{key}": (_METADATA, key) for key in header.values}
     quantized = {key: of for key, of in types.items() if of in _BLOCKS}
     if quantized:
         objects["quantized"] = lambda: quantized

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.format import Format
-from reshard.formats.torch_save.reader import contents_of, read_torch_file
-from reshard.storage.base import Storage
+from reshard.formats.torch_save.reader import open_file
+from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents, has_dcp, merge
 from reshard.stored.source import Files
@@ -18,7 +16,7 @@ __all__ = ["FORMAT", "detect", "open"]
 _NAME = "lightning"
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return True if the top folder is a DCP checkpoint with a `meta.pt`."""
     return "meta.pt" in names and has_dcp(names)
 
@@ -26,7 +24,7 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
 def open(files: Files) -> Contents:
     """Both parts as one checkpoint. Raises CorruptCheckpointError, also if the save did not end."""
     sharded = dcp.open(files)
-    rest = contents_of(_NAME, {(): read_torch_file(files["meta.pt"])})
+    rest = open_file(_NAME, files["meta.pt"])
     return merge(_NAME, [("", sharded), ("", rest)])
 
 

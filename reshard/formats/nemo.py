@@ -10,7 +10,6 @@ An archive is an uncompressed tar, which is read in place.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -19,8 +18,8 @@ from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.dcp import reader as dcp
 from reshard.formats.format import Format, at_top
 from reshard.formats.megatron import files as megatron
-from reshard.formats.torch_save.reader import contents_of, read_torch_file
-from reshard.storage.base import Storage
+from reshard.formats.torch_save.reader import open_file
+from reshard.storage.base import Listing, Storage
 from reshard.storage.tar import TarStorage
 from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents, LazyMapping
@@ -36,12 +35,12 @@ _WEIGHTS = re.compile(r"(?:(?:mp|tp)_rank_\d+(?:_pp_rank_\d+)?/)?model_weights\.
 _MAX_CONFIG_BYTES = 1 << 24
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return whether there are archives at the top, or what one holds."""
     return bool(at_top(names, ".nemo")) or _folder(names) is not None
 
 
-def _folder(names: Mapping[str, int]) -> str | None:
+def _folder(names: Listing) -> str | None:
     """The folder of the weights, where they are a checkpoint of Megatron-core."""
     if _CONFIG in names and any(n.startswith("model_weights/") for n in names):
         return "model_weights/"
@@ -83,7 +82,7 @@ def _open(files: Files) -> Contents:
                 f"{weights[0]}, and no file says how they are sharded: let NeMo save it again as one, or as "
                 "a distributed checkpoint"
             )
-        contents = contents_of(_NAME, {(): read_torch_file(files[weights[0]])})
+        contents = open_file(_NAME, files[weights[0]])
         opened.add(weights[0])
     elif {f"{folder}metadata.json", f"{folder}common.pt"} & set(names):
         contents = megatron.open_folder(files, folder)
@@ -92,7 +91,7 @@ def _open(files: Files) -> Contents:
     return _with_config(storage, names, contents, sorted(set(names) - opened))
 
 
-def _with_config(storage: Storage, names: Mapping[str, int], contents: Contents, others: list[str]) -> Contents:
+def _with_config(storage: Storage, names: Listing, contents: Contents, others: list[str]) -> Contents:
     """The contents, with the text of the settings among the objects, and what was not opened among
     the warnings."""
     warnings = (f"not opened: {format_some(others)}",) if others else ()

@@ -13,11 +13,11 @@ from typing import Any
 
 from planners.errors import PlanError
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError, ReshardError, format_names
-from reshard.formats.canonical import Canonical, Hints
-from reshard.formats.format import Format
+from reshard.formats.canonical import Canonical, Hints, Tensors
+from reshard.formats.format import Normalizer
 from reshard.formats.generic import normalize_generic
 from reshard.formats.sections import find_sections, walk, with_empty
-from reshard.formats.table import find_format, formats
+from reshard.formats.table import find_format, find_normalizer, formats
 from reshard.live.plain_data import encode_plain
 from reshard.state import KeyPath
 from reshard.stored.contents import Contents, unknown_class
@@ -50,30 +50,30 @@ def normalize(
             f"{what} has no tensors, and an object of {kind}, which only code can rebuild, and no code from a "
             "checkpoint runs. Load it with its own program, and save its state_dict()"
         )
-    own = find_format(contents.format)
+    own = find_normalizer(contents.format)
     try:
-        if own is None or own.normalizer is None:
+        if own is None:
             own, contents = _claimed(contents)
-        normalizer = normalize_generic if own is None or own.normalizer is None else own.normalizer()
-        return _tie(normalizer(contents, given, what), given).rename()
+        return _tie((own or normalize_generic)(contents, given, what), given).rename()
     except (ReshardError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, ReshardError) and not isinstance(error, PlanError):
             raise
         # a value of another type than its format has at this place
         why = f"{', or a hint is not what it should be' if hints else ''}: {type(error).__name__}: {error}"
-        if own is None or own.normalizer is None:  # which keeps any state, however it is nested
+        if own is None:  # which keeps any state, however it is nested
             raise NormalizationError(f"{what}: its model or optimizer is nested in no known way{why}") from error
         raise CorruptCheckpointError(
             f"{what}: what is in its files is not what {contents.format} writes{why}"
         ) from error
 
 
-def _claimed(contents: Contents) -> tuple[Format | None, Contents]:
-    """The format whose contents these are, though another one opened them, and what that makes of them."""
+def _claimed(contents: Contents) -> tuple[Normalizer | None, Contents]:
+    """The normalizer of the format whose contents these are, though another one opened them, and what that makes of
+    them."""
     for format in formats():
         claimed = format.claim(contents) if format.claim is not None else None
         if claimed is not None:
-            return format, claimed
+            return find_normalizer(format.name), claimed
     return None, contents
 
 
@@ -102,13 +102,13 @@ def canonical_contents(contents: Contents, hints: Mapping[str, Any] | None, url:
             f"{url} has no model: of its names, {names}, none is that of a parameter. Pass the checkpoint that has the "
             "model, or leave out model_only=True"
         )
-    tensors: dict[str, StoredTensor] = {}
+    tensors: Tensors = {}
     objects: dict[str, Any] = {}
-    paths: dict[str, tuple[Any, ...]] = {}
+    paths: dict[str, KeyPath] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}
 
-    def add(path: tuple[Any, ...], value: Any) -> None:
+    def add(path: KeyPath, value: Any) -> None:
         key = ".".join(map(str, path))
         paths[key] = path
         if isinstance(value, StoredTensor):

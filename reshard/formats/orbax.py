@@ -22,14 +22,14 @@ from reshard.errors import CorruptCheckpointError, FormatError, framework
 from reshard.formats.canonical import Canonical, Hints
 from reshard.formats.format import Format
 from reshard.state import KeyPath, key_of
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
 from reshard.storage.local import LocalStorage
 from reshard.stored.checksums import NO_CHECKSUMS
 from reshard.stored.contents import Contents, ContentsBuilder, merge
 from reshard.stored.source import DecodedSource, Files
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 
-__all__ = ["FORMAT", "detect", "open"]
+__all__ = ["FORMAT", "normalize"]
 
 
 _NAME = "orbax"
@@ -41,12 +41,12 @@ _SEQUENCE_KEY = 1
 _JSON_ITEM = re.compile(r"([^/]+)/(?:metadata|metrics)")
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return True if there is a tree at the top, or in items of a step that Orbax's manager wrote."""
     return bool(_folders(names))
 
 
-def _folders(names: Mapping[str, int]) -> list[str]:
+def _folders(names: Listing) -> list[str]:
     """The folders that have a tree, "" or ending in "/"."""
     if _TREE in names:
         return [""]
@@ -242,7 +242,7 @@ _OPTAX = {"mu": "exp_avg", "nu": "exp_avg_sq", "trace": "momentum_buffer"}
 _OPTIMIZER = ("opt_state", "opt", "optimizer", "optim")
 
 
-def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
+def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     """Orbax: a tree of full JAX arrays. The model has the dotted names of the tree under `params`;
     optimizers of optax mirror its tree, so states are the arrays whose path ends in a parameter's
     path. Moments have torch's names.
@@ -295,6 +295,5 @@ FORMAT = Format(
     detect=detect,
     open=open,
     is_composite=True,
-    normalizer=lambda: _normalize,
     beside=_beside,
 )

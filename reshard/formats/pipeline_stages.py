@@ -18,9 +18,11 @@ from reshard.formats.canonical import (
     Hints,
     NameMap,
     StoredOptimizer,
+    Tensors,
     check_names,
     find_scope,
     name_ids,
+    params_beside,
     read_optimizer,
     settings_of,
     take_optimizer,
@@ -28,16 +30,16 @@ from reshard.formats.canonical import (
 from reshard.formats.format import Format
 from reshard.formats.fsdp1 import numbered, refuse_missing
 from reshard.formats.sections import find_sections, is_beside
-from reshard.formats.torch_save.reader import contents_of, read_torch_file
+from reshard.formats.torch_save.reader import open_file
 from reshard.state import KeyPath
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents, Facts, merge
 from reshard.stored.source import Files
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import copies
 
-__all__ = ["FORMAT", "is_later_stage"]
+__all__ = ["FORMAT", "is_later_stage", "normalize"]
 
 
 _FILE = re.compile(r"(.*[\W\d_])?(stage|pp|pp_?rank|pipe(line)?_?(rank)?)", re.IGNORECASE)
@@ -50,7 +52,7 @@ class StageFacts(Facts):
     stages: Mapping[int, Contents]
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return True if all files of the top folder are those of stages."""
     sections = numbered(names)
     if len(sections) != 1:
@@ -59,7 +61,7 @@ def detect(storage: Storage, names: Mapping[str, int]) -> bool:
     return bool(_FILE.fullmatch(section)) and min(ranks) < 2 <= len(ranks)
 
 
-def is_later_stage(names: Mapping[str, int]) -> bool:
+def is_later_stage(names: Listing) -> bool:
     """Return True for a single file that is called as a stage after the first is."""
     return any(_FILE.fullmatch(section) and 0 not in at for section, at in numbered(names).items())
 
@@ -69,9 +71,7 @@ def open(files: Files) -> Contents:
     (found,) = numbered(files.listed).values()
     files.checking.leave_number_open()
     refuse_missing(files, "stage", found, max(found) + 1)
-    stages = {
-        stage: contents_of("pipeline_stages", {(): read_torch_file(files[found[stage]])}) for stage in sorted(found)
-    }
+    stages = {stage: open_file("pipeline_stages", files[found[stage]]) for stage in sorted(found)}
     parts = [(found[stage].rpartition(".")[0], contents) for stage, contents in stages.items()]
     return merge("pipeline_stages", parts, StageFacts(stages))
 
@@ -119,7 +119,7 @@ def _stages_by_key(contents: Contents) -> dict[int, Contents] | None:
 @dataclass
 class _SavedStage:
     number: int
-    model: dict[str, StoredTensor]
+    model: Tensors
     optimizers: list[StoredOptimizer]
 
     def layers(self) -> dict[str, set[int]]:
@@ -130,13 +130,12 @@ class _SavedStage:
         return found
 
 
-def _normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
+def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     """The state of the whole model.
 
     Raises NormalizationError if ids have no names, and CorruptCheckpointError if stages contradict each other.
     """
-    facts = contents.facts
-    assert isinstance(facts, StageFacts)
+    facts = contents.known(StageFacts)
     stages = [_read(number, one, hints) for number, one in facts.stages.items()]
     offsets = _offsets(stages, hints)
     result, held = Canonical(), dict[str, list[StoredTensor]]()
@@ -238,13 +237,8 @@ def _take(
     for fqn, states in one.state.items():
         for key, value in states.items():
             result.add_state(fqn, key, value)
-    for group in one.groups:
-        # the stages have the same groups, each with its own parameters
-        same = [known for known in result.groups if settings_of(known) == settings_of(group)]
-        if same and "params" in group:
-            same[0]["params"] = [*same[0].get("params", ()), *group["params"]]
-        elif not same:
-            result.groups.append(group)
+    for group in one.groups:  # the stages have the same ones, each with its own parameters
+        params_beside(result.groups, settings_of(group)).extend(group.get("params", ()))
 
 
 def _claim(contents: Contents) -> Contents | None:
@@ -258,7 +252,6 @@ FORMAT = Format(
     detect=detect,
     open=open,
     is_composite=True,
-    normalizer=lambda: _normalize,
     claim=_claim,
     beside=lambda contents: (),
 )

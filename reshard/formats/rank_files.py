@@ -22,6 +22,7 @@ from reshard.errors import CorruptCheckpointError, FormatError, LayoutError
 from reshard.formats.format import Format
 from reshard.formats.torch_save.pickles import Shardlet, TensorRef, is_dtensor, read_dtensor
 from reshard.formats.torch_save.reader import (
+    FilesOfRanks,
     TorchFile,
     flat_leaves,
     is_sharded_tensor,
@@ -32,7 +33,7 @@ from reshard.formats.torch_save.reader import (
 )
 from reshard.live.tensors import candidate_layouts, explain_ambiguity, matching_shards
 from reshard.state import KeyPath, key_of
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents, ContentsBuilder
 from reshard.stored.source import Files, Source
@@ -58,14 +59,12 @@ class Section:
     """Two files of one rank, if there are any."""
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return True if files in the top folder are numbered by rank."""
     return bool(sections_of(names))
 
 
-def sections_of(
-    names: Mapping[str, int], patterns: Sequence[re.Pattern[str]] = (_VERL, _ACCELERATE)
-) -> dict[str, Section]:
+def sections_of(names: Listing, patterns: Sequence[re.Pattern[str]] = (_VERL, _ACCELERATE)) -> dict[str, Section]:
     """The files of the top folder that are numbered by rank, by what stands before the number."""
     sections: dict[str, Section] = {}
     for file in names:
@@ -150,7 +149,7 @@ def holds_parts(source: Source) -> bool:
     return any(is_dtensor(leaf) or is_sharded_tensor(leaf) for leaf in leaves)
 
 
-def _expected_ranks(files: Mapping[int, TorchFile]) -> list[int]:
+def _expected_ranks(files: FilesOfRanks) -> list[int]:
     """The ranks that must have saved, by the first DTensor or ShardedTensor: that of the highest is
     else not missed."""
     rank, file = min(files.items())
@@ -163,7 +162,7 @@ def _expected_ranks(files: Mapping[int, TorchFile]) -> list[int]:
     return []
 
 
-def _add_section(out: ContentsBuilder, prefix: KeyPath, files: Mapping[int, TorchFile]) -> None:
+def _add_section(out: ContentsBuilder, prefix: KeyPath, files: FilesOfRanks) -> None:
     """One section: what all ranks hold under each path, put together."""
     held: dict[KeyPath, dict[int, Any]] = {}
     for rank, file in files.items():
@@ -189,7 +188,7 @@ def _add_section(out: ContentsBuilder, prefix: KeyPath, files: Mapping[int, Torc
                 _add_leaf(out, (*path, f"rank_{rank}"), rank, leaf, files)
 
 
-def _add_leaf(out: ContentsBuilder, path: KeyPath, rank: int, leaf: Any, files: Mapping[int, TorchFile]) -> None:
+def _add_leaf(out: ContentsBuilder, path: KeyPath, rank: int, leaf: Any, files: FilesOfRanks) -> None:
     key = out.claim(path)
     if isinstance(leaf, TensorRef):
         out.add_tensor(key, partial(stored_tensor, key, files[rank], leaf, rank))
@@ -197,7 +196,7 @@ def _add_leaf(out: ContentsBuilder, path: KeyPath, rank: int, leaf: Any, files: 
         out.add_object(key, partial(files[rank].plain, leaf))
 
 
-def _replicas(leaves: Mapping[int, Any], files: Mapping[int, TorchFile]) -> bool:
+def _replicas(leaves: Mapping[int, Any], files: FilesOfRanks) -> bool:
     """Return True if all ranks hold the same value."""
     ranks = sorted(leaves)
     first = leaves[ranks[0]]
@@ -229,7 +228,7 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
-def _dtensor(key: str, leaves: Mapping[int, Any], files: Mapping[int, TorchFile]) -> StoredTensor:
+def _dtensor(key: str, leaves: Mapping[int, Any], files: FilesOfRanks) -> StoredTensor:
     """A tensor from its parts in the files of all ranks; of replicas, the one of the lowest rank is taken."""
     parts = {
         rank: read_dtensor(key, record, rank, files[rank].read, files[rank].source.label)

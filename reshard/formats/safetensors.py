@@ -18,7 +18,7 @@ from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.format import Format, Writing, at_top, check_index, indexes_in, not_opened, read_index
 from reshard.native.manifest import HF_INDEX, is_generation
 from reshard.state import empty_sequences
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import NO_CHECKSUMS, Checking
 from reshard.stored.contents import Contents, Facts
 from reshard.stored.safetensors_header import SAFETENSORS_CODES, Header, encode_header, read_header
@@ -35,7 +35,7 @@ from reshard.stored.streaming import (
 )
 from reshard.stored.tensor import StoredChunk, StoredTensor
 
-__all__ = ["FORMAT", "HuggingFaceFacts", "SafetensorsWriter", "detect", "open", "open_files", "tied_names"]
+__all__ = ["FORMAT", "WRITING", "HuggingFaceFacts", "SafetensorsWriter", "detect", "open", "open_files", "tied_names"]
 
 
 # The index says which file holds which tensor, and is not believed: the files' headers must agree.
@@ -57,7 +57,7 @@ class HuggingFaceFacts(Facts):
     """The model's config.json, {} if there is none."""
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return True if the top folder holds safetensors files or an index of some."""
     return bool(at_top(names, ".safetensors") or indexes_in(names, _INDEX))
 
@@ -73,17 +73,17 @@ def open(files: Files) -> Contents:
     if (indexed := read_index(files, _INDEX)) is not None:
         return _open_indexed(*indexed)
     found = at_top(names, ".safetensors")
-    part = len(names) == 1 and bool(_NUMBERED.fullmatch(found[0]))
-    if part and len(storage.list()) > 1:  # opened by the path of one of several files: that one is meant
-        warning = f"{found[0]} is one of several files, and the others were not opened"
-        return replace(open_files(files, found), warnings=(warning,))
-    if len(names) == 1 and is_generation(storage.url.rstrip("/")):
-        warning = f"{found[0]} is one rank's part of {storage.url.rpartition('/data-')[0]}: open that for the rest"
-        return replace(open_files(files, found), warnings=(warning,))
-    _check_numbers(storage.url, found, files.checking.refuse)
+    warnings: tuple[str, ...] = ()
+    if len(names) == 1 and _NUMBERED.fullmatch(found[0]) and len(storage.list()) > 1:
+        warnings = (f"{found[0]} is one of several files, and the others were not opened",)  # it is meant by its path
+    elif len(names) == 1 and is_generation(storage.url.rstrip("/")):
+        above = storage.url.rpartition("/data-")[0]
+        warnings = (f"{found[0]} is one rank's part of {above}: open that for the rest",)
+    else:
+        _check_numbers(storage.url, found, files.checking.refuse)
     opened = open_files(files, found)
-    warnings = (*opened.warnings, *_shards_not_there(found), *not_opened(files, found))
-    return replace(opened, warnings=warnings)
+    more = (*opened.warnings, *_shards_not_there(found), *not_opened(files, found))
+    return replace(opened, warnings=warnings or more)
 
 
 def _shards_not_there(files: list[str]) -> tuple[str, ...]:
@@ -91,8 +91,8 @@ def _shards_not_there(files: list[str]) -> tuple[str, ...]:
     file is missing."""
     shards = [match for file in files if (match := _SHARD.fullmatch(file))]
     have = {(int(m[1]), int(m[3])) for m in shards}
-    writers, parts = sorted({r for r, _ in have}), sorted({p for _, p in have})
-    gone = [(r, p) for r in writers for p in parts if (r, p) not in have]
+    writers, parts = {rank for rank, _ in have}, {part for _, part in have}
+    gone = sorted({(rank, part) for rank in writers for part in parts} - have)
     if not gone:
         return ()
     rank, part = gone[0]
@@ -121,8 +121,8 @@ def _check_numbers(url: str, files: list[str], refuse: Callable[[CorruptCheckpoi
         have = {(int(m[1]), int(m[3])) for m in shards if m}
         ranks, parts = max(r for r, _ in have), max(int(m[4]) for m in shards if m)
         # a rank that had nothing for a part wrote no file for it, but no rank wrote nothing at all
-        gone = [r for r in range(1, ranks + 1) if not any(have_r == r for have_r, _ in have)]
-        lost = [p for p in range(1, parts + 1) if not any(have_p == p for _, have_p in have)]
+        gone = sorted({*range(1, ranks + 1)} - {rank for rank, _ in have})
+        lost = sorted({*range(1, parts + 1)} - {part for _, part in have})
         if gone or lost:
             what = f"of writer {gone[0]}" if gone else f"of part {lost[0]} of {parts}"
             refuse(CorruptCheckpointError(f"{url}: all shards {what} are missing"))
@@ -195,7 +195,8 @@ def _tensor(key: str, parts: list[tuple[str, Header, Shape]]) -> StoredTensor:
             f"{', '.join(file for file, _, _ in parts)}"
         )
     boxes = [Box(offset, header.entries[key].window.sizes) for _, header, offset in parts]
-    if len({box for box in boxes if not box.is_empty}) < sum(not box.is_empty for box in boxes):
+    full = [box for box in boxes if not box.is_empty]
+    if len({*full}) < len(full):
         raise CorruptCheckpointError(
             f"tensor {key!r} is stored twice, in {' and '.join(file for file, _, _ in parts)}; the checkpoint "
             "does not say which one is right"
@@ -210,7 +211,7 @@ def _owner(file: str) -> int | str:
     return int(match[1]) - 1 if match else file
 
 
-def _config(storage: Storage, names: Mapping[str, int]) -> dict[str, Any]:
+def _config(storage: Storage, names: Listing) -> dict[str, Any]:
     """The model's config.json, {} if there is none that can be read: it is not needed to read tensors."""
     if "config.json" not in names:
         return {}
@@ -272,14 +273,12 @@ def _is_tied(config: Mapping[str, Any]) -> bool:
 def _shared(known: set[str]) -> dict[str, str]:
     """Embeddings of an encoder and a decoder that are one."""
     out = {}
-    for key in known:
-        match = _SHARED.fullmatch(key)
-        for part in ("encoder.", "decoder.") if match else ():
-            assert match is not None
+    for match in filter(None, map(_SHARED.fullmatch, known)):
+        for part in ("encoder.", "decoder."):
             side = f"{match[1] or ''}{part}"
             name = f"{side}embed_tokens.weight"
             if name not in known and any(other.startswith(side) for other in known):
-                out[name] = key
+                out[name] = match[0]
     return out
 
 
@@ -287,13 +286,12 @@ def _heads_with_bias(known: set[str]) -> dict[str, str]:
     """An output layer that predicts masked words, and has a bias of its own."""
     words = [key for key in known if key.endswith(_WORDS)]
     out = {}
-    for key in known:
-        match = _HEADS_WITH_BIAS.fullmatch(key)
-        head = f"{match[1]}.decoder" if match else ""
-        if match and len(words) == 1 and not known & {f"{head}.weight", f"{match[1]}.weight"}:
+    for match in filter(None, map(_HEADS_WITH_BIAS.fullmatch, known)):
+        head = f"{match[1]}.decoder"
+        if len(words) == 1 and not known & {f"{head}.weight", f"{match[1]}.weight"}:
             out[f"{head}.weight"] = words[0]
             if f"{head}.bias" not in known:
-                out[f"{head}.bias"] = key
+                out[f"{head}.bias"] = match[0]
     return out
 
 
@@ -363,18 +361,18 @@ class SafetensorsWriter(FormatWriter):
             }
             out.publish(_INDEX_NAME, msgspec.json.format(msgspec.json.encode(index), indent=2))
 
-    def occupied(self, names: Mapping[str, int]) -> str | None:
+    def occupied(self, names: Listing) -> str | None:
         """An index or a file of tensors."""
         return next(iter(at_top(names, _SUFFIXES)), None)
 
-    def ambiguous(self, storage: Storage, names: Mapping[str, int]) -> str | None:
+    def ambiguous(self, storage: Storage, names: Listing) -> str | None:
         """Another index, or another file of tensors where there will be no index."""
         old = _replaced(storage, names)
         others = at_top(names, _SUFFIXES if len(self.files) == 1 else _INDEX)
         return next((name for name in others if name not in old), None)
 
 
-def _replaced(storage: Storage, names: Mapping[str, int]) -> list[str]:
+def _replaced(storage: Storage, names: Listing) -> list[str]:
     """The files of the old checkpoint, its index last: those with names of ours, and those that its index names, or
     all if they open without one. Others stay."""
     tensors, indexes = at_top(names, ".safetensors"), at_top(names, _INDEX)
@@ -389,14 +387,11 @@ def _replaced(storage: Storage, names: Mapping[str, int]) -> list[str]:
     return [name for name in (*tensors, *indexes) if name in named or _OURS.fullmatch(name)]
 
 
-def _writing() -> Writing:
-    return Writing(SafetensorsWriter, own=("*.safetensors", HF_INDEX), marks=(_SINGLE,), is_split=True)
-
+WRITING = Writing(SafetensorsWriter, own=("*.safetensors", HF_INDEX), marks=(_SINGLE,), is_split=True)
 
 FORMAT = Format(
     "safetensors",
     checksums=NO_CHECKSUMS,
     detect=detect,
     open=open,
-    writing=_writing,
 )

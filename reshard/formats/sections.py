@@ -18,7 +18,7 @@ from typing import Any
 from reshard.errors import NormalizationError
 from reshard.live.optimizer_state import is_flat, is_nested
 from reshard.live.tree import unflatten
-from reshard.state import IntKey, empty_sequences, key_of, plain_key
+from reshard.state import IntKey, KeyPath, empty_sequences, key_of, plain_key
 from reshard.stored.contents import Contents
 
 __all__ = [
@@ -89,7 +89,7 @@ def _insert(root: Tree, path: list[Any], leaf: StoredLeaf) -> bool:
     return True
 
 
-def walk(tree: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], StoredLeaf]]:
+def walk(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, StoredLeaf]]:
     """Yield every leaf with its path."""
     if isinstance(tree, StoredLeaf):
         yield path, tree

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from reshard.errors import FormatError, did_you_mean, option_error
 
 if TYPE_CHECKING:
-    from reshard.formats.format import Format, Writing
+    from reshard.formats.format import Format, Normalizer, Writing
 
 __all__ = [
-    "ALSO_CALLED", "FORMATS", "NOT_SHARDED", "WRITTEN", "FormatName", "FormatRow", "find_format", "formats",
-    "writing_of",
+    "ALSO_CALLED", "FORMATS", "NOT_SHARDED", "WRITTEN", "FormatName", "FormatRow", "find_format", "find_normalizer",
+    "formats", "writing_of",
 ]  # fmt: skip
 
 
@@ -30,30 +30,40 @@ class FormatRow(NamedTuple):
     """Files at the top which say that the folders below, of any names, are its own."""
     written: str = ""
     """What it is called where it can be written."""
+    writer: str = ""
+    """Where its `WRITING` is, then."""
+    normalizer: str = ""
+    """Where the function `normalize` is that gives its parts canonical names. None is needed where parts are tensors
+    with names: there is a way for all of these."""
     held_as: str = "FORMAT"
     """What the module calls it."""
 
 
 FORMATS = (
-    FormatRow("native", "reshard.formats.native", ("manifest.json",), written="native"),
-    FormatRow("megatron", "reshard.formats.megatron.format", ("metadata.json",), ("latest_checkpointed_iteration.txt",),
-        written="megatron (torch_dist)"),
-    FormatRow("megatron_legacy", "reshard.formats.megatron.format", held_as="LEGACY"),
-    FormatRow("deepspeed", "reshard.formats.deepspeed.format", (), ("latest",), written="deepspeed (universal)"),
+    FormatRow("native", "reshard.formats.native", ("manifest.json",), (),
+        "native", "reshard.formats.native_writing"),
+    FormatRow("megatron", "reshard.formats.megatron.files", ("metadata.json",), ("latest_checkpointed_iteration.txt",),
+        "megatron (torch_dist)", "reshard.formats.megatron.writer", "reshard.formats.megatron.canonical"),
+    FormatRow("megatron_legacy", "reshard.formats.megatron.files", normalizer="reshard.formats.megatron.legacy",
+        held_as="LEGACY"),
+    FormatRow("deepspeed", "reshard.formats.deepspeed.files", (), ("latest",),
+        "deepspeed (universal)", "reshard.formats.deepspeed.writer", "reshard.formats.deepspeed.canonical"),
     FormatRow("accelerate", "reshard.formats.accelerate"),
     FormatRow("torchsnapshot", "reshard.formats.torchsnapshot", (), (".snapshot_metadata",)),
-    FormatRow("torch_checkpointing", "reshard.formats.torch_checkpointing.format", ("*.pkl",),
-        written="torch_checkpointing"),
+    FormatRow("torch_checkpointing", "reshard.formats.torch_checkpointing.reader", ("*.pkl",), (),
+        "torch_checkpointing", "reshard.formats.torch_checkpointing.writer"),
     FormatRow("rank_files", "reshard.formats.rank_files", ("*.pt", "*.pth", "*.bin")),
     FormatRow("lightning", "reshard.formats.lightning", ("*.ckpt",)),
-    FormatRow("pipeline_stages", "reshard.formats.pipeline_stages"),
-    FormatRow("fsdp1", "reshard.formats.fsdp1"),
-    FormatRow("orbax", "reshard.formats.orbax", (), ("_METADATA", "_CHECKPOINT_METADATA")),
-    FormatRow("dcp", "reshard.formats.dcp.reader", ("*.metadata", "*.distcp"), written="dcp"),
-    FormatRow("safetensors", "reshard.formats.safetensors", ("*.safetensors", "*.index.json"),
-        written="safetensors (or huggingface, hf)"),
-    FormatRow("torch_save", "reshard.formats.torch_save.reader", ("*.th", "*.tar"),
-        written="torch_save (or torch)"),
+    FormatRow("pipeline_stages", "reshard.formats.pipeline_stages", normalizer="reshard.formats.pipeline_stages"),
+    FormatRow("fsdp1", "reshard.formats.fsdp1", normalizer="reshard.formats.fsdp1"),
+    FormatRow("orbax", "reshard.formats.orbax", (), ("_METADATA", "_CHECKPOINT_METADATA"),
+        normalizer="reshard.formats.orbax"),
+    FormatRow("dcp", "reshard.formats.dcp.reader", ("*.metadata", "*.distcp"), (),
+        "dcp", "reshard.formats.dcp.writer"),
+    FormatRow("safetensors", "reshard.formats.safetensors", ("*.safetensors", "*.index.json"), (),
+        "safetensors (or huggingface, hf)", "reshard.formats.safetensors"),
+    FormatRow("torch_save", "reshard.formats.torch_save.reader", ("*.th", "*.tar"), (),
+        "torch_save (or torch)", "reshard.formats.torch_save.writer"),
     FormatRow("gguf", "reshard.formats.gguf", ("*.gguf",)),
     FormatRow("nemo", "reshard.formats.nemo", ("*.nemo",)),
 )  # fmt: skip
@@ -81,22 +91,32 @@ FormatName = Literal[
 _ROWS = {row.name: row for row in FORMATS}
 
 
+def _held(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
 def find_format(name: str) -> Format | None:
     """The format of this name; None for what has none, such as a checkpoint under canonical names."""
     row = _ROWS.get(name)
-    return None if row is None else getattr(importlib.import_module(row.module), row.held_as)
+    return None if row is None else _held(row.module, row.held_as)
+
+
+def find_normalizer(name: str) -> Normalizer | None:
+    """Return what gives canonical names to a format's parts; None where the way for all formats does."""
+    row = _ROWS.get(name)
+    return _held(row.normalizer, "normalize") if row is not None and row.normalizer else None
 
 
 def formats() -> Iterator[Format]:
     """All of them, each imported when it is its turn."""
-    return filter(None, map(find_format, _ROWS))
+    return (_held(row.module, row.held_as) for row in FORMATS)
 
 
 def writing_of(name: str) -> Writing:
     """Return how a format is written. Raises OptionError for one that is not known, or not written."""
-    found = find_format(name) if name in WRITTEN else None
-    if found is None or found.writing is None:
+    if name not in WRITTEN:
         meant = did_you_mean(str(name), [*WRITTEN, *ALSO_CALLED]) or "."
         known = ", ".join(WRITTEN.values())
         raise option_error(f"cannot write the format {name!r}{meant} Known formats: {known}", FormatError)
-    return found.writing()
+    writing: Writing = _held(_ROWS[name].writer, "WRITING")
+    return writing

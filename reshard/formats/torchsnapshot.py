@@ -31,7 +31,7 @@ from reshard.formats.format import Format, as_shape
 from reshard.formats.torch_save.archive import locate_item, read_head
 from reshard.formats.torch_save.reader import read_torch_file
 from reshard.state import IntKey, KeyPath
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import NO_CHECKSUMS
 from reshard.stored.contents import Contents, ContentsBuilder
 from reshard.stored.source import Files, FileSource
@@ -47,7 +47,7 @@ _SHARDED = {"ShardedTensor", "DTensor"}
 _Entry = Mapping[str, Any]
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return True if there is a manifest of torchsnapshot's, which comes last."""
     return _MANIFEST in names
 
@@ -62,7 +62,7 @@ def open(files: Files) -> Contents:
     source = files[_MANIFEST]
     label = source.label
     manifest = _manifest(bytes(source.read(0, source.nbytes)), label)
-    found = _Snapshot(files, files.listed, label, ContentsBuilder(label))
+    found = _Snapshot(files, label, ContentsBuilder(label))
     by_path: dict[str, dict[int, _Entry]] = {}
     try:
         for path, entry in manifest["manifest"].items():
@@ -122,7 +122,6 @@ class _Snapshot:
     """What the entries of the manifest come to."""
 
     files: Files
-    names: Mapping[str, int]
     label: str
     out: ContentsBuilder
     own: list[str] = field(default_factory=list)
@@ -221,7 +220,7 @@ class _Snapshot:
     def _range(self, key: str, entry: _Entry) -> tuple[int, int]:
         """The bytes of its file that an entry means. Refuses those that are not there."""
         file, refuse = entry["location"], self.files.checking.refuse
-        if (nbytes := self.names.get(file)) is None:
+        if (nbytes := self.files.listed.get(file)) is None:
             refuse(CorruptCheckpointError(f"{self.label}: the file {file} is missing, which should hold {key!r}"))
         start, stop = as_shape(entry.get("byte_range") or (0, nbytes or 0))
         if nbytes is not None and not start <= stop <= nbytes:

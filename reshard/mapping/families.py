@@ -26,6 +26,7 @@ from reshard.mapping.rules import (
     Resize,
     Rope,
     Rule,
+    Rules,
     Split,
     Stack,
     Transpose,
@@ -45,7 +46,7 @@ MEGATRON = "decoder.layers.{i}."
 _KINDS = ("weight", "bias")
 
 
-def outer_to_titan(generation: str) -> list[Rule]:
+def outer_to_titan(generation: str) -> Rules:
     """Map everything outside the layers. `lm_head` was called `output` up to torchtitan 0.2."""
     names = {
         "model.embed_tokens.weight": "tok_embeddings.weight",
@@ -63,7 +64,7 @@ def rotary(model: Decoder, source: str, target: str) -> Rule:
     return Rope(source, target, model.head_size, "pairs") if model.architecture.pairs else Rename(source, target)
 
 
-def attention_to_titan(model: Decoder, generation: str) -> list[Rule]:
+def attention_to_titan(model: Decoder, generation: str) -> Rules:
     """Map attention and the dense feed-forward layer."""
     inner = f"{TITAN}attention." + ("qkv_linear." if generation == "0.3" else "")
     names = {
@@ -79,13 +80,13 @@ def attention_to_titan(model: Decoder, generation: str) -> list[Rule]:
     ]
 
 
-def feed_forward_to_titan(source: str, target: str) -> list[Rule]:
+def feed_forward_to_titan(source: str, target: str) -> Rules:
     """Map gate, down, and up to w1, w2, and w3."""
     parts = {"gate_proj.{kind}": "w1.{kind}", "down_proj.{kind}": "w2.{kind}", "up_proj.{kind}": "w3.{kind}"}
     return renames(parts, f"{HF}{source}.", f"{TITAN}{target}.")
 
 
-def outer_to_megatron(model: Decoder, *, transformer_engine: bool, padded_vocab: int | None) -> list[Rule]:
+def outer_to_megatron(model: Decoder, *, transformer_engine: bool, padded_vocab: int | None) -> Rules:
     """Map everything outside attention and feed-forward. `padded_vocab`: rows of the vocabulary
     with padding.
 
@@ -93,13 +94,13 @@ def outer_to_megatron(model: Decoder, *, transformer_engine: bool, padded_vocab:
     or latent attention.
     """
     names = {"model.embed_tokens.weight": "embedding.word_embeddings.weight", "lm_head.weight": "output_layer.weight"}
-    vocab: list[Rule] = [
+    vocab: Rules = [
         Rename(a, b) if padded_vocab is None else Resize(a, b, model.vocab_size, padded_vocab) for a, b in names.items()
     ]
     return [*vocab, *norms_to_megatron(model, transformer_engine=transformer_engine)]
 
 
-def norms_to_megatron(model: Decoder, *, transformer_engine: bool) -> list[Rule]:
+def norms_to_megatron(model: Decoder, *, transformer_engine: bool) -> Rules:
     """Map all norms, with biases if they have some, but for those of queries and keys."""
     known = model.architecture
     before, after, between, last = known.norms
@@ -124,7 +125,7 @@ def norms_to_megatron(model: Decoder, *, transformer_engine: bool) -> list[Rule]
     return [Rename(*(text.replace("{kind}", kind) for text in pair)) for pair in pairs for kind in _KINDS]
 
 
-def attention_to_megatron(model: Decoder) -> list[Rule]:
+def attention_to_megatron(model: Decoder) -> Rules:
     """Fuse queries, keys, and values by query group, with the gates of the output if there are some, and feed-forward
     layers."""
     each = model.heads // model.kv_heads
@@ -146,7 +147,7 @@ def attention_to_megatron(model: Decoder) -> list[Rule]:
     ]
 
 
-def feed_forward_to_megatron(source: str, target: str, *, gated: bool = True) -> list[Rule]:
+def feed_forward_to_megatron(source: str, target: str, *, gated: bool = True) -> Rules:
     """Map gate and up to fc1, and down to fc2."""
     pair = [f"{HF}{source}.gate_proj.{{kind}}", f"{HF}{source}.up_proj.{{kind}}"]
     fc1 = f"{MEGATRON}{target}.linear_fc1.{{kind}}"
@@ -174,7 +175,7 @@ def gates_apart(model: Decoder) -> Mapping:
     return Mapping([Split(names[0], names, (1, 1), model.heads)] if model.architecture.output_gates else [])
 
 
-def linear_to_megatron(model: Decoder, zero_centered: bool, exact: bool) -> list[Rule]:
+def linear_to_megatron(model: Decoder, zero_centered: bool, exact: bool) -> Rules:
     """Map linear attention. On disk its norm is not zero-centered; in Megatron it is, if all others are."""
     (keys, values), (key_size, value_size) = model.linear_heads, model.linear_sizes
     each, attention = values // keys, f"{MEGATRON}self_attention."
@@ -204,7 +205,7 @@ def linear_to_megatron(model: Decoder, zero_centered: bool, exact: bool) -> list
     ]
 
 
-def centred_otherwise(rules: Iterable[Rule], by: float, exact: bool) -> list[Rule]:
+def centred_otherwise(rules: Iterable[Rule], by: float, exact: bool) -> Rules:
     """Return the same rules, with `by` added to the weight of every norm."""
     return [
         Offset(rule.sources[0].text, rule.targets[0].text, by, exact)
@@ -221,10 +222,10 @@ def centred_otherwise(rules: Iterable[Rule], by: float, exact: bool) -> list[Rul
 _PARTS = {"gate_proj": "w1_EFD", "down_proj": "w2_EDF", "up_proj": "w3_EFD"}
 
 
-def experts_to_titan(generation: str, fill: float | None = None) -> list[Rule]:
+def experts_to_titan(generation: str, fill: float | None = None) -> Rules:
     """Stack the experts. Map the router, its bias, and the shared experts."""
     block = titan_block(generation)
-    stacks: list[Rule] = [
+    stacks: Rules = [
         Stack(f"{HF}mlp.experts.{{e}}.{a}.weight", block + titan_name(b, generation), over="e", fill=fill)
         for a, b in _PARTS.items()
     ]
@@ -247,9 +248,9 @@ def titan_name(name: str, generation: str) -> str:
     return name if generation == "0.3" else name.rpartition("_")[0]
 
 
-def experts_to_megatron(model: Decoder, *, transformer_engine: bool) -> list[Rule]:
+def experts_to_megatron(model: Decoder, *, transformer_engine: bool) -> Rules:
     """Fuse gate and up of each expert. In TransformerEngine's grouped experts, the expert number ends the name."""
-    rules: list[Rule] = []
+    rules: Rules = []
     for kind in ("weight", "bias") if model.family == "gpt_oss" else ("weight",):
         block, own = f"{MEGATRON}mlp.experts.", f"{HF}mlp.experts.{{e}}."
         fused = [f"{block}local_experts.{{e}}.linear_fc1.{kind}", f"{block}local_experts.{{e}}.linear_fc2.{kind}"]
@@ -320,7 +321,7 @@ _MEGATRON = {
 }
 
 
-def latent_to_megatron(*, transformer_engine: bool) -> list[Rule]:
+def latent_to_megatron(*, transformer_engine: bool) -> Rules:
     """Map DeepSeek's attention to Megatron. TransformerEngine keeps norms inside the projections
     after them."""
     norms = {"kv_a_layernorm.weight": "kv_layernorm.weight", "q_a_layernorm.weight": "q_layernorm.weight"}
@@ -336,14 +337,14 @@ def latent_to_megatron(*, transformer_engine: bool) -> list[Rule]:
     return renames(names, f"{HF}self_attn.", f"{MEGATRON}self_attention.")
 
 
-def next_layers_to_megatron(model: Decoder, rules: Sequence[Rule], inner: str) -> list[Rule]:
+def next_layers_to_megatron(model: Decoder, rules: Sequence[Rule], inner: str) -> Rules:
     """Map multi-token prediction layers. On disk, their numbers continue; Megatron keeps them apart.
 
     `rules` are those of the other layers, and `inner` is Megatron's name for the transformer
     layer inside. The copies of the embedding and the output layer on disk keep their names,
     because Megatron has none for them.
     """
-    out: list[Rule] = []
+    out: Rules = []
     for number in range(model.next_layers):
         source, target = HF.format(i=model.layers + number), f"mtp.layers.{number}."
         last = "final_layernorm" if model.family == "hy_v3" else "shared_head.norm"
@@ -404,7 +405,7 @@ def turned_to_plain(
     return Mapping([*stacks, *beside]) | Mapping(turned) | Mapping(halves)
 
 
-def gpt_oss_to_titan(generation: str) -> list[Rule]:
+def gpt_oss_to_titan(generation: str) -> Rules:
     """Map the gpt-oss tensors other than attention."""
     block = titan_block(generation)
     names = {"gate_up_proj": ("mlp1", "EGD", "EG"), "down_proj": ("mlp2", "EDF", "ED")}
@@ -454,13 +455,13 @@ def to_engine(model: Decoder, engine: str, *, routed_experts: bool, fill: float 
     return made | in_memory_to_disk(fill).inverse() | Mapping(names)
 
 
-def _attention(model: Decoder) -> list[Rule]:
+def _attention(model: Decoder) -> Rules:
     """Fuse attention: all queries, then all keys, then all values, head by head."""
     qkv = [f"{HF}self_attn.{x}_proj.{{kind}}" for x in "qkv"]
     return [Concat(qkv, f"{HF}self_attn.qkv_proj.{{kind}}", (model.heads, model.kv_heads, model.kv_heads))]
 
 
-def _latent(model: Decoder, engine: str) -> list[Rule]:
+def _latent(model: Decoder, engine: str) -> Rules:
     """Fuse the first two projections, unless queries have no latent vector."""
     if not model.latent_rows[0]:
         return []
@@ -468,7 +469,7 @@ def _latent(model: Decoder, engine: str) -> list[Rule]:
     return [Concat(first, f"{HF}self_attn.{ENGINES[engine]}.weight", model.latent_rows)]
 
 
-def _gate_up(block: str) -> list[Rule]:
+def _gate_up(block: str) -> Rules:
     pair = [f"{HF}{block}.{x}_proj.{{kind}}" for x in ("gate", "up")]
     return [Concat(pair, f"{HF}{block}.gate_up_proj.{{kind}}", (1, 1))]
 
@@ -487,13 +488,13 @@ def _gate_up(block: str) -> list[Rule]:
 _QKV = f"{HF}self_attention.layernorm_qkv."
 
 
-def to_transformer_engine() -> list[Rule]:
+def to_transformer_engine() -> Rules:
     """Map the plain names on disk to TransformerEngine."""
     names = {
         "input_layernorm.weight": "self_attention.layernorm_qkv.layer_norm_weight",
         "post_attention_layernorm.weight": "layernorm_mlp.layer_norm_weight",
     }
-    rules: list[Rule] = []
+    rules: Rules = []
     for kind in _KINDS:
         names |= {
             f"self_attn.q_proj.{kind}": f"self_attention.layernorm_qkv.query_{kind}",
@@ -513,7 +514,7 @@ def as_not_fused(model: Decoder, interleaved: bool | None = None) -> Mapping:
         interleaved = False  # one query group is the same in both
     cut = _AmbiguousSplit if interleaved is None else Split
     parts, groups = (model.heads // model.kv_heads, 1, 1), model.kv_heads if interleaved else 1
-    split: list[Rule] = [
+    split: Rules = [
         cut(f"{_QKV}{kind}", [f"{_QKV}{x}_{kind}" for x in ("query", "key", "value")], parts, groups) for kind in _KINDS
     ]
     inner = (
@@ -547,7 +548,7 @@ class _AmbiguousSplit(Split):
 _LLAMA_CPP_BLOCK = "blk.{i}."
 
 
-def to_llama_cpp(model: Decoder) -> list[Rule]:
+def to_llama_cpp(model: Decoder) -> Rules:
     """Map the plain names on disk to llama.cpp."""
     parts = {
         "self_attn.v_proj.{kind}": "attn_v.{kind}",
@@ -715,7 +716,7 @@ def _titan_as_plain(model: Decoder) -> Mapping:
     """torchtitan splits a fused projection when it saves the model, but not when it saves the optimizer."""
     parts = [f"{TITAN}attention.qkv_linear.w{x}.{{kind}}" for x in "qkv"]
     fused = f"{TITAN}attention.qkv_linear.wqkv.{{kind}}"
-    rules: list[Rule] = [Split(fused, parts, (model.heads // model.kv_heads, 1, 1), groups=model.kv_heads)]
+    rules: Rules = [Split(fused, parts, (model.heads // model.kv_heads, 1, 1), groups=model.kv_heads)]
     if model.architecture.experts and not model.architecture.latent:
         # a buffer for balancing that these families' files do not have
         rules += [Drop(f"{TITAN}moe.expert_bias_E"), Drop(f"{TITAN}moe.expert_bias")]

@@ -31,7 +31,8 @@ from reshard.live.state import same_value
 from reshard.mapping.quantized import check_plain
 from reshard.mapping.rules import Cast, Computing, Drop, Rename, Rule, Site, States, sites, views_of
 from reshard.mapping.tensors import assembled, constant
-from reshard.stored.contents import Contents, LazyMapping
+from reshard.state import KeyPath
+from reshard.stored.contents import Contents, LazyMapping, Makers
 from reshard.stored.tensor import LazyTensor, StoredTensor
 
 __all__ = ["Mapping", "apply_dict", "between"]
@@ -94,11 +95,11 @@ class Mapping:
 
         Raises the errors of `apply`, and NormalizationError for rules that compute values.
         """
-        made = {name: View.of(spec) for name, spec in specs.items()}
+        made: Any = {name: View.of(spec) for name, spec in specs.items()}
         for stage in self.stages:
-            known = {name: view.spec for name, view in made.items()}
-            made = {name: view.through(made) for name, view in _stage_views(stage, known).items()}
-        return made
+            given = Contents(made, format="views")
+            made = _ViewsStage(Matcher(stage, made), given, "the state").contents().tensors
+        return dict(made)
 
     def names(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """Return the new names of each name that a rule matches, without those that `Unstack` numbers."""
@@ -194,47 +195,6 @@ def apply_dict(names: Dict[str, str], checkpoint: Checkpoint) -> Checkpoint:
     return renamed
 
 
-def _stage_views(rules: Sequence[Rule], specs: Dict[str, TensorSpec]) -> dict[str, View]:
-    matcher = Matcher(rules, specs)
-    groups, rest = matcher.groups(specs)
-    out = {name: View.of(specs[name]) for name in rest}
-    shapes = {hit.site.name: specs[name].shape for name, hit in matcher.parameters(specs)}
-    for group in groups:
-        for name, view in _group_views(group, specs, shapes, matcher).items():
-            if name in out:
-                raise KeyMismatchError(f"two tensors would be called {name!r}")
-            out[name] = view
-    return out
-
-
-def _group_views(
-    group: RuleGroup,
-    specs: Dict[str, TensorSpec],
-    shapes: Dict[str, Shape],
-    matcher: Matcher,
-) -> dict[str, View]:
-    sources = [specs[name] for name in group.members]
-    if group.is_carried([s.shape for s in sources], shapes):
-        count = None
-        if group.rule.numbers_targets:
-            if group.site.name not in shapes:
-                raise KeyMismatchError(_no_parameter(group.members[0], "the state"))
-            count = len(views_of(group.rule, (shapes[group.site.name],), sources[0].dtype))
-        return {name: View.of(sources[0]).rename(name) for name in group.target_names(count)}
-    for name in () if group.site.is_state else group.members:
-        check_plain(group.rule, name, specs.__getitem__, specs, matcher.as_in(group))
-    given = [View.of(source) for source in sources]
-    if group.missing:
-        assert group.rule.fill is not None
-        given = group.filled(given, View.full(sources[0], group.rule.fill))
-    made = views_of(group.rule, tuple(view.shape for view in given), sources[0].dtype)
-    by_number = {str(i): view for i, view in enumerate(given)}
-    return {
-        name: view.through(by_number).rename(name)
-        for name, view in zip(group.target_names(len(made)), made, strict=True)
-    }
-
-
 # One stage of a mapping, applied to the contents of a checkpoint: new names, and how each tensor is
 # made, lazily.
 
@@ -251,10 +211,10 @@ class MappingStage:
         for alias, kept in aliases.items():
             self.tensors[alias] = partial(lambda a, k: contents.tensors[k].renamed(a), alias, kept)
         self._parameters = {hit.site.name: name for name, hit in self.matcher.parameters(self.tensors)}
-        self.made: dict[str, Callable[[], Any]] = {}
-        self.objects: dict[str, Callable[[], Any]] = {}
-        self.per_rank: dict[str, Callable[[], Any]] = {}
-        self.paths: dict[str, tuple[Any, ...]] = {}
+        self.made: Makers = {}
+        self.objects: Makers = {}
+        self.per_rank: Makers = {}
+        self.paths: dict[str, KeyPath] = {}
         self.renamed: dict[str, str] = {}
         """What becomes of names that are not put together with others, or taken apart."""
         self.warnings: list[str] = []
@@ -271,9 +231,11 @@ class MappingStage:
         for name in rest:
             self._put(self.made, name, name, self.tensors[name])
             self.renamed[name] = name
-        for group in groups:
-            self._add_group(group)
-        self._add_objects({group.identity: len(group.numbers) for group in groups if group.numbers})
+        counts = [self._count_in(group) for group in groups]
+        self._counts = {group.identity: count for group, count in zip(groups, counts) if count is not None}
+        for group, count in zip(groups, counts):
+            self._add_group(group, count)
+        self._add_objects()
         aliases = {
             self.renamed[alias]: self.renamed[kept]
             for alias, kept in self.given.aliases.items()
@@ -292,7 +254,7 @@ class MappingStage:
             warnings=(*self.given.warnings, *self.warnings),
         )
 
-    def _put(self, into: dict[str, Callable[[], Any]], new: str, old: str, make: Callable[[], Any]) -> None:
+    def _put(self, into: Makers, new: str, old: str, make: Callable[[], Any]) -> None:
         if new in self.made or new in self.objects or new in self.per_rank:
             raise KeyMismatchError(
                 f"{self.url}: two tensors or objects would be called {new!r}, one of them is {old!r}: "
@@ -302,12 +264,29 @@ class MappingStage:
         path = self.given.path_of(old)
         self.paths[new] = path if new == old else mapped_path(path, old, new)
 
-    def _add_group(self, group: RuleGroup) -> None:
+    def _count_in(self, group: RuleGroup) -> int | None:
+        """Return how many targets a tensor is split into, which its shape says; None if a rule numbers none, and if it
+        does not say it, as that of a step."""
+        source = self.tensors[group.members[0]]() if group.rule.numbers_targets else None
+        if source is None or self._is_carried(group, [source.spec.shape]):
+            return None
+        return len(self._views(group, [source]))
+
+    def _count_of(self, group: RuleGroup) -> int | None:
+        """Return how many targets the parameter or another state has; None if a rule numbers none."""
+        if group.rule.numbers_targets and group.identity not in self._counts:
+            raise KeyMismatchError(
+                f"{group.members[0]!r} belongs to a parameter that is not in {self.url}, so the number of its parts is "
+                "unknown"
+            )
+        return self._counts.get(group.identity)
+
+    def _add_group(self, group: RuleGroup, count: int | None) -> None:
         rule, first = group.rule, group.members[0]
         if isinstance(rule, Rename):
             (new,) = group.target_names(None)
             self.renamed[first] = new
-            self._put(self.made, new, first, lambda: self.tensors[first]().renamed(new))
+            self._put(self.made, new, first, lambda: self._renamed(self.tensors[first](), new))
             return
         if len(group.members) == 1 and len(rule.targets) == 1 and not rule.numbers_targets:
             [self.renamed[first]] = group.target_names(None)
@@ -318,23 +297,8 @@ class MappingStage:
             return
         if group.missing:
             self.warnings.append(_filled_note(group))
-        count = None
-        if rule.numbers_targets:  # how many there are is in the shape
-            source = self.tensors[first]()
-            if not self._is_carried(group, [source.spec.shape]):
-                count = len(self._views(group, [source]))
-            else:
-                count = self._count_at_parameter(group)
-            group = group.numbered(count)
-        for number, new in enumerate(group.target_names(count)):
+        for number, new in enumerate(group.target_names(self._count_of(group) if count is None else count)):
             self._put(self.made, new, first, partial(self._part, group, number, new))
-
-    def _count_at_parameter(self, group: RuleGroup) -> int:
-        """Return how many targets the parameter has that a state belongs to."""
-        name = self._parameters.get(group.site.name)
-        if name is None:
-            raise KeyMismatchError(_no_parameter(group.members[0], self.url))
-        return len(self._views(group, [self.tensors[name]()]))
 
     def _is_carried(self, group: RuleGroup, shapes: Sequence[Shape]) -> bool:
         names = [site.name for site in group.all_sites]
@@ -345,7 +309,7 @@ class MappingStage:
         sources = [self.tensors[name]() for name in group.members]
         if self._is_carried(group, [s.spec.shape for s in sources]):
             self._check_equal(sources)
-            return sources[0].renamed(new)
+            return self._renamed(sources[0], new)
         dtypes = {source.spec.dtype for source in sources}
         if len(dtypes) > 1:
             raise KeyMismatchError(
@@ -353,20 +317,29 @@ class MappingStage:
             )
         if group.missing:
             assert group.rule.fill is not None
-            sources = group.filled(sources, constant(sources[0].spec, group.rule.fill))
-        return assembled(self._views(group, sources)[number], sources, new)
+            sources = group.filled(sources, self._constant(sources[0].spec, group.rule.fill))
+        return self._assembled(self._views(group, sources)[number], sources, new)
 
     def _views(self, group: RuleGroup, sources: Sequence[StoredTensor]) -> tuple[View, ...]:
         """The targets of the rule. Raises NormalizationError, naming the tensors, for shapes that
         do not fit it, and for quantized weights."""
         known, takes = self.tensors, self.matcher.as_in(group)
         for source in [] if group.site.is_state else sources:
-            check_plain(group.rule, source.fqn, lambda name: known[name]().spec, known, takes)
+            check_plain(group.rule, source.spec.fqn, lambda name: known[name]().spec, known, takes)
         try:
             return views_of(group.rule, tuple(s.spec.shape for s in sources), sources[0].spec.dtype)
         except (PlanError, NormalizationError) as error:
-            given = format_some([f"{s.fqn!r} {list(s.spec.shape)}" for s in sources], 3)
+            given = format_some([f"{s.spec.fqn!r} {list(s.spec.shape)}" for s in sources], 3)
             raise NormalizationError(f"{type(group.rule).__name__} does not fit {given}: {error}") from None
+
+    def _renamed(self, tensor: StoredTensor, new: str) -> StoredTensor:
+        return tensor.renamed(new)
+
+    def _constant(self, spec: TensorSpec, value: float) -> StoredTensor:
+        return constant(spec, value)
+
+    def _assembled(self, view: View, sources: Sequence[StoredTensor], new: str) -> StoredTensor:
+        return assembled(view, sources, new)
 
     def _computed(self, group: RuleGroup, new: str) -> StoredTensor:
         assert isinstance(group.rule, Computing)
@@ -384,7 +357,7 @@ class MappingStage:
             if (other[...] != first[...]).any():
                 raise _unequal(sources[0].fqn, first[...].tolist(), source.fqn, other[...].tolist())
 
-    def _add_objects(self, counts: Dict[Any, int]) -> None:
+    def _add_objects(self) -> None:
         """Settings and states that are no tensors follow their parameter; lists of parameters are translated."""
         objects = self.given.objects
         # keys of states and settings belong to a parameter; others are for no pattern
@@ -406,10 +379,7 @@ class MappingStage:
         for group in groups:
             if group.missing:
                 self.warnings.append(_filled_note(group))
-            number = counts.get(group.identity)
-            if group.rule.numbers_targets and number is None:
-                number = self._count_at_parameter(group)
-            for new in group.target_names(number):
+            for new in group.target_names(self._count_of(group)):
                 self._put(self.objects, new, group.members[0], partial(self._carried_object, group))
 
     def _carried_object(self, group: RuleGroup) -> Any:
@@ -432,15 +402,29 @@ class MappingStage:
         out: dict[str, None] = {}
         for name in names:
             hit = self.matcher.match_listed(name)
-            found = (name,) if hit is None else hit.target_names(self._counted(hit.site.name, hit.rule))
+            found = (name,) if hit is None else hit.target_names(self._counts.get(hit.identity))
             out.update(dict.fromkeys(found))
         return list(out)
 
-    def _counted(self, name: str, rule: Rule) -> int | None:
-        if not rule.numbers_targets or name not in self._parameters:
-            return None
-        spec = self.tensors[self._parameters[name]]().spec
-        return len(views_of(rule, (spec.shape,), spec.dtype))
+
+class _ViewsStage(MappingStage):
+    """The same, applied to views in place of tensors."""
+
+    def _renamed(self, tensor: Any, new: str) -> Any:
+        return tensor.rename(new)
+
+    def _constant(self, spec: TensorSpec, value: float) -> Any:
+        return View.full(spec, value)
+
+    def _assembled(self, view: View, sources: Sequence[Any], new: str) -> Any:
+        return view.through({str(number): source for number, source in enumerate(sources)}).rename(new)
+
+    def _computed(self, group: RuleGroup, new: str) -> Any:
+        """Raise what the rule raises, since its values are no elements of the sources."""
+        return group.rule.build(())
+
+    def _check_equal(self, sources: Sequence[Any]) -> None:
+        """Do nothing: views have no values."""
 
 
 def _names_of(contents: Contents) -> tuple[list[str], list[str]]:
@@ -453,10 +437,6 @@ def _names_of(contents: Contents) -> tuple[list[str], list[str]]:
             listed += value if isinstance(value, list | tuple) else [value]
     keys = [*contents.tensors, *contents.aliases, *objects, *contents.per_rank]
     return keys, [name for name in listed if isinstance(name, str)]
-
-
-def _no_parameter(key: str, where: str) -> str:
-    return f"{key!r} belongs to a parameter that is not in {where}, so the number of its parts is unknown"
 
 
 def _unequal(one: str, value: Any, other: str, its_value: Any) -> KeyMismatchError:
@@ -489,7 +469,8 @@ def _flat_lists(objects: Iterable[str]) -> list[list[str]]:
 
 
 T = TypeVar("T")
-Counts = Dict[tuple[Any, ...], int]
+Identity = tuple[Any, ...]
+Counts = dict[Identity, int]
 NO_COUNTS: Counts = {}
 
 
@@ -505,7 +486,7 @@ class Application:
     words: dict[str, str]
 
     @property
-    def identity(self) -> tuple[Any, ...]:
+    def identity(self) -> Identity:
         """The rule and the words in common: the same for parameters that belong together, and for their states."""
         return self.number, tuple(sorted(self.common.items()))
 
@@ -540,8 +521,6 @@ class RuleGroup(Application):
     all_sites: tuple[Site, ...]
     missing: tuple[int, ...] = ()
     """Places, in that order, of states that are not there, and for which the rule's `fill` stands."""
-    numbers: tuple[int, ...] = ()
-    """Of the targets, where they are numbered."""
 
     def filled(self, members: Sequence[T], filling: T) -> list[T]:
         """Return `members` with `filling` at each missing place."""
@@ -549,10 +528,6 @@ class RuleGroup(Application):
         for place in self.missing:
             out.insert(place, filling)
         return out
-
-    def numbered(self, count: int) -> RuleGroup:
-        """The same with this many numbered targets."""
-        return replace(self, numbers=tuple(range(count)))
 
     def is_carried(self, shapes: Sequence[Shape], parameters: Dict[str, Shape]) -> bool:
         """Return True if the members do not have one value for each element of their parameters: then they go
@@ -652,7 +627,7 @@ class Matcher:
 
         Raises KeyMismatchError where some of a rule's sources are there, and others are not.
         """
-        found: dict[tuple[Any, ...], dict[tuple[int, int], tuple[str, Hit]]] = {}
+        found: dict[Identity, dict[tuple[int, int], tuple[str, Hit]]] = {}
         rest: list[str] = []
         known = dict(counts)
         for key in keys:
@@ -692,7 +667,7 @@ class Matcher:
 
     def counts(self, keys: Iterable[str]) -> Counts:
         """Return how many numbered parameters among the keys belong together, by rule and words."""
-        out: dict[tuple[Any, ...], int] = {}
+        out: Counts = {}
         for _, hit in self.parameters(keys):
             _count(out, hit)
         return out
@@ -751,7 +726,7 @@ class _ExactMatcher(Matcher):
         return None
 
 
-def _count(counts: dict[tuple[Any, ...], int], hit: Hit) -> None:
+def _count(counts: Counts, hit: Hit) -> None:
     over = hit.rule.sources[hit.source].number
     if over is not None and not hit.site.is_state:
         counts[hit.identity] = max(counts.get(hit.identity, 0), int(hit.words[over]) + 1)
@@ -771,7 +746,7 @@ def _missing(first: Hit, place: tuple[int, int], there: str) -> str:
     )
 
 
-def mapped_path(path: tuple[Any, ...], old: str, new: str) -> tuple[Any, ...]:
+def mapped_path(path: KeyPath, old: str, new: str) -> KeyPath:
     """The path in the nested state that a key gets when it is renamed from `old` to `new`.
 
     The parts of the path in which the keys differ are replaced: by one part where the name was one part, else by one

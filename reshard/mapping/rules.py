@@ -30,7 +30,7 @@ from reshard.stored.tensor import StoredTensor
 
 __all__ = [
     "Cast", "Computing", "Concat", "Dequantize", "Drop", "Mxfp4", "Offset", "Pattern", "Rename", "Reshape",
-    "Resize", "Rope", "Rule", "Site", "Split", "Stack", "States", "Transpose", "Unstack", "renames", "sites",
+    "Resize", "Rope", "Rule", "Rules", "Site", "Split", "Stack", "States", "Transpose", "Unstack", "renames", "sites",
     "views_of",
 ]  # fmt: skip
 
@@ -145,7 +145,10 @@ class Rename(Rule):
         return self._swapped(Rename)
 
 
-def renames(names: Mapping[str, str], source: str = "", target: str = "") -> list[Rule]:
+Rules = list[Rule]
+
+
+def renames(names: Mapping[str, str], source: str = "", target: str = "") -> Rules:
     """Rules that rename what is in a table, each side behind its prefix."""
     return [Rename(source + old, target + new) for old, new in names.items()]
 

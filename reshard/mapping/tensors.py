@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from itertools import chain
 
 import torch
 
@@ -193,18 +192,22 @@ class _Computed(Source):
     def _fill(self, start: int, buffer: memoryview) -> None:
         size = self.spec.itemsize
         first, last = start // size, -(-(start + buffer.nbytes) // size)
-        step = max(1, _PIECE_BYTES // size)
-        at = start
-        for begin in range(first, last, step):
-            for box in flat_boxes(self.spec.shape, begin, min(begin + step, last)):
-                elements = self._compute(box)
-                if lost := overflowing(elements, self._dtype):
-                    self._counts.append(lost)
-                values = raw_bytes(elements.to(self._dtype).contiguous())
-                skip = max(0, start - begin * size) if at == start else 0  # the range may begin within an element
-                take = min(values.numel() - skip, start + buffer.nbytes - at)
-                buffer[at - start : at - start + take] = values.numpy().data[skip : skip + take]
-                at += take
+        at, skip = start, start - first * size  # the range may begin within an element
+        for box in _pieces(self.spec, first, last):
+            elements = self._compute(box)
+            if lost := overflowing(elements, self._dtype):
+                self._counts.append(lost)
+            values = raw_bytes(elements.to(self._dtype).contiguous())
+            take = min(values.numel() - skip, start + buffer.nbytes - at)
+            buffer[at - start : at - start + take] = values.numpy().data[skip : skip + take]
+            at, skip = at + take, 0
+
+
+def _pieces(spec: TensorSpec, first: int, last: int) -> Iterator[Box]:
+    """The row-major elements [first, last) in boxes of a limited size."""
+    step = max(1, _PIECE_BYTES // spec.itemsize)
+    for begin in range(first, last, step):
+        yield from flat_boxes(spec.shape, begin, min(begin + step, last))
 
 
 def computed(
@@ -264,10 +267,7 @@ def _plus(values: torch.Tensor, by: float) -> torch.Tensor:
 
 
 def _check_exact(stored: StoredTensor, by: float) -> None:
-    numel = stored.spec.numel
-    step = max(1, _PIECE_BYTES // stored.spec.itemsize)
-    boxes = (flat_boxes(stored.spec.shape, at, min(at + step, numel)) for at in range(0, numel, step))
-    for box in chain.from_iterable(boxes):
+    for box in _pieces(stored.spec, 0, stored.spec.numel):
         values = read_box(stored, box)
         back = _plus(_plus(values, by), -by).to(torch.float64)
         wrong = (back != values.to(torch.float64)) & ~(back.isnan() & values.isnan())

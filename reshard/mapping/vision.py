@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from planners.geometry.views import View
 from reshard.errors import NormalizationError
 from reshard.mapping.mapping import Mapping
-from reshard.mapping.rules import Concat, Rename, Reshape, Rope, Rule, Split, Transpose, renames
+from reshard.mapping.rules import Concat, Rename, Reshape, Rope, Rule, Rules, Split, Transpose, renames
 
 __all__ = ["FAMILIES", "in_memory", "qwen3_experts", "to_decoder", "to_megatron"]
 
@@ -103,7 +103,7 @@ def in_memory(family: str, head_size: int) -> Mapping:
     return Mapping(rules) | Mapping(Rope(x, x, head_size, "halves") for of in parts.values() for x in of[:2])
 
 
-def _decoder(family: str, target: str) -> list[Rule]:
+def _decoder(family: str, target: str) -> Rules:
     """Rename what the decoder has on disk, with the output layer."""
     source, head = _ON_DISK.get(family, ("model.", ""))
     names = ("embed_tokens.weight", "norm.weight", "layers.{rest+}", *_PER_LAYER)
@@ -141,13 +141,13 @@ _TOWER = "vision_model.decoder.layers.{i}."
 _BLOCKS = "model.visual.blocks.{i}."
 
 
-def _by_heads(parts: dict[str, list[str]], heads: int) -> list[Rule]:
+def _by_heads(parts: dict[str, list[str]], heads: int) -> Rules:
     """Queries, keys, and values as one, head by head."""
     fused = f"{_TOWER}self_attention.linear_qkv."
     return [Concat(names, f"{fused}{kind}", (1, 1, 1), groups=heads) for kind, names in parts.items()]
 
 
-def _norms(first: str, second: str, transformer_engine: bool) -> list[Rule]:
+def _norms(first: str, second: str, transformer_engine: bool) -> Rules:
     """Norms of a layer of the tower; TransformerEngine keeps them in the projections that follow."""
     before, between = "input_layernorm.{kind}", "pre_mlp_layernorm.{kind}"
     if transformer_engine:
@@ -155,7 +155,7 @@ def _norms(first: str, second: str, transformer_engine: bool) -> list[Rule]:
     return renames({f"{first}.{{kind}}": before, f"{second}.{{kind}}": between}, target=_TOWER)
 
 
-def _qwen3(transformer_engine: bool) -> list[Rule]:
+def _qwen3(transformer_engine: bool) -> Rules:
     """The vision tower of Qwen3-VL."""
     merger, deep = "merger.", "deepstack_merger_list.{i}."
     names = {f"{_BLOCKS}attn.proj.": f"{_TOWER}self_attention.linear_proj."}
@@ -173,7 +173,7 @@ def _qwen3(transformer_engine: bool) -> list[Rule]:
     return [*norms, *renames({f"{a}{{kind}}": f"{b}{{kind}}" for a, b in names.items()})]
 
 
-def _llama4(heads: int, transformer_engine: bool) -> list[Rule]:
+def _llama4(heads: int, transformer_engine: bool) -> Rules:
     """The vision tower of Llama 4, and what leads to the decoder."""
     layer = "vision_model.model.layers.{i}."
     names = {

@@ -19,7 +19,7 @@ from reshard.stored.source import FileSource
 from reshard.stored.tensor import StoredTensor
 
 __all__ = [
-    "DATA_FILE", "IS_PER_RANK", "RANK_METADATA", "Contents", "ContentsBuilder", "Facts", "LazyMapping",
+    "DATA_FILE", "IS_PER_RANK", "RANK_METADATA", "Contents", "ContentsBuilder", "Facts", "LazyMapping", "Makers",
     "PlainValues", "Record", "are_equal", "has_dcp", "make_record_type", "merge", "name_checkpoint", "unknown_class",
 ]  # fmt: skip
 
@@ -27,6 +27,8 @@ __all__ = [
 K = TypeVar("K")
 V = TypeVar("V")
 F = TypeVar("F", bound="Facts")
+Makers = dict[str, Callable[[], Any]]
+"""Functions that make values, by key."""
 IS_PER_RANK = (
     "it is a per-rank value. reshard.load gives each rank its own, and .contents.per_rank has those of all ranks"
 )
@@ -132,6 +134,11 @@ class Contents(State[StoredTensor]):
         """Return what the format knows, if that is of this kind."""
         return self.facts if isinstance(self.facts, kind) else None
 
+    def known(self, kind: type[F]) -> F:
+        """The same of contents that have facts of this kind."""
+        assert isinstance(self.facts, kind)
+        return self.facts
+
     def refuse_incomplete(self) -> None:
         """Raise CorruptCheckpointError if files of ranks are missing. What is there can be read by
         its own path."""
@@ -171,7 +178,7 @@ class ContentsBuilder:
         """`where` is what errors name."""
         self._where = where
         self._tensors: dict[str, Callable[[], StoredTensor]] = {}
-        self._objects: dict[str, Callable[[], Any]] = {}
+        self._objects: Makers = {}
         self._per_rank: dict[str, Callable[[], Mapping[int, Any]]] = {}
         self.paths: dict[str, KeyPath] = {}
         self.containers: dict[KeyPath, str] = {}

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from planners.geometry.arrays import Ints
 from planners.geometry.box import Range
 from planners.geometry.byte_ranges import Window
 from reshard.errors import RESTORE, CheckpointNotFoundError, CorruptCheckpointError
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import BlockChecksums, Checking, Checksums, most_to_check, touched_ranges
 
 __all__ = ["DIRECT_BYTES", "BytesSource", "DecodedSource", "FileSource", "Files", "Source"]
@@ -51,6 +51,8 @@ class Source(ABC):
     """What it is a view of. If that is shorter by now, touching what is gone would end the process."""
     _opened: _FileVersion | None = None
     """What it was when it was opened, if it is a file."""
+    _key: Hashable = None
+    """The same for sources of a class that have the same bytes. None: it is equal to itself alone."""
 
     @property
     @abstractmethod
@@ -135,6 +137,14 @@ class Source(ABC):
             self._fill(start, buffer)
         return buffer.toreadonly()
 
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, Source) or self._key is None:
+            return self is other
+        return type(self) is type(other) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return id(self) if self._key is None else hash(self._key)
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.label!r})"
 
@@ -185,7 +195,7 @@ class FileSource(Source):
         self.checksums: Checksums | None = None
         """Of its blocks, if the format has any: the reader of the format sets them."""
         self.label = f"{storage.url.rstrip('/')}/{name}"
-        self._hash = hash((id(storage), name))
+        self._key = id(storage), name
         self.max_gap_bytes = storage.max_gap_bytes
         self._view: memoryview | None = None
         self._nbytes: int | None = None
@@ -445,12 +455,6 @@ class FileSource(Source):
             first = start // mmap.PAGESIZE * mmap.PAGESIZE
             self._file.madvise(what, first, start + length - first)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, FileSource) and self.storage is other.storage and self.name == other.name
-
-    def __hash__(self) -> int:
-        return self._hash
-
 
 def _missing(error: CheckpointNotFoundError) -> CorruptCheckpointError:
     """The error for a file that is not found: the checkpoint lacks it."""
@@ -463,7 +467,7 @@ class Files:
     checked in one way."""
 
     storage: Storage
-    listed: Mapping[str, int] = field(default_factory=dict)
+    listed: Listing = field(default_factory=dict)
     """Sizes by name, relative to `storage`, as far as they are known."""
     checking: Checking = field(default_factory=Checking)
     _sources: dict[str, FileSource] = field(default_factory=dict)
@@ -475,7 +479,7 @@ class Files:
             source = self._sources.setdefault(name, made)
         return source
 
-    def some(self, names: Mapping[str, int]) -> Files:
+    def some(self, names: Listing) -> Files:
         """The same files, of which only these are to be looked at."""
         return replace(self, listed=names)
 
@@ -576,9 +580,3 @@ class DecodedSource(Source):
 
     def _fill(self, start: int, buffer: memoryview) -> None:
         buffer[:] = self.view()[start : start + buffer.nbytes]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, DecodedSource) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)

@@ -27,7 +27,7 @@ from reshard.errors import CorruptCheckpointError, ReshardError
 from reshard.live.copy_streams import batches
 from reshard.live.dtypes import dtype_from_name, item_dtype
 from reshard.live.fingerprints import Partial, comparable, partials
-from reshard.storage.base import Storage, Writer
+from reshard.storage.base import Listing, Storage, Writer
 from reshard.stored.contents import Contents
 from reshard.stored.source import FileSource
 from reshard.stored.tensor import StoredTensor, check_cover, copy_place
@@ -94,9 +94,31 @@ class Region:
         return chunk is not None and isinstance(chunk.source, FileSource) and chunk.source.view() is not None
 
     @property
-    def piece_bytes(self) -> int:
-        """How much of it is read at once."""
-        return NEAR_PIECE_BYTES if self.is_near else PIECE_BYTES
+    def pieces(self) -> Iterator[Box]:
+        """The boxes that are read at once."""
+        return windows(self.box.sizes, self.stored.itemsize, NEAR_PIECE_BYTES if self.is_near else PIECE_BYTES)
+
+    @cached_property
+    def _covered(self) -> StoredTensor:
+        """The tensor. Raises CorruptCheckpointError unless its chunks hold every element of the box once."""
+        check_cover(self.stored, self.box)  # twice, if two threads come at once: no harm
+        return self.stored
+
+    def read(self, box: Box, out: Array) -> set[FileSource]:
+        """Fill `out`, an array of the box's sizes; returns the files that were read."""
+        sources: set[FileSource] = set()
+        for chunk, common in self._covered.meeting(box):
+            place = chunk.place
+            window = place.window.crop(common.relative_to(chunk.box))
+            for part in _narrow(window):
+                inner: Any = (*part.shift(common.relative_to(box).offsets).slices, ...)  # no dims: still an array
+                near = window.crop(part)
+                copy_place(place.with_window(near), out[inner], passing=True)
+                if isinstance(place.source, FileSource):
+                    sources.add(place.source)
+                    if part.sizes != window.sizes:
+                        place.source.unmap(near.offset, near.stop - near.offset)
+        return sources
 
 
 @dataclass(frozen=True)
@@ -142,7 +164,7 @@ class Feed:
     def __init__(self, regions: Iterable[Region], seen: Callable[[Region, StreamedRows], None] | None = None) -> None:
         """`seen` is called with each piece that is taken, before it is."""
         self._seen = seen
-        self._tasks = self._all_windows(regions)
+        self._tasks = ((region, box.shift(region.box.offsets)) for region in regions for box in region.pieces)
         self._buffers: deque[Array] = deque(np.empty(0, np.uint8) for _ in range(DEPTH))
         self._pending: deque[tuple[Box, str, Array, Callable[[], tuple[memoryview, int | None]]]] = deque()
         self._pool = ThreadPoolExecutor(DEPTH - 1, thread_name_prefix="reshard-stream")
@@ -150,16 +172,9 @@ class Feed:
         self._read_bytes = 0
         self._last: Array | None = None
 
-    @staticmethod
-    def _all_windows(regions: Iterable[Region]) -> Iterator[tuple[_RegionReader, Box]]:
-        for region in regions:
-            reader = _RegionReader(region)
-            for box in windows(region.box.sizes, region.stored.itemsize, region.piece_bytes):
-                yield reader, box.shift(region.box.offsets)
-
     def take(self, region: Region) -> Iterator[StreamedRows]:
         """The pieces of `region`, which must be the next one. Raises what reading raises."""
-        for _ in windows(region.box.sizes, region.stored.itemsize, region.piece_bytes):
+        for _ in region.pieces:
             piece = self._next()
             if self._seen is not None:
                 self._seen(region, piece)
@@ -185,20 +200,20 @@ class Feed:
         task = next(self._tasks, None)
         if task is None:
             return False
-        reader, box = task
-        nbytes = box.numel * reader.stored.itemsize
+        region, box = task
+        nbytes = box.numel * region.stored.itemsize
         buffer = self._buffers.popleft()
         if len(buffer) < nbytes:
             buffer = np.empty(max(nbytes, min(2 * len(buffer), PIECE_BYTES)), np.uint8)
-        loaded: Callable[[], tuple[memoryview, int | None]] = partial(self._load, reader, box, buffer[:nbytes])
-        if not reader.is_near or nbytes > _SMALL_BYTES:  # a thread's turn costs more than a small read
+        loaded: Callable[[], tuple[memoryview, int | None]] = partial(self._load, region, box, buffer[:nbytes])
+        if not region.is_near or nbytes > _SMALL_BYTES:  # a thread's turn costs more than a small read
             loaded = self._pool.submit(loaded).result
-        self._pending.append((box, reader.stored.spec.dtype, buffer, loaded))
+        self._pending.append((box, region.stored.spec.dtype, buffer, loaded))
         return True
 
-    def _load(self, reader: _RegionReader, box: Box, buffer: Array) -> tuple[memoryview, int | None]:
+    def _load(self, region: Region, box: Box, buffer: Array) -> tuple[memoryview, int | None]:
         """The bytes of a box and their digest; on a thread of the pool."""
-        self._sources.update(reader.read(box, buffer.view(item_dtype(reader.stored.itemsize)).reshape(box.sizes)))
+        self._sources.update(region.read(box, buffer.view(item_dtype(region.stored.itemsize)).reshape(box.sizes)))
         self._read_bytes += buffer.nbytes
         if self._read_bytes >= _RELEASE_BYTES:
             self._read_bytes = 0
@@ -206,7 +221,7 @@ class Feed:
             for source in sources:
                 source.release()
         data = memoryview(cast("Any", buffer))  # numpy's types know buffers from 3.12 on
-        return data, None if reader.digest is None else reader.digest(data)
+        return data, None if region.digest is None else region.digest(data)
 
     def __enter__(self) -> Self:
         return self
@@ -215,39 +230,6 @@ class Feed:
         self._pool.shutdown(cancel_futures=True)
         for source in self._sources:
             source.release()
-
-
-class _RegionReader:
-    """Reads boxes of one region."""
-
-    def __init__(self, region: Region) -> None:
-        self.stored = region.stored
-        self.digest = region.digest
-        self.is_near = region.is_near
-        self._region = region
-        self._checked = False
-
-    def _check(self) -> None:
-        if not self._checked:  # twice, if two threads come at once: no harm
-            check_cover(self.stored, self._region.box)
-            self._checked = True
-
-    def read(self, box: Box, out: Array) -> set[FileSource]:
-        """Fill `out`, an array of the box's sizes; returns the files that were read."""
-        self._check()
-        sources: set[FileSource] = set()
-        for chunk, common in self.stored.meeting(box):
-            place = chunk.place
-            window = place.window.crop(common.relative_to(chunk.box))
-            for part in _narrow(window):
-                inner: Any = (*part.shift(common.relative_to(box).offsets).slices, ...)  # no dims: still an array
-                near = window.crop(part)
-                copy_place(place.with_window(near), out[inner], passing=True)
-                if isinstance(place.source, FileSource):
-                    sources.add(place.source)
-                    if part.sizes != window.sizes:
-                        place.source.unmap(near.offset, near.stop - near.offset)
-        return sources
 
 
 def _narrow(window: Window) -> Iterator[Box]:
@@ -386,10 +368,10 @@ class FormatWriter(ABC):
         """From now on the target is a checkpoint."""
 
     @abstractmethod
-    def occupied(self, names: Mapping[str, int]) -> str | None:
+    def occupied(self, names: Listing) -> str | None:
         """The file that shows that there is a checkpoint already, or None."""
 
-    def ambiguous(self, storage: Storage, names: Mapping[str, int]) -> str | None:
+    def ambiguous(self, storage: Storage, names: Listing) -> str | None:
         """A file of `names` that would stay, and beside which what is written would not open; or None."""
         return None
 

@@ -133,12 +133,6 @@ class StoredChunk:
         """The same elements, `by` further on in each dim."""
         return self.derived(self.box.shift(by), lambda w: w)
 
-    def permute(self, dims: Sequence[int]) -> StoredChunk:
-        """The same elements of the tensor transposed so that its old dim `dims[i]` is the new dim
-        i."""
-        box = Box([self.box.offsets[d] for d in dims], [self.box.sizes[d] for d in dims])
-        return self.derived(box, lambda w: w.permute(dims))
-
     def __repr__(self) -> str:
         return f"StoredChunk({self.box}, {self._place or 'not yet located'}, owner={self.owner!r})"
 

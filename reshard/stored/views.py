@@ -15,7 +15,7 @@ from reshard.errors import CorruptCheckpointError
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor, is_near, same_bytes
 
 __all__ = [
-    "Piece", "assemble", "concat", "copies", "cut", "flat_piece", "narrow", "select", "stack", "unflatten", "ungrid",
+    "Piece", "assemble", "concat", "copies", "cut", "flat_piece", "narrow", "stack", "unflatten", "ungrid",
     "unstack",
 ]  # fmt: skip
 
@@ -26,7 +26,7 @@ _log = logging.getLogger("reshard")
 # boxes and windows to windows, so the result is a stored tensor again, lazy and exact to the
 # byte:
 #
-#     stack [3, 4, 5]  --select(dim 0, 1)-->  [4, 5]         flat [20]  --unflatten-->  [4, 5]
+#     stack [3, 4, 5]  --unstack-->  three of [4, 5]         flat [20]  --unflatten-->  [4, 5]
 #     halves [2, 5] + [2, 5]  --concat(dim 0)-->  [4, 5]     rows [6, 5]  --narrow(0, 0, 4)-->  [4, 5]
 
 
@@ -34,45 +34,35 @@ Piece = tuple[Box, StoredTensor]
 """A region of a tensor, and the stored tensor of the region's sizes that fills it."""
 
 
-def select(tensor: StoredTensor, dim: int, index: int, fqn: str) -> StoredTensor:
-    """`tensor[..., index, ...]` without the dim: one layer or expert of a stack."""
-    chunks = []
-    for chunk in tensor.chunks:
-        offset, size = chunk.box.offsets[dim], chunk.box.sizes[dim]
-        if offset <= index < offset + size:
-            chunks.append(_select_chunk(chunk, dim, index - offset))
-    shape = _without(tensor.spec.shape, dim)
-    return StoredTensor(TensorSpec(fqn, shape, tensor.spec.dtype), tuple(chunks))
+def _of_chunks(of: StoredTensor, fqn: str, shape: Sequence[int], chunks: Iterable[StoredChunk]) -> StoredTensor:
+    """A tensor of other chunks, with the dtype of `of`."""
+    return StoredTensor(TensorSpec(fqn, shape, of.spec.dtype), tuple(chunks))
 
 
 def unstack(tensor: StoredTensor, names: Sequence[str]) -> list[StoredTensor]:
-    """`select(tensor, 0, i, names[i])` for every i, in one pass over the chunks. Inverse of `stack`."""
-    shape = tensor.spec.shape[1:]
+    """`tensor[i]` as `names[i]` for every i: the layers or experts of a stack. Inverse of `stack`."""
     chunks: list[list[StoredChunk]] = [[] for _ in names]
     for chunk in tensor.chunks:
         for at in range(chunk.box.sizes[0]):
-            chunks[chunk.box.offsets[0] + at].append(_select_chunk(chunk, 0, at))
-    return [StoredTensor(TensorSpec(fqn, shape, tensor.spec.dtype), tuple(of)) for fqn, of in zip(names, chunks)]
+            chunks[chunk.box.offsets[0] + at].append(_row(chunk, at))
+    return [_of_chunks(tensor, fqn, tensor.spec.shape[1:], of) for fqn, of in zip(names, chunks)]
 
 
-def _without(values: Shape, dim: int) -> Shape:
-    return values[:dim] + values[dim + 1 :]
+def _row(chunk: StoredChunk, at: int) -> StoredChunk:
+    """The elements of a chunk at a place of its first dim, without the dim."""
 
-
-def _select_chunk(chunk: StoredChunk, dim: int, at: int) -> StoredChunk:
     def change(w: Window) -> Window:
-        return Window(w.offset + at * w.strides[dim], _without(w.sizes, dim), _without(w.strides, dim), w.itemsize)
+        return Window(w.offset + at * w.strides[0], w.sizes[1:], w.strides[1:], w.itemsize)
 
-    return chunk.derived(Box(_without(chunk.box.offsets, dim), _without(chunk.box.sizes, dim)), change)
+    return chunk.derived(Box(chunk.box.offsets[1:], chunk.box.sizes[1:]), change)
 
 
-def narrow(tensor: StoredTensor, dim: int, start: int, stop: int, fqn: str | None = None) -> StoredTensor:
+def narrow(tensor: StoredTensor, dim: int, start: int, stop: int) -> StoredTensor:
     """`tensor[..., start:stop, ...]`: the true rows of a padded vocabulary, one half of two that were joined."""
     region = Box.full(tensor.spec.shape).cut(dim, start, stop)
     back = [-o for o in region.offsets]
     parts = [(chunk, common) for chunk in tensor.chunks if (common := chunk.box & region) is not None]
-    spec = TensorSpec(tensor.fqn if fqn is None else fqn, region.sizes, tensor.spec.dtype)
-    return StoredTensor(spec, tuple(chunk.crop(common).shift(back) for chunk, common in parts))
+    return _of_chunks(tensor, tensor.fqn, region.sizes, (chunk.crop(common).shift(back) for chunk, common in parts))
 
 
 def assemble(fqn: str, shape: Sequence[int], pieces: Iterable[Piece]) -> StoredTensor:
@@ -103,7 +93,8 @@ def concat(parts: Sequence[StoredTensor], dim: int, fqn: str) -> StoredTensor:
     at, pieces = 0, []
     for part in parts:
         shape = part.spec.shape
-        if len(shape) != len(first) or len(shape) <= dim or _without(shape, dim) != _without(first, dim):
+        whole = (*first[:dim], *shape[dim : dim + 1], *first[dim + 1 :])
+        if len(shape) <= dim or shape != whole:
             shapes = " and ".join(str(list(p.spec.shape)) for p in parts)
             raise CorruptCheckpointError(f"tensor {fqn!r}: parts of shapes {shapes} cannot be joined along dim {dim}")
         pieces.append((Box.full(shape).cut(dim, at, at + shape[dim]), part))
@@ -112,7 +103,7 @@ def concat(parts: Sequence[StoredTensor], dim: int, fqn: str) -> StoredTensor:
 
 
 def stack(parts: Sequence[StoredTensor], fqn: str) -> StoredTensor:
-    """The parts along a new dim 0. Raises CorruptCheckpointError if their shapes differ. Inverse of `select`."""
+    """The parts along a new dim 0. Raises CorruptCheckpointError if their shapes differ. Inverse of `unstack`."""
     shape = parts[0].spec.shape
     pieces = [(Box((i, *(0,) * len(shape)), (1, *shape)), _with_leading_dim(part)) for i, part in enumerate(parts)]
     return assemble(fqn, (len(parts), *shape), pieces)
@@ -122,9 +113,8 @@ def _with_leading_dim(tensor: StoredTensor) -> StoredTensor:
     def change(w: Window) -> Window:
         return Window(w.offset, (1, *w.sizes), (0, *w.strides), w.itemsize)
 
-    spec = TensorSpec(tensor.fqn, (1, *tensor.spec.shape), tensor.spec.dtype)
-    chunks = [c.derived(Box((0, *c.box.offsets), (1, *c.box.sizes)), change) for c in tensor.chunks]
-    return StoredTensor(spec, tuple(chunks))
+    chunks = (c.derived(Box((0, *c.box.offsets), (1, *c.box.sizes)), change) for c in tensor.chunks)
+    return _of_chunks(tensor, tensor.fqn, (1, *tensor.spec.shape), chunks)
 
 
 class _ChunkCopies(StoredChunk):
@@ -172,8 +162,9 @@ def copies(
             for row in rows
             for chunk, common in tensor.meeting(row[0].box)
         ]
-    spec = TensorSpec(fqn, tensors[0].spec.shape, tensors[0].spec.dtype)
-    return StoredTensor(spec, tuple(_ChunkCopies(row, spec.dtype, refuse, drift) for row in rows))
+    first = tensors[0]
+    chunks = (_ChunkCopies(row, first.spec.dtype, refuse, drift) for row in rows)
+    return _of_chunks(first, fqn, first.spec.shape, chunks)
 
 
 def unflatten(tensor: StoredTensor, shape: Sequence[int], fqn: str) -> StoredTensor:
@@ -187,7 +178,7 @@ def unflatten(tensor: StoredTensor, shape: Sequence[int], fqn: str) -> StoredTen
     chunks: list[StoredChunk] = []
     for chunk in tensor.chunks:
         chunks += flat_piece(chunk, shape, chunk.box.offsets[0])
-    return StoredTensor(TensorSpec(fqn, shape, tensor.spec.dtype), tuple(chunks))
+    return _of_chunks(tensor, fqn, shape, chunks)
 
 
 def cut(flat: StoredTensor, start: int, shape: Sequence[int], fqn: str) -> StoredTensor:
@@ -237,7 +228,7 @@ def ungrid(tensor: StoredTensor, shape: Sequence[int], fqn: str) -> StoredTensor
         for at in itertools.product(*(range(start, start + size) for start, size in leading)):
             flat = chunk.crop(Box((*at, last[0]), (*(1,) * len(at), last[1])))
             for _ in at:
-                flat = _select_chunk(flat, 0, 0)
+                flat = _row(flat, 0)
             corner = [i * n for i, n in zip(at, cell)]
             chunks += [piece.shift(corner) for piece in flat_piece(flat, cell, last[0])]
-    return StoredTensor(TensorSpec(fqn, shape, tensor.spec.dtype), tuple(chunks))
+    return _of_chunks(tensor, fqn, shape, chunks)

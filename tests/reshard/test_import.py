@@ -15,7 +15,7 @@ import torch
 
 import reshard
 from reshard.errors import OptionError
-from reshard.formats.table import ALSO_CALLED, FORMATS, WRITTEN, FormatName, find_format, writing_of
+from reshard.formats.table import ALSO_CALLED, FORMATS, WRITTEN, FormatName, find_format, find_normalizer, writing_of
 from reshard.live.tensors import warn_if_untried
 from reshard.stored.streaming import FormatWriter
 
@@ -186,9 +186,11 @@ def test_every_line_of_the_table_is_a_format(row):
     assert found.name == row.name
     assert list(inspect.signature(found.detect).parameters) == ["storage", "names"]
     assert list(inspect.signature(found.open).parameters) == ["files"]
-    assert (found.writing is not None) == (row.name in WRITTEN)
-    if found.writing is not None:
+    assert bool(row.writer) == (row.name in WRITTEN)
+    if row.writer:
         assert issubclass(writing_of(row.name).writer, FormatWriter)
+    if row.normalizer:
+        assert list(inspect.signature(find_normalizer(row.name)).parameters) == ["contents", "hints", "what"]
 
 
 def test_a_mapping_that_is_none_is_refused(tmp_path):

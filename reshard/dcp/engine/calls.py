@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlan, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from reshard.arguments import renamed
-from reshard.dcp.engine.states import refuse_lost_state
+from reshard.dcp.engine.states import StateDict, refuse_lost_state
 from reshard.dcp.filesystem import FileSystemReader, FileSystemWriter
 from reshard.errors import CheckpointError, DeadlineError, RankFailedError, ReshardError, StorageError, option_error
 from reshard.live.dtypes import dtype_name
@@ -189,7 +189,7 @@ def write_here(writer: StorageWriter, plan: SavePlan, planner: SavePlanner) -> l
 
 
 def run_save(
-    state_dict: dict[str, Any],
+    state_dict: StateDict,
     writer: StorageWriter,
     planner: SavePlanner,
     group: Group,
@@ -233,7 +233,7 @@ def _with_own(own: Any, gathered: list[bytes], place: int) -> list[Any]:
 
 
 def run_load(
-    state_dict: dict[str, Any], reader: StorageReader, planner: LoadPlanner, group: Group, coordinator: int
+    state_dict: StateDict, reader: StorageReader, planner: LoadPlanner, group: Group, coordinator: int
 ) -> None:
     """Plan on every rank, merge the plans on the coordinator, and read on every rank.
 
@@ -294,7 +294,7 @@ def _read_metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
             raise error from None
 
 
-def _set_up_planner(planner: SavePlanner, state_dict: dict[str, Any], meta: Any, is_coordinator: bool) -> None:
+def _set_up_planner(planner: SavePlanner, state_dict: StateDict, meta: Any, is_coordinator: bool) -> None:
     if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
         planner.set_up_planner(state_dict=state_dict, storage_meta=meta, is_coordinator=is_coordinator)
     else:  # planners made before storages had metadata

@@ -33,10 +33,13 @@ from reshard.live.tensors import (
 from reshard.live.tree import leaves_of, map_leaves
 
 __all__ = [
-    "ENGINE_WORDING", "HeldRegion", "copied_like", "flat_state", "holds_checkpointable", "is_checkpointable",
-    "is_placed", "on_the_cpu", "put_at", "put_state_back", "refuse_lost_state", "refuse_misfits",
+    "ENGINE_WORDING", "HeldRegion", "StateDict", "copied_like", "flat_state", "holds_checkpointable",
+    "is_checkpointable", "is_placed", "on_the_cpu", "put_at", "put_state_back", "refuse_lost_state", "refuse_misfits",
     "regions_of", "shape_of", "unwrapped",
 ]  # fmt: skip
+
+
+StateDict = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -140,7 +143,7 @@ def _pieces(form: Form, shape: Shape, rank: int) -> tuple[tuple[tuple[Box, Box],
     return tuple(tuple(part.boxes()) for part in form.parts(shape, rank))
 
 
-def unwrapped(state_dict: Any) -> dict[str, Any]:
+def unwrapped(state_dict: Any) -> StateDict:
     """Return the state dict with every `Stateful` replaced by its `state_dict()`.
 
     They are called in sorted key order, because `state_dict()` may run collectives, and the
@@ -161,7 +164,7 @@ def _is_stateful(value: Any) -> TypeGuard[Stateful]:
     return isinstance(value, Stateful) and not is_tensor(value)
 
 
-def put_state_back(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> None:
+def put_state_back(state_dict: StateDict, loaded: Mapping[str, Any]) -> None:
     """Pass the loaded state to each `Stateful`, and store everything else in `state_dict`.
 
     Keys that only `loaded` has come from a planner whose target is to match the checkpoint. The
@@ -175,7 +178,7 @@ def put_state_back(state_dict: dict[str, Any], loaded: Mapping[str, Any]) -> Non
             state_dict[key] = value
 
 
-def flat_state(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def flat_state(state_dict: Mapping[str, Any]) -> tuple[StateDict, dict[str, Any]]:
     """Return the values by flat key, and the path of each key, by torch's own rule."""
     flat, paths = flatten_state_dict(dict(state_dict))
     return flat, paths
@@ -242,7 +245,7 @@ def _misfit(key: str, value: Any, entry: Any) -> str:
     return "" if entry.size == shape else f"Size mismatch between saved {entry.size} and current: {shape} for {key}"
 
 
-def refuse_lost_state(state_dict: dict[str, Any], saved: Iterable[Saved]) -> None:
+def refuse_lost_state(state_dict: StateDict, saved: Iterable[Saved]) -> None:
     """Raise KeyMismatchError if the target has no place for the state of a whole optimizer."""
     for key in lost_state(state_dict, saved):
         raise KeyMismatchError(

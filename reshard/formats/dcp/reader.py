@@ -19,13 +19,13 @@ from planners.geometry.box import Box, Shape
 from planners.geometry.layout import ITEM_SIZES, TensorSpec
 from planners.units import format_count
 from reshard.errors import RESTORE, CorruptCheckpointError, FormatError, ReshardError, framework
-from reshard.formats.format import Format, Writing, as_shape, missing_files
+from reshard.formats.format import Format, as_shape, missing_files
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, locate_item, read_head
 from reshard.formats.torch_save.pickles import load_pickle, plain
 from reshard.formats.torch_save.reader import TorchFile
 from reshard.live.dtypes import dtype_from_name, dtype_name
 from reshard.state import KeyPath, key_of
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import DATA_FILE, RANK_METADATA, Contents, Facts, LazyMapping, Record, has_dcp
 from reshard.stored.safetensors_header import Header, find_header
@@ -35,7 +35,7 @@ from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 __all__ = ["FORMAT", "DcpFacts", "DcpIndex", "Item", "Items", "Undo", "detect", "open", "open_folder"]
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return True if the top folder is a DCP checkpoint."""
     return has_dcp(names)
 
@@ -402,17 +402,10 @@ def _unzstd(where: str, most_bytes: int, data: bytes) -> bytes:
         raise CorruptCheckpointError(f"{where}: a zstd item is damaged: {error}") from None
 
 
-def _writing() -> Writing:
-    from reshard.formats.dcp.writer import WRITING  # torch's checkpoint package takes long to import
-
-    return WRITING
-
-
 FORMAT = Format(
     "dcp",
     checksums=CRC_OF_RECORDS,
     detect=detect,
     open=open,
     records_ranks=True,
-    writing=_writing,
 )

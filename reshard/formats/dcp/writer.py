@@ -37,7 +37,7 @@ from reshard.formats.torch_save.writer import (
 from reshard.live.dtypes import dtype_from_name
 from reshard.live.tree import builtin_kinds, unflatten
 from reshard.state import IntKey, KeyPath, containers_around, key_of
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
 from reshard.stored.contents import Contents
 from reshard.stored.streaming import (
     FilePart,
@@ -124,7 +124,7 @@ class DcpWriter(FormatWriter):
         for name in old:
             out.storage.delete(name)
 
-    def occupied(self, names: Mapping[str, int]) -> str | None:
+    def occupied(self, names: Listing) -> str | None:
         """The file that is published last."""
         return _METADATA if _METADATA in names else None
 

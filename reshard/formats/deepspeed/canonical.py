@@ -20,9 +20,11 @@ from reshard.formats.canonical import (
     Canonical,
     Hints,
     NameMap,
+    Shapes,
     States,
     StoredOptimizer,
     Value,
+    Values,
     check_names,
     name_ids,
     settings_of,
@@ -32,7 +34,6 @@ from reshard.formats.deepspeed.files import DeepSpeedFacts
 from reshard.formats.deepspeed.zero import (
     MASTER,
     Rank,
-    Shapes,
     cut_stage3,
     cut_stage12,
     experts_shifts,
@@ -46,7 +47,7 @@ from reshard.stored.contents import Contents
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import concat, cut, narrow, unflatten
 
-__all__ = ["normalize_deepspeed"]
+__all__ = ["normalize"]
 
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states")
@@ -81,15 +82,14 @@ class _ModelParallelRank:
         return [{str(k): tuple(map(int, v)) for k, v in group.items()} for group in groups]
 
 
-def normalize_deepspeed(contents: Contents, hints: Hints, what: str) -> Canonical:
+def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     """The state under canonical names.
 
     Raises:
         CorruptCheckpointError: the file of a rank is missing, or the pieces do not make up the parameters.
         NormalizationError: a hint is missing.
     """
-    facts = contents.facts
-    assert isinstance(facts, DeepSpeedFacts)
+    facts = contents.known(DeepSpeedFacts)
     files = facts.files
     stages = _stages(files)
     is_bare = any(map(_UNIVERSAL.fullmatch, files)) and not any(stage.models for stage in stages.values())
@@ -333,10 +333,7 @@ def _add_common_step(parts: Parts, common: TorchFile) -> None:
 # a row, of each group]}
 
 
-NamedShapes = Mapping[str, Shape]
-
-
-def read_mixed(optimizer: Mapping[str, Any], file: TorchFile, shapes: NamedShapes, hints: Hints) -> StoredOptimizer:
+def read_mixed(optimizer: Mapping[str, Any], file: TorchFile, shapes: Shapes, hints: Hints) -> StoredOptimizer:
     """The states by id, or by name where whole groups are flat; masters are the state `MASTER`.
 
     Args:
@@ -366,9 +363,9 @@ def read_mixed(optimizer: Mapping[str, Any], file: TorchFile, shapes: NamedShape
 
 def _cut(
     groups: Sequence[dict[str, Any]],
-    state: Mapping[int, Mapping[str, Value]],
+    state: Mapping[int, Values],
     flats: Sequence[Value],
-    shapes: NamedShapes,
+    shapes: Shapes,
     hints: Hints,
 ) -> StoredOptimizer:
     """Flat groups, split into the parameters that the hint says are in them."""
@@ -386,14 +383,14 @@ def _cut(
     for g, (names, flat) in enumerate(zip(given, flats)):
         settings = groups[g] if g < len(groups) else {}
         ids = list(settings.get("params", (g,)))
-        values: dict[str, Value] = {MASTER: flat, **(state.get(ids[0], {}) if ids else {})}
+        values: Values = {MASTER: flat, **(state.get(ids[0], {}) if ids else {})}
         for name, states in _pieces(g, names, values, shapes).items():
             out.state[name] = states
         out.groups.append({**settings_of(settings), "params": list(names)})
     return out
 
 
-def _pieces(g: int, names: Sequence[str], values: Mapping[str, Value], shapes: NamedShapes) -> States:
+def _pieces(g: int, names: Sequence[str], values: Values, shapes: Shapes) -> States:
     out: States = {}
     at = 0
     for name in names:

@@ -17,13 +17,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from reshard.errors import CorruptCheckpointError, FormatError
+from reshard.formats.format import Format
 from reshard.formats.torch_save.reader import TorchFile, contents_of, read_torch_file
 from reshard.state import KeyPath
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
+from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents, Facts
 from reshard.stored.source import Files
 
-__all__ = ["DeepSpeedFacts", "beside", "detect", "is_state", "open"]
+__all__ = ["FORMAT", "OWN", "DeepSpeedFacts", "is_state"]
 
 
 _STATES = re.compile(
@@ -61,7 +63,7 @@ class DeepSpeedFacts(Facts):
         return self.missing
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return whether there are files of DeepSpeed's names, here or in the folder that `latest` names."""
     return any(is_state(name, "") for name in names) or (
         any(latest in names for latest in _LATEST) and any(is_state(n.partition("/")[2], "") for n in names)
@@ -179,7 +181,7 @@ def _lost_states(there: Collection[str], files: Iterable[TorchFile]) -> Iterator
         yield from (f"zero/{name}/{state}.pt" for kind in kinds if mine < kind for state in kind - mine)
 
 
-def _folder(storage: Storage, names: Mapping[str, int]) -> str:
+def _folder(storage: Storage, names: Listing) -> str:
     """ "" or the folder that `latest` names, with a slash."""
     if any(is_state(file, "") for file in names):
         return ""
@@ -193,3 +195,14 @@ def _folder(storage: Storage, names: Mapping[str, int]) -> str:
             )
         return tag + "/"
     raise FormatError(f"{storage.url}: no {_LATEST[0]} says which of the folders is the checkpoint")
+
+
+FORMAT = Format(
+    "deepspeed",
+    checksums=CRC_OF_RECORDS,
+    detect=detect,
+    open=open,
+    is_composite=True,
+    beside=beside,
+    names_ranks=True,
+)

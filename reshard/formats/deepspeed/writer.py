@@ -10,13 +10,15 @@ from typing import Any
 import torch
 
 from reshard.errors import FormatError
-from reshard.formats.canonical import Canonical, Hints, listed_in, settings_of, ties
+from reshard.formats.canonical import Canonical, Groups, Hints, Tensors, listed_in, settings_of, ties
 from reshard.formats.dcp.writer import object_to_bytes
 from reshard.formats.deepspeed.files import OWN, is_state
 from reshard.formats.format import Widen, Writing, at_top
 from reshard.formats.megatron.names import tp_dim
 from reshard.formats.torch_save.writer import ArchivesWriter, TensorStub
 from reshard.live.tree import unflatten
+from reshard.state import KeyPath
+from reshard.storage.base import Listing
 from reshard.stored.contents import Contents, Facts
 from reshard.stored.streaming import FilePlan, Publication, Target
 from reshard.stored.tensor import StoredTensor, read_value
@@ -63,9 +65,7 @@ class DeepSpeedWriter(ArchivesWriter):
 
     def __init__(self, contents: Contents, target: Target) -> None:
         super().__init__(contents, target)
-        facts = contents.details(DeepSpeedState)
-        assert facts is not None
-        self.facts = facts
+        facts = self.facts = contents.known(DeepSpeedState)
         self.tag = f"global_step{facts.step}_universal"
         self._head = f"{self.tag}/mp_rank_00_model_states.pt"
         alone = [self.whole(name) for name in self.names]
@@ -137,7 +137,7 @@ class DeepSpeedWriter(ArchivesWriter):
         out.publish(heads[1], object_to_bytes(self._model_states({})))
         out.publish(_LATEST, self.tag.encode())
 
-    def occupied(self, names: Mapping[str, int]) -> str | None:
+    def occupied(self, names: Listing) -> str | None:
         """The files that name a folder.
 
         Raises FormatError in the folder of a tag, which they would not replace.
@@ -171,7 +171,7 @@ def deepspeed_form(
     groups = [{**group, "params": [p for p in group.get("params", ()) if p in trained]} for group in found.groups]
     _check(found, trained, groups, what)
     tied = ties(found.model, trained)
-    tensors: dict[str, StoredTensor] = {}
+    tensors: Tensors = {}
     elsewhere = (fqn for fqn in found.state if fqn not in found.model)  # which are saved under other names
     lost = [f"optim.state.{fqn}.{name}" for fqn in elsewhere for name in found.state[fqn]]
     for fqn in trained:
@@ -205,7 +205,7 @@ def deepspeed_form(
     )
 
 
-def _check(found: Canonical, trained: list[str], groups: list[dict[str, Any]], what: str) -> None:
+def _check(found: Canonical, trained: list[str], groups: Groups, what: str) -> None:
     """Raises FormatError for what DeepSpeed would miss, or pass over without a word."""
     if not trained or not any(group["params"] for group in groups):
         raise FormatError(
@@ -247,7 +247,7 @@ def _step(found: Canonical, fqn: str) -> float | None:
 
 def _client(contents: Contents) -> tuple[dict[str, Any], list[str]]:
     """Plain objects as nested as they were, and keys of those that have no place."""
-    found: dict[tuple[Any, ...], Any] = {}
+    found: dict[KeyPath, Any] = {}
     lost: list[str] = []
     for key, value in contents.objects.items():
         path = contents.path_of(key)
@@ -263,7 +263,7 @@ def _client(contents: Contents) -> tuple[dict[str, Any], list[str]]:
     return dict(unflatten(found, kinds)), lost
 
 
-def _below_file(path: tuple[Any, ...]) -> tuple[Any, ...]:
+def _below_file(path: KeyPath) -> KeyPath:
     return path[1:] if path and str(path[0]).endswith("mp_rank_00_model_states") else path
 
 

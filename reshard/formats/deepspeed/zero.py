@@ -9,24 +9,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from planners.geometry.box import Box, Shape
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CorruptCheckpointError
-from reshard.formats.canonical import States, Value
+from reshard.formats.canonical import Groups, Shapes, States, Value, Values
 from reshard.formats.torch_save.reader import TorchFile, stored_values
 from reshard.stored.contents import Record
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import assemble, narrow, unflatten
 
-__all__ = ["Rank", "Shapes", "cut_stage3", "cut_stage12", "experts_shifts", "read_rank", "shifted"]
+__all__ = ["Rank", "cut_stage3", "cut_stage12", "experts_shifts", "read_rank", "shifted"]
 
 
-Shapes = Mapping[str, Shape]
-"""Shapes of the parameters of a group, in order."""
 MASTER = "fp32"
 """Name under which the fp32 masters go among the states."""
 
@@ -36,8 +34,8 @@ class Rank:
     """What one rank's file of optimizer states holds: the values of each flat group by name."""
 
     label: str
-    flats: list[dict[str, Value]] = field(default_factory=list)
-    groups: list[dict[str, Any]] = field(default_factory=list)
+    flats: list[Values] = field(default_factory=list)
+    groups: Groups = field(default_factory=list)
     """Settings of the param groups."""
     partition_counts: list[int] = field(default_factory=list)
     mappings: list[dict[str, tuple[int, int]]] = field(default_factory=list)
@@ -136,16 +134,9 @@ def cut_stage12(ranks: Sequence[Rank], shapes: Sequence[Shapes]) -> States:
             _check_ranks(mine, g)
             mapped = all(g < len(rank.mappings) for rank in mine) and not mine[0].round_robin
             parts = _mapped_parts(mine, g, group) if mapped else _even_parts(mine, g, group)
+            flats = [rank.flats[g] for rank in mine]
             for fqn, shape in group.items():
-                states, held = mine[0].flats[g], parts[fqn]
-                out[shifted(fqn, shift)] = {
-                    name: _gather(
-                        f"{fqn}.{name}", shape, [(at, mine[r].flats[g].get(name), s, n) for r, s, n, at in held]
-                    )
-                    if _is_flat(value, states[MASTER])
-                    else value
-                    for name, value in states.items()
-                }
+                out[shifted(fqn, shift)] = _gather_all(fqn, shape, flats, parts[fqn])
     return out
 
 
@@ -175,8 +166,9 @@ def _sharers(ranks: Sequence[Rank], g: int, group: Shapes) -> list[tuple[Sequenc
     return [(ranks[e :: len(shifts)], shift) for e, shift in enumerate(shifts)]
 
 
-_Parts = dict[str, list[tuple[int, int, int, int]]]
-"""By parameter: (rank, start in the rank's piece, length, start in the flattened parameter)."""
+_Held = list[tuple[int, int, int, int]]
+"""Of a parameter: (rank, start in the rank's piece, length, start in the flattened parameter)."""
+_Parts = dict[str, _Held]
 
 
 def _mapped_parts(ranks: Sequence[Rank], g: int, group: Shapes) -> _Parts:
@@ -219,11 +211,22 @@ def _even_parts(ranks: Sequence[Rank], g: int, group: Shapes) -> _Parts:
     return parts
 
 
-def _gather(fqn: str, shape: Shape, parts: Iterable[tuple[int, Value, int, int]]) -> StoredTensor:
-    """A parameter from parts of flat tensors, each (start in the parameter, flat tensor, start in it, length)."""
+def _gather_all(fqn: str, shape: Shape, flats: Sequence[Values], held: _Held) -> Values:
+    """The states of a parameter from parts of each rank's flat ones; those that are none are the same for all."""
+    states = flats[0]
+    return {
+        name: _gather(f"{fqn}.{name}", shape, [of.get(name) for of in flats], held)
+        if _is_flat(value, states[MASTER])
+        else value
+        for name, value in states.items()
+    }
+
+
+def _gather(fqn: str, shape: Shape, flats: Sequence[Value], held: _Held) -> StoredTensor:
     numel = math.prod(shape)
     pieces, dtype = [], "float32"
-    for at, flat, start, length in parts:
+    for rank, start, length, at in held:
+        flat = flats[rank]
         if not isinstance(flat, StoredTensor) or len(flat.spec.shape) != 1:
             raise CorruptCheckpointError(f"{fqn!r}: a rank has no flat tensor for it, but others have")
         if start + length > flat.spec.numel or at + length > numel:
@@ -258,14 +261,9 @@ def cut_stage3(ranks: Sequence[Rank], shapes: Sequence[Shapes]) -> States:
                     f"{ranks[0].label}: {fqn!r} needs {part} elements from {at} on in sub-group {sub}, which is more "
                     "than the file holds; it was truncated, or belongs to another model"
                 )
-            held = [(r, r * part, min(part, numel - r * part)) for r in range(world) if r * part < numel]
-            states = ranks[0].flats[min(sub, len(sizes) - 1)]
-            out[fqn] = {
-                name: _gather(f"{fqn}.{name}", shape, [(s, ranks[r].flats[sub].get(name), at, n) for r, s, n in held])
-                if _is_flat(value, states[MASTER])
-                else value
-                for name, value in states.items()
-            }
+            held = [(r, at, min(part, numel - r * part), r * part) for r in range(world) if r * part < numel]
+            flats = [rank.flats[min(sub, len(sizes) - 1)] for rank in ranks]
+            out[fqn] = _gather_all(fqn, shape, flats, held)
             at += part
     return out
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from reshard.errors import FormatError
-from reshard.formats.canonical import Canonical, Hints, States, Value, read_optimizer, regroup
+from reshard.formats.canonical import Canonical, Groups, Hints, States, Tensors, Value, Values, read_optimizer, regroup
 from reshard.formats.megatron.files import MegatronFacts
 from reshard.formats.megatron.names import (
     canonical_key,
@@ -32,7 +32,7 @@ from reshard.stored.contents import Contents
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import ungrid
 
-__all__ = ["finish", "normalize_megatron"]
+__all__ = ["finish", "normalize"]
 
 
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.(?P<rest>.+)", re.DOTALL)
@@ -41,15 +41,14 @@ STATE_NAMES = {"param": "fp32_param", "master_param": "fp32_param"}
 """What the optimizers call the fp32 masters, and what they are called here."""
 
 
-def normalize_megatron(contents: Contents, hints: Hints, what: str) -> Canonical:
+def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     """The state under the names of the unsharded model.
 
     Raises:
         CorruptCheckpointError: parts of a tensor are missing or do not fit.
         NormalizationError: buckets whose order of parameters is not known, and no hint says it.
     """
-    facts = contents.facts
-    assert isinstance(facts, MegatronFacts)
+    facts = contents.known(MegatronFacts)
     args = facts.common.get("args")
     args = args if isinstance(args, dict) else {}
     if facts.backend == "fsdp_dtensor":
@@ -66,9 +65,9 @@ def normalize_megatron(contents: Contents, hints: Hints, what: str) -> Canonical
 
 
 def finish(
-    model: Mapping[str, StoredTensor],
-    state: Mapping[str, Mapping[str, Value]],
-    settings: list[dict[str, Any]],
+    model: Tensors,
+    state: Mapping[str, Values],
+    settings: Groups,
     args: Mapping[str, Any],
     hints: Hints,
     *,
@@ -134,7 +133,7 @@ def _original_shape(data: Any) -> tuple[int, ...] | None:
 
 def _from_dtensors(
     contents: Contents,
-) -> tuple[dict[str, StoredTensor], States, list[dict[str, Any]]]:
+) -> tuple[Tensors, States, Groups]:
     """Megatron-FSDP's states, which are nested as in torch: a model, and an optimizer with states by name."""
     sections = find_sections(contents)
     model = {
@@ -144,7 +143,7 @@ def _from_dtensors(
         for fqn, one in expand(name.removeprefix("model."), leaf.value())
     }
     state: States = {}
-    groups: list[dict[str, Any]] = []
+    groups: Groups = []
     for _, tree in sections.optimizers:
         saved = read_optimizer(tree)
         groups += saved.groups + _groups_by_name(tree.get("param_to_group_meta"))
@@ -158,9 +157,9 @@ def _from_dtensors(
     return model, state, groups
 
 
-def _groups_by_name(tree: Any) -> list[dict[str, Any]]:
+def _groups_by_name(tree: Any) -> Groups:
     """Groups from the settings that Megatron-FSDP saves of each parameter; halves of one are in its group once."""
-    found: dict[str, dict[str, Any]] = {}
+    found: States = {}
     for name, settings in resolve(tree).items() if isinstance(tree, dict) else ():
         if isinstance(settings, dict):
             found.setdefault(whole_key(canonical_key(name)), settings)

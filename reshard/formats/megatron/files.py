@@ -23,17 +23,19 @@ import torch
 from planners.units import format_some
 from reshard.errors import CorruptCheckpointError, FormatError
 from reshard.formats.dcp import reader as dcp
+from reshard.formats.format import Format
 from reshard.formats.torch_save.reader import TorchFile, contents_of, read_torch_file
 from reshard.live.plain_data import encode_plain
 from reshard.state import KeyPath
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
+from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents, Facts, has_dcp, merge
 from reshard.stored.source import Files
 from reshard.stored.tensor import LazyTensor
 
 __all__ = [
-    "LATEST", "LegacyFacts", "MegatronFacts", "RankFiles", "arguments", "beside", "claim", "detect", "detect_legacy",
-    "iteration_folder", "open", "open_folder", "open_legacy",
+    "FORMAT", "LATEST", "LEGACY", "LegacyFacts", "MegatronFacts", "RankFiles", "arguments", "iteration_folder",
+    "open_folder",
 ]  # fmt: skip
 
 
@@ -51,7 +53,7 @@ class MegatronFacts(dcp.DcpFacts):
     """What `common.pt` holds, but for random states."""
 
 
-def iteration_folder(storage: Storage, names: Mapping[str, int]) -> str:
+def iteration_folder(storage: Storage, names: Listing) -> str:
     """ "" or the folder of the iteration that `LATEST` names, with a slash. Raises CorruptCheckpointError if absent."""
     if LATEST not in names or any(name.startswith("global_step_") for name in names):  # verl calls a file so, too
         return ""
@@ -62,7 +64,7 @@ def iteration_folder(storage: Storage, names: Mapping[str, int]) -> str:
     return folder
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return True if two of these are there: files of DCP, `metadata.json`,
     and `common.pt`."""
     if LATEST in names:
@@ -151,9 +153,7 @@ def open_folder(files: Files, folder: str) -> Contents:
         file = read_torch_file(files[common])
         shared = {key: file.plain(value) for key, value in file.entries.items() if key != "rng_state"}
         parts.append(("common", _only_here(contents_of("megatron", {(): file}), sharded, file.source.label)))
-    known = sharded.details(dcp.DcpFacts)
-    assert known is not None
-    facts = MegatronFacts(**vars(known), backend=backend, common=shared)
+    facts = MegatronFacts(**vars(sharded.known(dcp.DcpFacts)), backend=backend, common=shared)
     beside = (files[name] for name in names if not name.endswith((".distcp", ".metadata", "/")))
     merged = replace(merge("megatron", parts, facts), files=(*sharded.files, *beside))
     if folder + "metadata.json" in names:
@@ -237,7 +237,7 @@ class LegacyFacts(Facts):
     """How many tensor parallel ranks share an expert."""
 
 
-def detect_legacy(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect_legacy(storage: Storage, names: Listing) -> bool:
     """Return True if there are folders of model parallel ranks, here or in the latest iteration's folder."""
     if LATEST in names:
         folder = iteration_folder(storage, names)
@@ -355,3 +355,23 @@ def _check_grid(ranks: list[RankFiles], files: Files) -> int:
         words = f"{files.storage.url}: the folder of {place} is missing; there are {there}"
         files.checking.refuse(CorruptCheckpointError(words))
     return etp_size
+
+
+FORMAT = Format(
+    "megatron",
+    checksums=CRC_OF_RECORDS,
+    detect=detect,
+    open=open,
+    is_composite=True,
+    holds_dcp=True,
+    claim=claim,
+    beside=beside,
+)
+LEGACY = Format(
+    "megatron_legacy",
+    checksums=CRC_OF_RECORDS,
+    detect=detect_legacy,
+    open=open_legacy,
+    is_composite=True,
+    beside=lambda contents: (),
+)

@@ -13,9 +13,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planners.geometry.arrays import grouped
-from planners.geometry.box import Shape
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
-from reshard.formats.canonical import Canonical, Hints, Value, elementwise, find_scope, settings_of
+from reshard.formats.canonical import (
+    Canonical,
+    Groups,
+    Hints,
+    Shapes,
+    Tensors,
+    Values,
+    elementwise,
+    find_scope,
+    params_beside,
+    settings_of,
+)
 from reshard.formats.megatron.canonical import finish
 from reshard.formats.megatron.files import LegacyFacts, RankFiles, arguments
 from reshard.formats.megatron.names import (
@@ -37,14 +47,14 @@ from reshard.stored.contents import Contents
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import cut
 
-__all__ = ["normalize_megatron_legacy"]
+__all__ = ["normalize"]
 
 
 _CHUNK = re.compile(r"model(\d*)")
 _FUSED = re.compile(r"(.*\.)?(query_key_value|key_value)\.(weight|bias)")
 
 
-def normalize_megatron_legacy(contents: Contents, hints: Hints, what: str) -> Canonical:
+def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     """The state under the names of the unsharded model.
 
     Raises:
@@ -52,15 +62,14 @@ def normalize_megatron_legacy(contents: Contents, hints: Hints, what: str) -> Ca
         FormatError: experts that are one matrix, spread over ranks, or rows in the order of old programs.
         NormalizationError: a parameter of an unknown name, or ids that cannot be named; the hint is named.
     """
-    facts = contents.facts
-    assert isinstance(facts, LegacyFacts)
+    facts = contents.known(LegacyFacts)
     ranks = [RankModel(files, _chunks(files.model)) for files in facts.ranks]
     args = arguments(ranks[0].files.model)
     naming = _Naming(ranks, hints)
     parts: dict[str, dict[int, StoredTensor]] = {}
     places: dict[str, tuple[int, int]] = {}
-    states: dict[str, dict[int, dict[str, Value]]] = {}
-    groups: list[dict[str, Any]] = []
+    states: dict[str, dict[int, Values]] = {}
+    groups: Groups = []
     for rank in ranks:
         _check_rows(rank)
         for chunk, tensors in enumerate(rank.chunks):
@@ -90,7 +99,7 @@ def normalize_megatron_legacy(contents: Contents, hints: Hints, what: str) -> Ca
     return finish(model, state, groups, args, hints)
 
 
-def _chunks(file: TorchFile) -> list[dict[str, StoredTensor]]:
+def _chunks(file: TorchFile) -> list[Tensors]:
     """The model of a file: `model`, or `model0`, `model1` ... where a rank has several chunks."""
     found = sorted((int(m[1] or 0), key) for key in file.value if (m := _CHUNK.fullmatch(str(key))))
     if not found:
@@ -157,7 +166,7 @@ class _Naming:
         return self._offsets.get((head, rank.files.pp, chunk), 0)
 
 
-def _count_layers(tensors: Mapping[str, StoredTensor]) -> dict[str, int]:
+def _count_layers(tensors: Tensors) -> dict[str, int]:
     counts: dict[str, int] = {}
     for name in tensors:
         match = LAYER.fullmatch(canonical_key(name))
@@ -170,21 +179,18 @@ def _take(
     naming: _Naming,
     rank: RankModel,
     groups_of: Sequence[tuple[dict[str, Any], list[tuple[int, str]]]],
-    found: Mapping[tuple[int, str], Mapping[str, Value]],
-    states: dict[str, dict[int, dict[str, Value]]],
-    groups: list[dict[str, Any]],
+    found: Mapping[tuple[int, str], Values],
+    states: dict[str, dict[int, Values]],
+    groups: Groups,
 ) -> None:
     """Add what one optimizer of a rank holds; its parameters are given by chunk and name in the file."""
     for (chunk, name), values in found.items():
         fqn = naming(rank, chunk, name)
         states.setdefault(fqn, {}).setdefault(rank.files.tp, dict(values))
     for settings, members in groups_of:
-        same = next((g for g in groups if settings_of(g) == settings), None)
-        if same is None:
-            same = {**settings, "params": []}
-            groups.append(same)
-        known = set(same["params"])
-        same["params"] += [fqn for chunk, name in members if (fqn := naming(rank, chunk, name)) not in known]
+        params = params_beside(groups, settings)
+        known = set(params)
+        params += [fqn for chunk, name in members if (fqn := naming(rank, chunk, name)) not in known]
 
 
 def _check_rows(rank: RankModel) -> None:
@@ -211,7 +217,7 @@ class _Joining:
     """Joins what tensor parallel ranks have of a parameter, or of a state of it."""
 
     experts_tp: int
-    shapes: Mapping[str, Shape]
+    shapes: Shapes
     """Of the shards."""
     hints: Hints
 
@@ -223,9 +229,9 @@ class _Joining:
         return join_by_name(name, shards, self.shapes, self.hints, state)
 
 
-def _join_states(name: str, by_tp: Mapping[int, Mapping[str, Value]], join: _Joining) -> dict[str, Value]:
+def _join_states(name: str, by_tp: Mapping[int, Values], join: _Joining) -> Values:
     first = by_tp[min(by_tp)]
-    out: dict[str, Value] = {}
+    out: Values = {}
     for key, value in first.items():
         shaped = isinstance(value, StoredTensor) and (elementwise(key) or value.spec.shape == join.shapes.get(name))
         if not shaped or (isinstance(value, StoredTensor) and not value.spec.shape):
@@ -249,7 +255,7 @@ def _join_states(name: str, by_tp: Mapping[int, Mapping[str, Value]], join: _Joi
 
 Param = tuple[int, str]
 """Chunk of the model, and name in its file."""
-Found = tuple[list[tuple[dict[str, Any], list[Param]]], dict[Param, dict[str, Value]]]
+Found = tuple[list[tuple[dict[str, Any], list[Param]]], dict[Param, Values]]
 """Groups with their members, and the states of each parameter."""
 
 
@@ -258,7 +264,7 @@ class RankModel:
     """The parameters and buffers of one rank, by chunk of the model, under the names in its file."""
 
     files: RankFiles
-    chunks: list[dict[str, StoredTensor]] = field(default_factory=list)
+    chunks: list[Tensors] = field(default_factory=list)
 
 
 def read_rank_optimizers(rank: RankModel, args: Mapping[str, Any], hints: Hints) -> Iterator[Found]:
@@ -309,7 +315,7 @@ def _by_id(rank: RankModel, saved: Mapping[str, Any], params: Sequence[Param], h
         elif ids:
             members = []
         named.append(({k: v for k, v in settings_of(group).items() if k != "step"}, members))
-    states: dict[Param, dict[str, Value]] = {}
+    states: dict[Param, Values] = {}
     for i, values in (inner.get("state") or {}).items():
         found = stored_values(i, values, file, rank.files.tp)
         if i not in names or not _fits(rank, names[i], found):
@@ -341,7 +347,7 @@ def _members(
     return out
 
 
-def _fits(rank: RankModel, param: Param, found: Mapping[str, Value]) -> bool:
+def _fits(rank: RankModel, param: Param, found: Values) -> bool:
     shape = rank.chunks[param[0]][param[1]].spec.shape
     return all(v.spec.shape == shape for k, v in found.items() if elementwise(k) and isinstance(v, StoredTensor))
 
@@ -360,7 +366,7 @@ def _add_masters(
     saved: Mapping[str, Any],
     groups: Sequence[Mapping[str, Any]],
     names: Mapping[int, Param],
-    states: dict[Param, dict[str, Value]],
+    states: dict[Param, Values],
 ) -> None:
     """fp32 masters of the parameters of lower precision, in the order of each group."""
     file = rank.files.model
@@ -385,7 +391,7 @@ def _from_flat(
     params: Sequence[Param],
     args: Mapping[str, Any],
     hints: Hints,
-) -> Iterator[tuple[Param, dict[str, Value]]]:
+) -> Iterator[tuple[Param, Values]]:
     """Parameters of the distributed optimizer, taken from one flat tensor per chunk and dtype."""
     chunks = sorted(k for k in saved if type(k) is int)
     for chunk in chunks:
@@ -408,7 +414,7 @@ def _from_flat(
                 )
             for slot in slots:
                 shape = tensors[slot.name].spec.shape
-                values: dict[str, Value] = {}
+                values: Values = {}
                 for key, ref in refs.items():
                     flat = stored_tensor(f"{chunk}.{key}", file, ref, rank.files.tp)
                     values["fp32_param" if key == "param" else key] = cut(flat, slot.start, shape, f"{slot.name}.{key}")

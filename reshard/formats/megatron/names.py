@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from planners.geometry.box import Box, Shape
+from planners.geometry.box import Shape
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
-from reshard.formats.canonical import Hints, find_scope
+from reshard.formats.canonical import Hints, Shapes, Tensors, find_scope
 from reshard.stored.tensor import StoredTensor
-from reshard.stored.views import assemble, concat, copies, narrow, unstack
+from reshard.stored.views import concat, copies, narrow, unstack
 
 __all__ = [
     "EXPERT", "LAYER", "Grid", "canonical_key", "chunk_names", "cut_vocabulary", "expand", "first_copy", "is_buffer",
@@ -90,9 +90,9 @@ def _length(key: str, tensor: StoredTensor) -> int:
     return tensor.spec.shape[0]
 
 
-def join_halves(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def join_halves(tensors: Tensors) -> Tensors:
     """The tensors with `weight_w` (gate) and `weight_v` (up) as one. Raises CorruptCheckpointError if one lacks."""
-    out: dict[str, StoredTensor] = {}
+    out: Tensors = {}
     for name, tensor in tensors.items():
         match = _HALF.fullmatch(name)
         if match is None:
@@ -413,7 +413,7 @@ def _hinted(name: str, hints: Hints) -> dict[str, Any]:
     return {str(pattern): dim for pattern, dim in given.items() if fnmatch.fnmatchcase(name, str(pattern))}
 
 
-def is_gated(name: str, shapes: Mapping[str, Shape]) -> bool:
+def is_gated(name: str, shapes: Shapes) -> bool:
     """Return True if a first linear layer of an MLP holds a gate and an up half: it then has two
     rows for each column of the second one. `shapes` are those of the shards or of the full
     parameters, by name."""
@@ -434,7 +434,7 @@ def local_shape(shape: Shape, dim: int | None, tp: int, name: str) -> Shape:
 
 
 def join_by_name(
-    name: str, shards: Sequence[StoredTensor], shapes: Mapping[str, Shape], hints: Hints, state: str = ""
+    name: str, shards: Sequence[StoredTensor], shapes: Shapes, hints: Hints, state: str = ""
 ) -> StoredTensor:
     """The whole parameter, or a state of it, as its name says.
 
@@ -453,14 +453,8 @@ def join_by_name(
     if shape[dim] % halves:
         raise CorruptCheckpointError(f"{full!r}: {shape[dim]} rows of a shard are no gate and up half")
     rows = shape[dim] // halves
-    pieces = []
-    for half in range(halves):
-        for rank, shard in enumerate(shards):
-            at = half * rows * len(shards) + rank * rows
-            region = Box.full(shape).cut(dim, at, at + rows)
-            pieces.append((region, narrow(shard, dim, half * rows, (half + 1) * rows)))
-    whole = (*shape[:dim], shape[dim] * len(shards), *shape[dim + 1 :])
-    return assemble(full, whole, pieces)
+    starts = [half * rows for half in range(halves)]
+    return concat([narrow(shard, dim, start, start + rows) for start in starts for shard in shards], dim, full)
 
 
 _DRIFT = 0.05

@@ -10,7 +10,7 @@ from typing import Any
 
 from planners.geometry.box import Shape
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
-from reshard.formats.canonical import Canonical, Hints, States, settings_of
+from reshard.formats.canonical import Canonical, Groups, Hints, Shapes, States, Tensors, settings_of
 from reshard.formats.dcp.reader import DcpFacts
 from reshard.formats.megatron.names import (
     Grid,
@@ -39,7 +39,7 @@ __all__ = [
 #     [{0: {(param dtype, grad dtype): {param: flat, exp_avg: flat, exp_avg_sq: flat, numel_unpadded: n}}}]
 
 
-_ByGrid = dict[str, dict[tuple[int, int], dict[str, StoredTensor]]]
+_ByGrid = dict[str, dict[tuple[int, int], Tensors]]
 _GATHERED_KEY = re.compile(
     r"(?:chained_(?P<chained>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.param_state/shard_0_1"
 )
@@ -47,14 +47,13 @@ BufferKey = tuple[str, int, int, str]
 """Chained optimizer, group of ranks, number of the buffer and dtype of its parameters."""
 
 
-def gathered_buffers(contents: Contents) -> Iterator[tuple[BufferKey, dict[str, StoredTensor]]]:
+def gathered_buffers(contents: Contents) -> Iterator[tuple[BufferKey, Tensors]]:
     """The flat tensors of every buffer by state. Nothing but the objects' pickles is read.
 
     Raises CorruptCheckpointError if an object is not what Megatron writes, FormatError for the
     form of before 2024.
     """
-    facts = contents.facts
-    assert isinstance(facts, DcpFacts)
+    facts = contents.known(DcpFacts)
     for key in contents.objects:
         match = _GATHERED_KEY.fullmatch(key)
         if match is None:
@@ -111,7 +110,7 @@ _KEY = re.compile(
 class _Buffer:
     """The buckets of one flat buffer, by state."""
 
-    buckets: dict[int, dict[str, StoredTensor]] = field(default_factory=dict)
+    buckets: dict[int, Tensors] = field(default_factory=dict)
     limit: int | None = None
     """Elements that filled a bucket, where the buckets of the buffer were joined to one."""
 
@@ -128,7 +127,7 @@ class _Buffer:
 _Buffers = dict[BufferKey, _Buffer]
 
 
-def cut_buckets(contents: Contents, model: Mapping[str, StoredTensor], args: Mapping[str, Any], hints: Hints) -> States:
+def cut_buckets(contents: Contents, model: Tensors, args: Mapping[str, Any], hints: Hints) -> States:
     """The states of all parameters in buckets; {} if there are none. `model` is in the order in which it was saved.
 
     Raises NormalizationError if no known order fits, and CorruptCheckpointError if ranks are missing.
@@ -186,7 +185,7 @@ def _cut_part(
     buffers: _Buffers,
     grid: Grid,
     keys: Sequence[str],
-    model: Mapping[str, StoredTensor],
+    model: Tensors,
     hints: Hints,
     out: _ByGrid,
 ) -> None:
@@ -206,13 +205,11 @@ def _cut_part(
                         out.setdefault(slot.name, {}).setdefault((tp, ep), {})[state] = part
 
 
-def _local_shape(name: str, shapes: Mapping[str, Shape], grid: Grid, hints: Hints) -> Shape:
+def _local_shape(name: str, shapes: Shapes, grid: Grid, hints: Hints) -> Shape:
     return local_shape(shapes[name], tp_dim(name, hints, grid.tp), grid.tp, name)
 
 
-def _find_slots(
-    buffer: _Buffer, names: Sequence[str], shapes: Mapping[str, Shape], grid: Grid, hints: Hints
-) -> list[BufferSlot]:
+def _find_slots(buffer: _Buffer, names: Sequence[str], shapes: Shapes, grid: Grid, hints: Hints) -> list[BufferSlot]:
     """Return where the parameters `names` are, by the first order in which they fill the buckets exactly."""
     numels = {n: math.prod(_local_shape(n, shapes, grid, hints)) for n in names}
     for grouped in dict.fromkeys((grid.grouped, None)):  # the experts may not be those that the options say
@@ -265,8 +262,8 @@ def _place(order: Sequence[str], numels: Mapping[str, int], buffer: _Buffer) -> 
 
 
 def _join(
-    parts: Mapping[str, Mapping[tuple[int, int], Mapping[str, StoredTensor]]],
-    model: Mapping[str, StoredTensor],
+    parts: Mapping[str, Mapping[tuple[int, int], Tensors]],
+    model: Tensors,
     hints: Hints,
 ) -> States:
     """Whole states from the parts of all tensor parallel ranks."""
@@ -377,9 +374,9 @@ def decays(name: str, ndim: int) -> bool:
     return not (name.endswith(".bias") or ndim == 1)
 
 
-def find_groups(contents: Contents, common: Mapping[str, Any]) -> list[dict[str, Any]]:
+def find_groups(contents: Contents, common: Mapping[str, Any]) -> Groups:
     """The settings of all groups, each once; the ranks store the same ones."""
-    groups: list[dict[str, Any]] = []
+    groups: Groups = []
     found = list(_search(common.get("optimizer")))
     for key in contents.objects:
         if ".optimizer/shard_" in key and "optimizer.distributed." in key:
@@ -403,7 +400,7 @@ def _search(value: Any) -> Iterator[dict[str, Any]]:
             yield from _search(inner)
 
 
-def assign_groups(result: Canonical, settings: list[dict[str, Any]], own_rate: Any = None) -> None:
+def assign_groups(result: Canonical, settings: Groups, own_rate: Any = None) -> None:
     """Put the groups into the result, each with the parameters that belong to it, and its `step` into their states.
 
     Args:
@@ -461,7 +458,7 @@ _KINDS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 """The settings by which Megatron finds the group that belongs to one of its own."""
 
 
-def groups_to_save(found: Canonical, own_experts: bool) -> tuple[list[dict[str, Any]], list[str]]:
+def groups_to_save(found: Canonical, own_experts: bool) -> tuple[Groups, list[str]]:
     """The settings of Megatron's groups, and what is to be known of them.
 
     Groups of other programs are made by Megatron's rules: with and without weight decay, and with `own_experts`

@@ -13,7 +13,7 @@ from typing import Any
 from planners.geometry.box import Box, Shape
 from planners.geometry.layout import TensorSpec
 from reshard.errors import FormatError
-from reshard.formats.canonical import Canonical, Hints, ties
+from reshard.formats.canonical import Canonical, Groups, Hints, Tensors, ties
 from reshard.formats.dcp.writer import DcpWriter, object_to_bytes
 from reshard.formats.format import Widen, Writing
 from reshard.formats.megatron.files import LATEST
@@ -21,6 +21,7 @@ from reshard.formats.megatron.names import is_expert
 from reshard.formats.megatron.optimizer import groups_to_save
 from reshard.live.tree import unflatten
 from reshard.state import KeyPath
+from reshard.storage.base import Listing
 from reshard.stored.contents import Contents, Facts
 from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, Publication, Target, grouped
 from reshard.stored.tensor import StoredTensor, read_value
@@ -58,8 +59,7 @@ class MegatronWriter(DcpWriter):
     """Files of a limited size, in the folder of one iteration."""
 
     def __init__(self, contents: Contents, target: Target) -> None:
-        facts = contents.details(MegatronState)
-        assert facts is not None
+        facts = contents.known(MegatronState)
         self.common = facts.common
         is_inside = _ITERATION.fullmatch(target.name) is not None
         self.folder = "" if is_inside else f"iter_{int(self.common['iteration']):07d}/"
@@ -87,7 +87,7 @@ class MegatronWriter(DcpWriter):
         if self.folder:
             out.publish(LATEST, str(int(self.common["iteration"])).encode())
 
-    def occupied(self, names: Mapping[str, int]) -> str | None:
+    def occupied(self, names: Listing) -> str | None:
         """The file that is published last."""
         wanted = LATEST if self.folder else ".metadata"
         return wanted if wanted in names else None
@@ -161,7 +161,11 @@ def megatron_form(
         step = _step(found)
         groups, more_notes = groups_to_save(found, own_experts)
         notes += more_notes
-        _check_groups(found, groups, what)
+        if not groups:
+            raise FormatError(
+                f"{what}: it has optimizer states but no param groups, and Megatron cannot resume without them: "
+                "convert with model_only=True, or from a checkpoint that has them"
+            )
         more, further = _states(found, stacks, tied, widen)
         tensors.update(more)
         aliases.update(further)
@@ -219,22 +223,12 @@ def _step(found: Canonical) -> float | None:
     return step
 
 
-def _check_groups(found: Canonical, groups: list[dict[str, Any]], what: str) -> None:
-    if not groups:
-        raise FormatError(
-            f"{what}: it has optimizer states but no param groups, and Megatron cannot resume without them: convert "
-            "with model_only=True, or from a checkpoint that has them"
-        )
-
-
-def _states(
-    found: Canonical, stacks: Stacks, tied: Mapping[str, str], widen: Widen
-) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+def _states(found: Canonical, stacks: Stacks, tied: Mapping[str, str], widen: Widen) -> tuple[Tensors, dict[str, str]]:
     """States by key, under all names that some optimizer asks for, and masters of all parameters that have states."""
-    tensors: dict[str, StoredTensor] = {}
+    tensors: Tensors = {}
     aliases: dict[str, str] = {}
     trained = {tied.get(fqn, fqn): states for fqn, states in found.state.items() if states}
-    named: dict[str, dict[str, StoredTensor]] = {}
+    named: dict[str, Tensors] = {}
     for fqn, states in trained.items():
         for name, value in states.items():
             if name != "step" and isinstance(value, StoredTensor):
@@ -260,10 +254,10 @@ def _states(
     return tensors, {**aliases, **same}
 
 
-def _optimizer(groups: list[dict[str, Any]], step: float | None, own_experts: bool, scaler: Any) -> dict[Any, Any]:
+def _optimizer(groups: Groups, step: float | None, own_experts: bool, scaler: Any) -> dict[Any, Any]:
     """Return what `common.pt` has of the optimizer, or of that of experts, too."""
 
-    def one(of: list[dict[str, Any]]) -> dict[str, Any]:
+    def one(of: Groups) -> dict[str, Any]:
         import torch
 
         state = {} if step is None else {"common_step": torch.tensor(step, device="cpu")}
@@ -395,9 +389,7 @@ class Stacks:
                 return (site.tail, within)
         return (site.inner,)
 
-    def put(
-        self, tensors: Mapping[str, StoredTensor], front: str = ""
-    ) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    def put(self, tensors: Tensors, front: str = "") -> tuple[Tensors, dict[str, str]]:
         """The tensors by key, each behind `front`, and the further keys of each.
 
         Raises FormatError if a layer or an expert of a stack lacks what the others have.

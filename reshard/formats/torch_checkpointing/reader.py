@@ -14,21 +14,23 @@ from typing import Any
 
 from planners.units import format_count
 from reshard.errors import RESTORE, CorruptCheckpointError, ReshardError
+from reshard.formats.format import Format
 from reshard.formats.rank_files import Section, open_sections, sections_of, with_others
 from reshard.formats.torch_save.pickles import load_pickle
 from reshard.state import key_of
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
+from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents
 from reshard.stored.source import Files, Source
 
-__all__ = ["ITEM", "METADATA", "detect", "files_of_items", "open"]
+__all__ = ["FORMAT", "ITEM", "METADATA", "files_of_items"]
 
 
 METADATA = "metadata.pkl"
 ITEM = re.compile(r"(?P<section>[^/]+)_(?P<rank>\d+)\.pt")
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return True if there is a list of items, and a file of one."""
     return METADATA in names and bool(sections_of(names, [ITEM]))
 
@@ -110,3 +112,12 @@ def _sections(files: Files, items: Mapping[Any, Any], world: int) -> list[Sectio
             raise CorruptCheckpointError(f"{files[METADATA].label} names {item!r}, but there is no file {item}_0.pt")
         known[item].world_size = world
     return list(known.values())
+
+
+FORMAT = Format(
+    "torch_checkpointing",
+    checksums=f"{CRC_OF_RECORDS}, and whether items that metadata.pkl does not list have all their files",
+    detect=detect,
+    open=open,
+    is_composite=True,
+)

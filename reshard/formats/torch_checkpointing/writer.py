@@ -18,6 +18,7 @@ from reshard.formats.format import Writing
 from reshard.formats.torch_checkpointing.reader import ITEM, METADATA, files_of_items
 from reshard.formats.torch_save.writer import NestsWriter, nest_of, paths_in_order
 from reshard.state import KeyPath, plain_key
+from reshard.storage.base import Listing
 from reshard.stored.contents import Contents
 from reshard.stored.source import Files
 from reshard.stored.streaming import FilePlan, Publication, Target
@@ -75,7 +76,7 @@ class TorchCheckpointingWriter(NestsWriter):
                 items[item] = {"nested_path_to_metadata": rows, "rank_to_layout_info": {0: None}}
         out.publish(METADATA, pickle.dumps({"metadata": items, "world_size": 1, "version": _VERSION}))
 
-    def occupied(self, names: Mapping[str, int]) -> str | None:
+    def occupied(self, names: Listing) -> str | None:
         """The list of items, or a file that would be taken for one of them."""
         return next((name for name in names if name == METADATA or ITEM.fullmatch(name)), None)
 

@@ -17,6 +17,7 @@ from reshard.stored.tensor import Extent, read_place
 
 __all__ = [
     "ZIP_MAGIC", "TorchArchive", "archives", "changed_records", "is_archive", "locate_item", "make_place", "read_head",
+    "written_beside",
 ]  # fmt: skip
 
 
@@ -95,19 +96,13 @@ class TorchArchive:
     def _find_directory(self) -> tuple[int, int, int]:
         """Return how many entries, how many bytes, and where."""
         tail = min(self.length, 1024)
-        data = bytes(self._bytes(self.length - tail, tail))
-        at = data.rfind(b"PK\x05\x06")
+        at = bytes(self._bytes(self.length - tail, tail)).rfind(b"PK\x05\x06")
         if at < 0 or at + _END.size > tail:
             raise self._damaged("it has no end; the file was truncated, or is not a zip archive")
-        _, _, _, _, count, size, offset, _ = _END.unpack_from(data, at)
-        locator, end = at - _LOCATOR64.size, self.length - tail + at
-        if locator >= 0 and data[locator : locator + 4] == b"PK\x06\x07":
-            _, _, end64, _ = _LOCATOR64.unpack_from(data, locator)
-            fields = _END64.unpack(self._bytes(end64, _END64.size))
-            if fields[0] != b"PK\x06\x06":
-                raise self._damaged("its zip64 end is malformed")
-            count, size, offset = fields[7:10]
-            end -= _LOCATOR64.size + _END64.size
+        found = _read_end(self._bytes, self.length - tail + at)
+        if found is None:
+            raise self._damaged("its zip64 end is malformed")
+        count, size, offset, end = found
         if offset + size != end:  # of two archives in a row, the end of one may fit the other
             raise self._damaged(
                 f"its directory ends at byte {offset + size}, not {end}: bytes are missing, or there are several"
@@ -169,14 +164,14 @@ def add_record(source: Source, start: int, nbytes: int, crc: Callable[[], int | 
             source.checksums.add(start, start + nbytes, lambda: crc() or None)
 
 
-def written_beside(source: Source, start: int, ref: TensorRef) -> int | None:
-    """The CRC-32 that stands behind a record of a storage; None if there is none."""
-    at = start + ref.storage.nbytes
+def written_beside(source: Source, at: int, nbytes: int) -> int | None:
+    """The CRC-32 that stands behind a record of `nbytes` bytes, at `at`; None if there is none. torch writes 0 if its
+    CRC-32 is switched off."""
     for form in _DESCRIPTORS:
         if at + form.size <= source.nbytes:
             mark, crc, *sizes = form.unpack(source.raw(at, form.size))
-            if mark == _DESCRIPTOR and sizes == [ref.storage.nbytes] * 2:
-                return int(crc)
+            if mark == _DESCRIPTOR and sizes == [nbytes] * 2:
+                return int(crc) or None
     return None
 
 
@@ -196,6 +191,17 @@ def make_place(source: Source, ref: TensorRef, storage_at: int, *, is_record: bo
         )
     is_all = is_record and window.offset == storage_at and window.nbytes == nbytes
     return Extent(source, window, ref.conjugate, storage_at + nbytes if is_all else None)
+
+
+def _read_end(read: Callable[[int, int], bytes | memoryview], at: int) -> tuple[int, int, int, int] | None:
+    """Of the end of an archive at `at`: how many entries its directory has, how many bytes, where it says that it
+    begins, and where it ends. None if there is half a zip64 end before it."""
+    _, _, _, _, count, size, offset, _ = _END.unpack(read(at, _END.size))
+    locator_at, end = at - _LOCATOR64.size, at - _LOCATOR64.size - _END64.size
+    if end < 0 or bytes(read(locator_at, 4)) != b"PK\x06\x07":
+        return count, size, offset, at
+    fields = _END64.unpack(read(end, _END64.size))
+    return (*fields[7:10], end) if fields[0] == b"PK\x06\x06" else None
 
 
 def _zip64_sizes(extra: bytes, size: int, header: int) -> tuple[int, int]:
@@ -246,8 +252,9 @@ def locate_item(source: Source, start: int, length: int, head: bytes) -> tuple[E
         raise CorruptCheckpointError(
             f"{where}: its storage of {ref.storage.nbytes} bytes does not fit into the {length} bytes of the item"
         )
-    add_record(source, start + data_at, ref.storage.nbytes, partial(written_beside, source, start + data_at, ref))
-    return make_place(source, ref, start + data_at, is_record=True), ref.dtype
+    at, nbytes = start + data_at, ref.storage.nbytes
+    add_record(source, at, nbytes, partial(written_beside, source, at + nbytes, nbytes))
+    return make_place(source, ref, at, is_record=True), ref.dtype
 
 
 def _scan_head(head: bytes) -> tuple[int, bytes, int, int] | None:
@@ -353,18 +360,13 @@ def _start(source: FileSource, stop: int) -> int | None:
     """Return where the archive that ends at `stop` begins; None if none ends there."""
     if stop < _END.size:
         return None
-    end = _END.unpack(source.read(stop - _END.size, _END.size))
-    if end[0] != b"PK\x05\x06" or end[7]:
+    at = stop - _END.size
+    mark, *_, comment_bytes = _END.unpack(source.read(at, _END.size))
+    found = None if mark != b"PK\x05\x06" or comment_bytes else _read_end(source.read, at)
+    if found is None:
         return None
-    size, offset, behind = end[5], end[6], _END.size
-    locator_at = stop - _END.size - _LOCATOR64.size
-    if locator_at >= _END64.size:
-        locator = _LOCATOR64.unpack(source.read(locator_at, _LOCATOR64.size))
-        wide = _END64.unpack(source.read(locator_at - _END64.size, _END64.size))
-        if locator[0] == b"PK\x06\x07" and wide[0] == b"PK\x06\x06":
-            size, offset = wide[8:10]
-            behind += _LOCATOR64.size + _END64.size
-    start = stop - behind - size - offset
+    _, size, offset, end = found
+    start = end - size - offset
     return start if start >= 0 and bytes(source.read(start, 4)) == ZIP_MAGIC else None
 
 

@@ -13,22 +13,22 @@ from planners.geometry.box import Box
 from planners.geometry.layout import TensorSpec
 from planners.units import format_count, format_some
 from reshard.errors import CorruptCheckpointError, FormatError, KeyMismatchError
-from reshard.formats.format import Format, Writing, at_top, check_index, indexes_in, not_opened, read_index
+from reshard.formats.format import Format, at_top, check_index, indexes_in, not_opened, read_index
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, make_place
 from reshard.formats.torch_save.pickles import StorageRef, TensorRef, load_pickle_at, plain
 from reshard.live.dtypes import dtype_name
 from reshard.live.plain_data import UNSUPPORTED_TENSORS
 from reshard.live.tree import Flat, flatten
 from reshard.state import KeyPath
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import NO_FACTS, Contents, ContentsBuilder, Facts, Record, has_dcp, merge
 from reshard.stored.source import Files, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor, read_place
 
 __all__ = [
-    "FORMAT", "TorchFile", "contents_of", "detect", "flat_leaves", "is_sharded_tensor",
-    "join_sharded", "looks_like_torch_file", "open", "read_torch_file",
+    "FORMAT", "FilesOfRanks", "TorchFile", "contents_of", "detect", "flat_leaves", "is_sharded_tensor",
+    "join_sharded", "looks_like_torch_file", "open", "open_file", "read_torch_file",
     "saved_groups", "sharded_ranks", "stored_or_plain", "stored_tensor", "stored_values",
 ]  # fmt: skip
 
@@ -71,6 +71,10 @@ class TorchFile:
     def plain(self, value: Any) -> Any:
         """A part of the file's value as plain data; tensors in it are read."""
         return plain(value, self.read)
+
+
+FilesOfRanks = Mapping[int, TorchFile]
+"""The file of each rank."""
 
 
 def looks_like_torch_file(head: bytes) -> bool:
@@ -252,6 +256,11 @@ def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Facts = NO
     return found.build(name, facts, warnings=warnings)
 
 
+def open_file(name: str, source: Source) -> Contents:
+    """The contents of one file, in the format `name`. Raises what `read_torch_file` and `contents_of` raise."""
+    return contents_of(name, {(): read_torch_file(source)})
+
+
 def _unreadable(path: str, keys: list[str]) -> str:
     if path in UNSUPPORTED_TENSORS:
         return f"{format_some([*map(repr, keys)], 3)} cannot be read: {UNSUPPORTED_TENSORS[path]}"
@@ -266,7 +275,7 @@ _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".th", ".tar")
 _INDEX = ".bin.index.json"
 
 
-def detect(storage: Storage, names: Mapping[str, int]) -> bool:
+def detect(storage: Storage, names: Listing) -> bool:
     """Return True if the top folder holds files of torch.save, by their suffix; a single file also by its first
     bytes."""
     if at_top(names, _SUFFIXES) or indexes_in(names, _INDEX):
@@ -291,7 +300,7 @@ def open(files: Files) -> Contents:
             f"{storage.url} holds {len(found)} files of torch.save and no index that lists them: "
             f"{format_some(sorted(found))}; open one by its path"
         )
-    return contents_of("torch_save", {(): read_torch_file(files[found[0]])})
+    return open_file("torch_save", files[found[0]])
 
 
 def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Contents:
@@ -299,7 +308,7 @@ def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Co
     held: dict[str, str] = {}
     parts = []
     for file in sorted({*weight_map.values()}):
-        part = contents_of("torch_save", {(): read_torch_file(files[file])})
+        part = open_file("torch_save", files[file])
         parts.append(("", part))
         for key in (*part.tensors, *part.objects):
             held[key if key in weight_map else str((part.path_of(key) or (key,))[0])] = file
@@ -332,7 +341,7 @@ def is_sharded_tensor(value: object) -> bool:
     return isinstance(value, Record) and value.name == "ShardedTensor"
 
 
-def join_sharded(name: str, values: Mapping[int, Any], files: Mapping[int, TorchFile]) -> StoredTensor:
+def join_sharded(name: str, values: Mapping[int, Any], files: FilesOfRanks) -> StoredTensor:
     """A ShardedTensor from the records in the files of all ranks.
 
     Raises CorruptCheckpointError if the records make no sense or disagree.
@@ -402,16 +411,9 @@ def _add_shard(
         chunks[inside] = whole.crop(inside)
 
 
-def _writing() -> Writing:
-    from reshard.formats.torch_save.writer import WRITING
-
-    return WRITING
-
-
 FORMAT = Format(
     "torch_save",
     checksums=CRC_OF_RECORDS,
     detect=detect,
     open=open,
-    writing=_writing,
 )

@@ -19,11 +19,12 @@ from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import TensorSpec
 from reshard.errors import FormatError
 from reshard.formats.format import Writing
+from reshard.formats.torch_save.archive import written_beside
 from reshard.live.dtypes import as_array, dtype_from_name, dtype_name, row_major_bytes
 from reshard.live.plain_data import UNSUPPORTED_TENSORS
 from reshard.live.tree import builtin_kinds, nested, unflatten, unresolved_class
 from reshard.state import KeyPath
-from reshard.storage.base import Storage
+from reshard.storage.base import Listing, Storage
 from reshard.stored.contents import Contents, unknown_class
 from reshard.stored.record_checksums import combined, crc32
 from reshard.stored.streaming import (
@@ -99,7 +100,7 @@ class TorchSaveWriter(NestsWriter):
         """Put the file in its place, over an older one."""
         out.name_files()
 
-    def occupied(self, names: Mapping[str, int]) -> str | None:
+    def occupied(self, names: Listing) -> str | None:
         """The file itself; others beside it do not matter."""
         return next((file.name for file in self.files if file.name in names), None)
 
@@ -418,11 +419,6 @@ def refused_objects(objects: Mapping[str, Any]) -> dict[str, str]:
 # CRC that was written with it, and a tensor that is put together from such records takes theirs along.
 
 
-_DESCRIPTOR = b"PK\x07\x08"
-_LENGTHS = (struct.Struct("<4sIQQ"), struct.Struct("<4sIII"))
-"""Of a descriptor: with sizes of 64 bits or of 32."""
-
-
 def written_crc(region: Region) -> int | None:
     """CRC-32 of a region's bytes in row-major order, out of those that stand in the files beside its chunks.
 
@@ -452,16 +448,7 @@ def _joined(runs: Sequence[tuple[int, int, int]], nbytes: int) -> int | None:
 
 def _beside(place: Extent) -> int | None:
     """The CRC that stands behind the bytes of a whole record, if reading it is no request of its own."""
-    if place.descriptor_at is None or place.conjugate or not place.window.is_contiguous:
+    is_record = place.descriptor_at is not None and not place.conjugate and place.window.is_contiguous
+    if not is_record or place.source.view() is None:
         return None
-    view = place.source.view()
-    if view is None:
-        return None
-    place.source.check(place.descriptor_at, place.descriptor_at + _LENGTHS[1].size)
-    for form in _LENGTHS:
-        data = view[place.descriptor_at : place.descriptor_at + form.size]
-        if len(data) == form.size:
-            mark, crc, *sizes = form.unpack(data)
-            if mark == _DESCRIPTOR and sizes == [place.window.nbytes] * 2:
-                return crc or None  # torch writes 0 if its CRC-32 is switched off
-    return None
+    return written_beside(place.source, place.window.stop, place.window.nbytes)

@@ -150,7 +150,7 @@ def test_tensors_larger_than_memory_are_refused_or_sliced() -> None:
 
 
 def test_chunks_are_moved_and_turned_without_being_located() -> None:
-    """crop, shift and permute compose, stay lazy, and read the right bytes."""
+    """crop, shift and derived compose, stay lazy, and read the right bytes."""
     whole = torch.arange(24.0).reshape(4, 6)
     asked: list[int] = []
 
@@ -159,7 +159,8 @@ def test_chunks_are_moved_and_turned_without_being_located() -> None:
         return Extent(BytesSource(whole.numpy().tobytes()), Window.row_major(0, (4, 6), 4))
 
     chunk = StoredChunk(Box((0, 0), (4, 6)), locate)
-    turned = chunk.crop(Box((1, 2), (3, 3))).permute((1, 0)).shift((-2, -1))
+    cropped = chunk.crop(Box((1, 2), (3, 3)))
+    turned = cropped.derived(Box((2, 1), (3, 3)), lambda window: window.permute((1, 0))).shift((-2, -1))
     assert (turned.box, asked, turned.is_located) == (Box((0, 0), (3, 3)), [], False)
 
     lazy = LazyTensor(StoredTensor(TensorSpec("t", (3, 3), "float32"), (turned,)))

@@ -205,12 +205,11 @@ def test_states_of_rows_do_not_go_along_where_elements_move(rule: Rule, tmp_path
     assert torch.equal(renamed["optim.state.v.row_var"][...], numbers(4, 1))
 
 
-def test_numbered_parts_take_settings_along(tmp_path: Path) -> None:
-    """Objects belong to each of the experts that a stack is taken apart into."""
-    state = {
-        "model": {"w": W},
-        "optim": {"state": {"w": {"step": 3, "exp_avg": W}}, "param_groups": [{"params": ["w"]}]},
-    }
+@pytest.mark.parametrize("model", [{"model": {"w": W}}, {}], ids=["model", "no model"])
+def test_numbered_parts_take_settings_along(model: dict[str, Any], tmp_path: Path) -> None:
+    """Objects belong to each of the experts that a stack is taken apart into; a state says how many these are, too."""
+    groups = [{"params": ["w"]}]
+    state = {**model, "optim": {"state": {"w": {"step": 3, "exp_avg": W}}, "param_groups": groups}}
 
     made = opened(state, tmp_path / "c").mapped(Mapping([Unstack("w", "e.{e}", over="e")]))
 
