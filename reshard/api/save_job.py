@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from urllib.parse import unquote
 import torch
 
 from planners.geometry.layout import ProductForm, StateLayout, TensorLayout
-from planners.plans.save import SavePlan, WriteItems, plan_writes
+from planners.plans.save import WriteItems
 from reshard.api.options import SaveOptions
 from reshard.api.staging import ToWrite
 from reshard.errors import (
@@ -25,7 +25,6 @@ from reshard.errors import (
     LayoutError,
     NewerVersionError,
     StorageError,
-    format_ranks,
 )
 from reshard.formats.detect import Look, look_at, look_in, open_contents, path_below
 from reshard.live.fingerprints import Partial, add_tallies, pack_tally, unpack_tally
@@ -37,7 +36,7 @@ from reshard.native.data_file import Entry, FileGroup, write_common_file, write_
 from reshard.native.manifest import MANIFEST
 from reshard.native.reader import ALL, NativeFacts, Share, write_parts
 from reshard.native.reuse import Base, Reused, reuse
-from reshard.ranks.global_state import GlobalState, LocalState, global_state_of, per_rank_name
+from reshard.ranks.global_state import LocalState, per_rank_name
 from reshard.ranks.group import Group
 from reshard.ranks.liveness import machine
 from reshard.ranks.progress import Progress
@@ -46,7 +45,7 @@ from reshard.storage.opening import open_storage, path_text, place_of
 
 __all__ = [
     "Choice", "SaveJob", "alike", "base_at", "choose_base", "doubtful", "entries_of", "file_group_of",
-    "file_groups", "holdings_of", "open_base", "planned_writes", "summed_up", "write",
+    "file_groups", "holdings_of", "open_base", "summed_up", "write",
 ]  # fmt: skip
 
 
@@ -70,28 +69,6 @@ def holdings_of(state_dict: Any, options: SaveOptions, group: Group) -> LocalSta
     if not isinstance(state_dict, Mapping | list | tuple):
         raise FormatError(f"the state to save must be a dict (or a list) of values, got {type(state_dict).__name__}")
     return LocalState.of(take_apart(state_dict, whole_at=is_long, select=options.globs, ranks=group.ranks))
-
-
-def planned_writes(
-    holdings: LocalState, group: Group, options: SaveOptions, answers: Iterable[tuple[bytes, Sequence[int]]]
-) -> tuple[GlobalState, SavePlan]:
-    """Collective: what all ranks hold, without objects, and who of them writes what, proved.
-    Writes nothing, and compares no values.
-
-    Args:
-        answers: what all ranks said of their holdings, by `Group.distinct_answers`.
-
-    Raises as `reshard.save` does.
-    """
-    census = global_state_of(holdings, group, answers)
-    plan = plan_writes(census.tensors, divide_above_bytes=options.divide_above_bytes)
-    if findings := [*plan.findings()]:
-        raise LayoutError(
-            "all ranks that hold a part of a tensor must save together: leave out alone=True, or pass a process_group "
-            f"with all of them. The tensors on {format_ranks(group.ranks)} do not cover each full tensor exactly once: "
-            f"{findings[0]} (problem 1 of {len(findings)})"
-        )
-    return census, plan
 
 
 @gc_paused()
