@@ -420,8 +420,17 @@ def _level(loads: Ints, unit_bytes: Ints, units: Ints) -> Ints:
 
 
 def _assignment_findings(assigned: Assignment, layout: TensorLayout) -> Iterator[Finding]:
-    yield from _tiling_findings(assigned, layout)
-    chunks, counts = assigned.chunks, np.diff(assigned.chunks.indptr)
+    chunks, product, counts = assigned.chunks, layout.product, np.diff(assigned.chunks.indptr)
+    if isinstance(chunks, ProductTable) and product is not None:
+        wrong = layout_fault(layout)
+        owners = zip(chunks.owners, product.dims, strict=True)
+        if wrong is not None or not all(np.array_equal(its, np.flatnonzero(own.local_sizes)) for its, own in owners):
+            yield Finding("is not written exactly once", element=wrong.element if wrong is not None else None)
+    else:
+        boxes = [box for chunk in range(len(counts)) for box, _ in chunks.part(chunk).boxes()]
+        fault = tiling_fault([Box.full(layout.spec.shape)], boxes)
+        if fault is not None:
+            yield Finding(f"is written {fault.count} times, not once", element=fault.element)
     chunk_of = np.repeat(np.arange(len(counts)), counts)
     for entry in np.flatnonzero(~_held(assigned, layout, chunk_of)).tolist():
         element = _first(assigned, int(chunk_of[entry]))
@@ -434,20 +443,6 @@ def _assignment_findings(assigned: Assignment, layout: TensorLayout) -> Iterator
     bad |= set(np.flatnonzero((assigned.units != 1) & (assigned.units != longest)).tolist())
     for chunk in sorted(bad):
         yield Finding("is not written exactly once", element=_first(assigned, chunk))
-
-
-def _tiling_findings(assigned: Assignment, layout: TensorLayout) -> Iterator[Finding]:
-    """The chunks of the assignment are those of the tensor, and tile it."""
-    if isinstance(assigned.chunks, ProductTable) and layout.product is not None:
-        wrong = layout_fault(layout)
-        owners = zip(assigned.chunks.owners, layout.product.dims, strict=True)
-        if wrong is not None or not all(np.array_equal(its, np.flatnonzero(own.local_sizes)) for its, own in owners):
-            yield Finding("is not written exactly once", element=wrong.element if wrong is not None else None)
-        return
-    boxes = [box for chunk in range(len(assigned.units)) for box, _ in assigned.chunks.part(chunk).boxes()]
-    fault = tiling_fault([Box.full(layout.spec.shape)], boxes)
-    if fault is not None:
-        yield Finding(f"is written {fault.count} times, not once", element=fault.element)
 
 
 def _held(assigned: Assignment, layout: TensorLayout, chunk_of: Ints) -> Flags:

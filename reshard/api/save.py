@@ -28,7 +28,7 @@ from reshard.api.staging import Stage, ToWrite, check_stage, staged
 from reshard.arguments import check_arguments, check_options, no_attribute, options_of, renamed, with_options
 from reshard.errors import CheckpointError, LayoutError, OptionError, ReshardError, StorageError, format_ranks
 from reshard.formats.detect import BECOMES_FOLDER, FILE_SUFFIXES, refuse_first_step, refuse_run
-from reshard.live.fingerprints import add_tallies, pack_tally, unpack_tally
+from reshard.live.fingerprints import add_tallies, pack_tally
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.plain_data import array_bytes
 from reshard.native import commit
@@ -316,9 +316,8 @@ def _finish(job: save_job.SaveJob, data: ToWrite) -> SaveReport:
             told = group.gather_and_sum((group.job_rank, written), tally, add_tallies, kind=tuple[int, Written])
             if told is not None:
                 files = {rank: one for rank, one in told[0] if one.files}
-                parts = unpack_tally(told[1], generation.census.tensors)
                 with phase("publish"):
-                    generation.publish(files, [parts] if files and job.options.fingerprints else [])
+                    generation.publish(files, told[1] if files and job.options.fingerprints else None)
     except BaseException as error:
         _clear(job, error)
         if is_new:

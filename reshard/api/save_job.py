@@ -27,7 +27,7 @@ from reshard.errors import (
     StorageError,
 )
 from reshard.formats.detect import Look, look_at, look_in, open_contents, path_below
-from reshard.live.fingerprints import Partial, add_tallies, pack_tally, unpack_tally
+from reshard.live.fingerprints import Partial, add_tallies, digests_of, pack_tally
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.state import LiveState, is_long, take_apart
 from reshard.live.tensors import LiveTensor
@@ -76,7 +76,7 @@ def entries_of(items: WriteItems, layout: StateLayout, state: LiveState, rank: i
     """The arrays that `rank`, which holds `state`, writes."""
     views: dict[str, tuple[torch.Tensor, ...]] = {}
     own = {per_rank_name(key, rank): wrapper.value for key, wrapper in state.per_rank.items()}
-    specs, out = layout.specs, []
+    out = []
     for fqn, box, source, _, number in items:
         if fqn not in views:
             if fqn not in own and fqn not in state.tensors:
@@ -88,7 +88,7 @@ def entries_of(items: WriteItems, layout: StateLayout, state: LiveState, rank: i
             views[fqn] = _parts(tensor, layout[fqn], rank)
         whole = views[fqn][number]
         part = whole if source.sizes == whole.shape else whole[source.slices]
-        out.append(Entry(specs[fqn], box, part))
+        out.append(Entry(layout[fqn].spec, box, part))
     return out
 
 
@@ -110,12 +110,11 @@ def _parts(tensor: LiveTensor, layout: TensorLayout, rank: int) -> tuple[torch.T
 def summed_up(job: SaveJob, data: ToWrite) -> tuple[ToWrite, list[str]]:
     """Return where no rank can say by itself whether a tensor is what it was, its fingerprint can:
     those of which it does."""
-    group, generation = job.group, job.generation
-    data, every = data.summed_up(), generation.census.tensors
+    group, every, data = job.group, job.generation.census.tensors, data.summed_up()
     told = group.gather_and_sum(b"", pack_tally(data.prints, every), add_tallies)
     names: list[str] = []
     if told is not None and job.base is not None:
-        now = generation.fingerprints([unpack_tally(told[1], every)])
+        now = digests_of(told[1], every)
         try:
             names = alike(doubtful(job.base, every, now), job.base, now)
         except (CheckpointError, StorageError) as error:
@@ -130,8 +129,8 @@ def write(job: SaveJob, data: ToWrite, same: list[str]) -> tuple[Written, int, d
     many = job.options.ranks_per_file > 1 and job.group.world_size > 1
     if not data.entries and not many:
         return Written(), 0, {}
+    bar = Progress(show=job.group.rank == 0, bars=job.options.progress, check=job.group.check)
     with (
-        Progress(show=job.group.rank == 0, bars=job.options.progress, check=job.group.check) as bar,
         bar.phase("write", data.nbytes) as step,
         ThreadPoolExecutor(1, thread_name_prefix="reshard-fingerprint") as beside,
     ):

@@ -6,7 +6,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from planners.geometry.layout import state_to_json
 from planners.plans.save import SavePlan
 from planners.units import format_bytes
 from reshard.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ReshardError, StorageError
-from reshard.live.fingerprints import Partial
+from reshard.live.fingerprints import digests_of
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.plain_data import array_bytes
 from reshard.native.manifest import (
@@ -97,14 +97,14 @@ class Generation:
     def publish(
         self,
         written: Mapping[int, Written],
-        parts: Sequence[Mapping[str, Partial]] = (),
+        tally: bytes | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
         """Make the generation count. On the first rank, when all ranks have written.
 
         Args:
             written: by each rank.
-            parts: of the fingerprints of all tensors, by name.
+            tally: the sum of all that adds to fingerprints, packed; None: without these.
             check: raises where this process may not publish any more.
 
         Raises StorageError if a file is not there with its whole length.
@@ -124,7 +124,7 @@ class Generation:
         if len(records) > FEW_FILES:
             table, data = encode_table(f"{self.folder}/files", records)
             self.storage.publish(table.name, data)
-        manifest = self.manifest(written, parts, table)
+        manifest = self.manifest(written, tally, table)
         look = partial(self._check_current, check)
         look()
         with suppress(StorageError):  # it never leads to another save than the manifest; what stays is replaced below
@@ -193,7 +193,7 @@ class Generation:
     def manifest(
         self,
         written: Mapping[int, Written],
-        parts: Sequence[Mapping[str, Partial]] = (),
+        tally: bytes | None = None,
         table: TableRecord | None = None,
     ) -> Manifest:
         """Return the manifest. Arguments are those of `publish`.
@@ -226,22 +226,12 @@ class Generation:
             objects=dict(census.objects),
             per_rank={key: {str(r): row for r, row in rows.items()} for key, rows in census.per_rank.items()},
             aliases=dict(census.aliases),
-            fingerprints=self.fingerprints(parts),
+            fingerprints={} if tally is None else digests_of(tally, census.tensors),
             subset=None if self.subset is None else list(self.subset),
             parts=tables or UNSET,
             linked=linked or UNSET,
             table=UNSET if table is None else table,
         )
-
-    def fingerprints(self, parts: Sequence[Mapping[str, Partial]]) -> dict[str, str]:
-        """Return the fingerprint of every tensor, summed from parts by name; {} if no rank computed
-        any. A tensor without elements has no part."""
-        specs, none = self.census.tensors.specs, Partial()
-        totals = dict.fromkeys(specs, none) if parts else {}
-        for some in parts:
-            for fqn, part in some.items():
-                totals[fqn] = part if totals[fqn] is none else totals[fqn] + part
-        return {fqn: total.digest(specs[fqn].dtype, specs[fqn].shape) for fqn, total in totals.items()}
 
 
 # Generations: every save writes into a folder of its own, and only the manifest says which one

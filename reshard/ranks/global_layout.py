@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
@@ -41,11 +42,16 @@ class _DescribedTensor(msgspec.Struct, frozen=True, array_like=True):
     mostly one. None for a plain tensor, whole on each rank that has it."""
 
 
-class Described(msgspec.Struct, frozen=True):
+class Described(msgspec.Struct, frozen=True, dict=True):
     """The tensors of one rank without their values. Equal on ranks that hold the same."""
 
     tensors: dict[str, _DescribedTensor]
     forms: list[dict[str, Any]]
+
+    @cached_property
+    def made(self) -> list[Form]:
+        """`forms` as such; known to the rank that says this."""
+        return [form_from_json(form) for form in self.forms]
 
 
 def describe(tensors: Mapping[str, LiveTensor], layouts: Mapping[str, TensorLayout] | None = None) -> Described:
@@ -69,7 +75,9 @@ def describe(tensors: Mapping[str, LiveTensor], layouts: Mapping[str, TensorLayo
         found[key] = _DescribedTensor(
             spec.dtype, list(spec.shape), [forms.setdefault(form, len(forms)) for form in possible]
         )
-    return Described(found, [form_to_json(form) for form in forms])
+    described = Described(found, [form_to_json(form) for form in forms])
+    described.__dict__["made"] = list(forms)
+    return described
 
 
 def join_layouts(parties: Iterable[tuple[Described, Sequence[int]]], *, skip: Iterable[str] = ()) -> StateLayout:
@@ -82,9 +90,8 @@ def join_layouts(parties: Iterable[tuple[Described, Sequence[int]]], *, skip: It
     everyone: list[int] = []
     for described, ranks in parties:
         everyone += ranks
-        forms = [form_from_json(form) for form in described.forms]
         for key, tensor in described.tensors.items():
-            possible = tuple(forms[number] for number in tensor.forms)
+            possible = tuple(described.made[number] for number in tensor.forms)
             found.setdefault(key, []).append((TensorSpec(key, tensor.shape, tensor.dtype), possible, ranks))
     left_out, job = set(skip), _Participants(everyone)
     tensors = {key: _join(key, rows, job) for key, rows in found.items() if key not in left_out}

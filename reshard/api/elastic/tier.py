@@ -43,7 +43,7 @@ from reshard.api.staging import ToWrite, staged
 from reshard.arguments import check_arguments, checked_step, renamed
 from reshard.errors import CorruptCheckpointError, LayoutError, OptionError, ReshardError, StorageError, option_error
 from reshard.execute.exchange import new_group
-from reshard.live.fingerprints import add_tallies, pack_tally, unpack_tally
+from reshard.live.fingerprints import add_tallies, pack_tally
 from reshard.native import commit
 from reshard.native.commit import Generation, Written
 from reshard.native.data_file import Entry
@@ -463,8 +463,8 @@ class _KeepJob:
             return None
         files = {rank: one for rank, one in told[0] if one.files}
         generation = self.save.generation
-        parts = unpack_tally(told[1], generation.census.tensors)
-        text = encode_manifest(generation.manifest(files, [parts] if files and self.save.options.fingerprints else []))
+        tally = told[1] if files and self.save.options.fingerprints else None
+        text = encode_manifest(generation.manifest(files, tally))
         firsts = {places[0] for places in self.hosts.places.values()}
         return [text if place in firsts else b"" for place in range(self.save.group.world_size)]
 
