@@ -599,7 +599,7 @@ def agree_before_save(
         digest_of(repr(sorted(options.shared().items())).encode()) if before is None else b"",
         b"" if kept is None else kept.told,
         DistinctValues([digest_of(holdings.description) if before is None else b""]),
-        None if table is None else table.told(),
+        None if table is None else table.told,
         first,
     )
     said = group.merge(mine, _SaveVote.join, "the agreement on what to save")

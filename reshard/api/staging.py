@@ -71,7 +71,7 @@ class ToWrite:
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
-        return sum(entry.nbytes for entry in self.entries)
+        return sum(entry.tensor.nbytes for entry in self.entries)
 
     def sum_up(self) -> dict[str, Partial]:
         """Return what all entries add to the fingerprints of their tensors, by name, computed where they are."""
@@ -121,12 +121,16 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def _to_host(entries: Sequence[Entry], *, fingerprints: bool) -> ToWrite:
     numbers = [i for i, entry in enumerate(entries) if has_copy_streams(entry.tensor.device)]
-    large = [i for i, entry in enumerate(entries) if entry.tensor.device.type == "cpu" and entry.nbytes >= _LARGE_BYTES]
+    large = [
+        i
+        for i, entry in enumerate(entries)
+        if entry.tensor.device.type == "cpu" and entry.tensor.nbytes >= _LARGE_BYTES
+    ]
     sent = [entries[i] for i in numbers]
     devices = {entry.tensor.device for entry in entries}
     lanes, beside = CopyStreams(devices), CopyStreams(devices)
-    rooms, blocks = _host.take([entry.nbytes for entry in sent])
-    common_rooms, common_blocks = _common.take([entries[i].nbytes for i in large])
+    rooms, blocks = _host.take([entry.tensor.nbytes for entry in sent])
+    common_rooms, common_blocks = _common.take([entries[i].tensor.nbytes for i in large])
     try:
         copies = dict(zip(numbers, fetch([entry.tensor for entry in sent], lanes, rooms), strict=True))
         for i, room in zip(large, common_rooms, strict=True):

@@ -163,12 +163,11 @@ def _small_kind(tensor: torch.Tensor, positions: Positions, shape: Sequence[int]
     if tensor.is_conj() or tensor.is_neg():
         return None
     itemsize = tensor.itemsize
-    ends = (0, tensor.shape[-1] if tensor.ndim else 1, tensor.storage_offset())
-    if isinstance(positions, Box) and positions.sizes == tensor.shape and positions.sizes:
-        ends = (positions.offsets[-1], positions.stops[-1], tensor.storage_offset())
-    elif positions is not None and not (isinstance(positions, Box) and positions.sizes == tensor.shape):
+    if positions is not None and not (isinstance(positions, Box) and positions.sizes == tensor.shape):
         return None
-    if any(end * itemsize % _WORD_BYTES for end in ends):
+    start = positions.offsets[-1] if positions is not None and tensor.ndim else 0
+    stop = start + (tensor.shape[-1] if tensor.ndim else 1)
+    if any(end * itemsize % _WORD_BYTES for end in (start, stop, tensor.storage_offset())):
         return None
     return tensor.dtype, tensor.shape, positions, shape if shape is None else tuple(shape)
 

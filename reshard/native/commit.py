@@ -139,8 +139,24 @@ class Generation:
         self.storage.publish_while(MANIFEST, encode_manifest(manifest), look)
         # Hugging Face tools initialize what they do not find, so names must be those of a model
         is_model = not (manifest.paths or manifest.per_rank or any(path for path, _ in manifest.containers))
-        names = {int(rank): record.name for rank, record in manifest.files.items()}
-        publish_index(self.storage, self.save_id, self.plan, names if is_model and not manifest.tables else None)
+        names = {record.name for record in manifest.files.values()}
+        weight_map = _weight_map(self.plan, names) if is_model and not manifest.tables else None
+        if weight_map is None:
+            self.storage.delete(HF_INDEX)  # of an older save
+        else:
+            self._publish_index(weight_map)
+
+    def _publish_index(self, weight_map: dict[str, str]) -> None:
+        """Say in which file every tensor is.
+
+        Of two saves that race, only the one whose manifest counts leaves an index. If the other's came later
+        nevertheless, there is none in the end, which is better than one of files that are gone.
+        """
+        if counting(self.storage) == self.save_id:
+            index = _Index(weight_map, {"total_size": self.census.tensors.nbytes})
+            self.storage.publish(HF_INDEX, msgspec.json.encode(index))
+            if counting(self.storage) != self.save_id:
+                self.storage.delete(HF_INDEX)
 
     def _remove_unused(self, names: Iterable[str], written: Mapping[int, Written]) -> None:
         """Second names of files of earlier saves that ranks could not use after all."""
@@ -472,25 +488,6 @@ class _Index(msgspec.Struct, forbid_unknown_fields=True):
     metadata: dict[str, int] = {}
 
 
-def publish_index(storage: Storage, save_id: str, plan: SavePlan, files: Mapping[int, str] | None) -> None:
-    """Where one rank has written every tensor whole, say so; else remove the index of an older save.
-
-    Of two saves that race, only the one whose manifest counts leaves an index. If the other's came later nevertheless,
-    there is none in the end, which is better than one of files that are gone.
-
-    Args:
-        save_id: of the save, whose manifest is published already.
-        files: the name of each rank's data file; None where they do not hold all, or the save is no mere model.
-    """
-    weight_map = None if files is None else _weight_map(plan, files)
-    if weight_map is None:
-        storage.delete(HF_INDEX)
-    elif counting(storage) == save_id:
-        storage.publish(HF_INDEX, msgspec.json.encode(_Index(weight_map, {"total_size": plan.total_bytes})))
-        if counting(storage) != save_id:
-            storage.delete(HF_INDEX)
-
-
 def _remove_index_of(storage: Storage, folders: Collection[str]) -> None:
     """Remove the index of what is no checkpoint any more, since its manifest was deleted: it names these folders."""
     with suppress(CheckpointNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):  # there is none of ours
@@ -505,7 +502,7 @@ def index_problem(native: NativeFacts) -> str | None:
     if HF_INDEX not in native.storage.names(HF_INDEX):
         return None
     where = f"{native.storage.url.rstrip('/')}/{HF_INDEX}"
-    files = {int(rank): record.name for rank, record in native.manifest.files.items()}
+    files = {record.name for record in native.manifest.files.values()}
     expected = None if native.manifest.tables else _weight_map(native.plan, files)
     if expected is None:
         return f"{where}: there must be no index, because tensors span several files: delete it"
@@ -526,13 +523,13 @@ def index_problem(native: NativeFacts) -> str | None:
     )
 
 
-def _weight_map(plan: SavePlan, files: Mapping[int, str]) -> dict[str, str] | None:
+def _weight_map(plan: SavePlan, files: Collection[str]) -> dict[str, str] | None:
     """The file of every tensor; None unless there is one file, of full tensors."""
-    if len({*files.values()}) != 1:
+    if len(files) != 1:
         return None
     for assigned in plan.assignments:
         shape = plan.layout[assigned.names[0]].spec.shape
         # what a rank takes must end between two tensors
         if (assigned.chunks.sizes != shape).any() or (assigned.ends % assigned.units.max(initial=1)).any():
             return None
-    return dict.fromkeys(plan.layout, next(iter(files.values())))
+    return dict.fromkeys(plan.layout, *files)

@@ -44,11 +44,6 @@ class Entry:
     tensor: torch.Tensor
     """The elements, of the box's sizes; on any device, with any strides."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements."""
-        return self.box.numel * self.spec.itemsize
-
 
 def write_file(
     storage: Storage,
@@ -79,11 +74,11 @@ def write_file(
         lengths += (block.numel * entry.spec.itemsize for block in found)
     passing = BlockDigests(lengths) if digests else None
     pieces = row_major_pieces([entry.tensor for entry in ordered], lanes or CopyStreams(), stage_bytes)
-    nbytes = sum(entry.nbytes for entry in ordered)
+    nbytes = sum(entry.tensor.nbytes for entry in ordered)
     seen = passing.write if passing is not None else None
     record = write_pieces(storage, name, header, pieces, nbytes, on_bytes=on_bytes, seen=seen)
     if passing is not None:
-        starts = list(accumulate((entry.nbytes for entry in ordered[:-1]), initial=len(header)))
+        starts = list(accumulate((entry.tensor.nbytes for entry in ordered[:-1]), initial=len(header)))
         write_blocks(storage, name, record.sums, starts, [len(found) for found in blocks], passing.finish()[1:])
     return record
 
@@ -314,7 +309,7 @@ def write_common_file(
 
 def _agreed(name: str, ordered: Sequence[Entry], file_group: FileGroup) -> _Shape:
     by_size = {size: list(some) for size, some in groupby(ordered, key=lambda entry: entry.spec.itemsize)}
-    mine = {size: sum(entry.nbytes for entry in some) for size, some in by_size.items()}
+    mine = {size: sum(entry.tensor.nbytes for entry in some) for size, some in by_size.items()}
     held = [msgspec.msgpack.decode(row, type=dict[int, int]) for row in file_group.tell(msgspec.msgpack.encode(mine))]
     starts = places(held)[file_group.place]
     rows = b"".join(

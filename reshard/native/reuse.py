@@ -307,9 +307,9 @@ def _head(block: torch.Tensor, count: int) -> list[torch.Tensor]:
 def _is_equal(block: Entry, record: np.void, lanes: CopyStreams, stage_bytes: int) -> bool:
     pieces = row_major_pieces([block.tensor], lanes, stage_bytes)
     head = next(pieces)
-    if len(head) >= min(PROBE_BYTES, block.nbytes) and probe_of(head) != record["probe"]:
+    if len(head) >= min(PROBE_BYTES, block.tensor.nbytes) and probe_of(head) != record["probe"]:
         return False
-    passing = BlockDigests([block.nbytes])
+    passing = BlockDigests([block.tensor.nbytes])
     passing.write(head)
     for piece in pieces:
         passing.write(piece)
