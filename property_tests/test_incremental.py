@@ -56,7 +56,7 @@ def save_by_ranks(state: dict[str, torch.Tensor], layout: StateLayout, path: str
         written[rank], kept, found = save_job.write(job, one, same)
         tallies.append(pack_tally(found, layout))
         reused += kept
-    generation.publish({rank: one for rank, one in written.items() if one.files}, add_tallies(tallies))
+    generation.publish(written, add_tallies(tallies))
     generation.tidy()
     release_lease(generation.save_id)
     return reused

@@ -315,9 +315,8 @@ def _finish(job: save_job.SaveJob, data: ToWrite) -> SaveReport:
             tally = pack_tally(prints, generation.census.tensors)
             told = group.gather_and_sum((group.job_rank, written), tally, add_tallies, kind=tuple[int, Written])
             if told is not None:
-                files = {rank: one for rank, one in told[0] if one.files}
                 with phase("publish"):
-                    generation.publish(files, told[1] if files and job.options.fingerprints else None)
+                    generation.publish(dict(told[0]), told[1] if job.options.fingerprints else None)
     except BaseException as error:
         _clear(job, error)
         if is_new:
@@ -505,18 +504,6 @@ def new_plan(key: bytes, holdings: LocalState, group: Group, options: SaveOption
     return made
 
 
-class AgreedPlan(NamedTuple):
-    """The plan of all ranks."""
-
-    holdings: LocalState
-    kept: CachedPlan
-    census: GlobalState
-    """With objects."""
-    first: SaveDecision | None
-    data: ToWrite | None
-    """What was staged."""
-
-
 @gc_paused()
 def agreed_plan(
     state_dict: Any,
@@ -525,8 +512,10 @@ def agreed_plan(
     *,
     stage: _Staging | None = None,
     decide: Callable[[GlobalState], SaveDecision] | None = None,
-) -> AgreedPlan:
-    """Collective: the plan of an earlier save of the same state, or a new one.
+) -> tuple[LocalState, CachedPlan, GlobalState, SaveDecision | None, ToWrite | None]:
+    """Collective: what this rank holds, with the plan of an earlier save of the same state, or a new one.
+
+    Also returns what all ranks hold, with objects, and the results of `decide` and `stage`.
 
     The ranks meet for the last time when all have staged: what fails on one rank before, fails on all.
 
@@ -556,7 +545,7 @@ def agreed_plan(
                 data.release()
             raise
         if kept is not None and met.census is not None:
-            return AgreedPlan(holdings, kept, met.census, met.first, data)
+            return holdings, kept, met.census, met.first, data
         if data is not None:
             data.release()
         assert before is None, "all ranks have planned the same"

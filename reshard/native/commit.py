@@ -69,11 +69,6 @@ class Written(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...] = ()
     """Whose arrays its data file has, if several ranks wrote it; those others have no record of it."""
 
-    @property
-    def files(self) -> list[FileRecord | PartsRecord]:
-        """All files that must be there."""
-        return [one for one in (self.record, self.parts, *self.linked) if one is not None]
-
 
 @dataclass(frozen=True)
 class Generation:
@@ -111,8 +106,8 @@ class Generation:
         """
         seen = self.storage.list(f"{self.folder}/")
         for rank, one in written.items():
-            for record in one.files:
-                if seen.get(record.name) != record.nbytes:
+            for record in (one.record, one.parts, *one.linked):
+                if record is not None and seen.get(record.name) != record.nbytes:
                     raise StorageError(
                         f"rank {rank} wrote {record.name} ({record.nbytes} bytes), but the first rank does not "
                         f"see it in {self.storage.url}: all ranks must share the same folder"

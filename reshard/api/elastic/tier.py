@@ -461,10 +461,8 @@ class _KeepJob:
         """Return the manifest for the first rank of each host, by the place of that rank."""
         if told is None:
             return None
-        files = {rank: one for rank, one in told[0] if one.files}
-        generation = self.save.generation
-        tally = told[1] if files and self.save.options.fingerprints else None
-        text = encode_manifest(generation.manifest(files, tally))
+        tally = told[1] if self.save.options.fingerprints else None
+        text = encode_manifest(self.save.generation.manifest(dict(told[0]), tally))
         firsts = {places[0] for places in self.hosts.places.values()}
         return [text if place in firsts else b"" for place in range(self.save.group.world_size)]
 
