@@ -376,7 +376,8 @@ def assign(
 
     `loads` has, per rank, the bytes that count against it so far.
     """
-    listed, counts, nbytes = isinstance(chunks, BoxTable), chunks.counts, chunks.numels * itemsize
+    listed, counts = isinstance(chunks, BoxTable), chunks.counts
+    nbytes = chunks.numels * itemsize
     dims = chunks.sizes.argmax(axis=1) if chunks.sizes.shape[1] else np.zeros(len(nbytes), dtype=np.int64)
     longest = chunks.sizes.max(axis=1, initial=1)
     units = np.where((nbytes >= divide_above_bytes) & (counts > 1), longest, 1)

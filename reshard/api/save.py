@@ -472,8 +472,8 @@ def find_plan(key: bytes, holdings: LocalState, group: Group) -> CachedPlan | No
 
 
 def new_plan(key: bytes, holdings: LocalState, group: Group, options: SaveOptions, said: DistinctValues) -> CachedPlan:
-    """Collective: a plan of what all ranks hold, proved, which this rank keeps. Per-rank values are gathered again for
-    each save, so with any it is for this one alone.
+    """Collective: a plan of what all ranks hold, proved, which this rank keeps. Per-rank values
+    are gathered again for each save, so with any it is for this one alone.
 
     Args:
         said: digests of the descriptions of all ranks.
@@ -525,8 +525,9 @@ def agreed_plan(
     """
     with phase("plan"):
         holdings = save_job.holdings_of(state_dict, options, group)
+        # all that a plan depends on, as far as this rank knows
         chosen = (options.globs, options.divide_above_bytes)
-        depends = (holdings.description, group.rank, list(group.ranks), chosen)  # all of it, as far as this rank knows
+        depends = (holdings.description, group.rank, list(group.ranks), chosen)
         key = hashlib.sha256(msgspec.msgpack.encode(depends)).digest()
         kept = None if holdings.state.per_rank else find_plan(key, holdings, group)
     met: Agreement | None = None

@@ -74,12 +74,13 @@ class ToWrite:
         return sum(entry.tensor.nbytes for entry in self.entries)
 
     def sum_up(self) -> dict[str, Partial]:
-        """Return what all entries add to the fingerprints of their tensors, by name, computed where they are."""
+        """Return what all entries add to the fingerprints of their tensors, by name."""
         out = dict(self.prints)
         rest = [entry for i, entry in enumerate(self.entries) if i not in self.summed]
         with phase("fingerprints"):
             for device in dict.fromkeys(entry.tensor.device for entry in rest):
-                here, lane = [entry for entry in rest if entry.tensor.device == device], self.beside[device]
+                here = [entry for entry in rest if entry.tensor.device == device]
+                lane = self.beside[device]
                 with nullcontext() if lane is None else lane.use():
                     found = partials((entry.tensor, entry.box, entry.spec.shape) for entry in here)
                 for fqn, one in zip((entry.spec.fqn for entry in here), found, strict=True):

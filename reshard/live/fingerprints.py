@@ -642,13 +642,16 @@ def pack_tally(parts: Mapping[K, Partial], every: Iterable[K]) -> bytes:
 
 @gc_paused()
 def digests_of(packed: bytes, every: Mapping[K, TensorLayout]) -> dict[K, str]:
-    """The fingerprint of every tensor, by name, from a tally that has all of its parts: none where it has no
-    elements."""
+    """The fingerprint of every tensor, by name, from a tally of all parts. One without elements has no part."""
     rows, none = _rows(packed), Partial()
-    columns = zip(rows["sums"].tolist(), rows["count"].tolist())
-    found = {number: Partial(tuple(sums), count) for number, (sums, count) in zip(rows["number"].tolist(), columns)}
-    specs = [(name, layout.spec) for name, layout in every.items()]
-    return {name: found.get(n, none).digest(spec.dtype, spec.shape) for n, (name, spec) in enumerate(specs)}
+    sums, counts = rows["sums"].tolist(), rows["count"].tolist()
+    parts = [Partial(tuple(lanes), count) for lanes, count in zip(sums, counts)]
+    found = dict(zip(rows["number"].tolist(), parts))
+    digests = {}
+    for number, (name, layout) in enumerate(every.items()):
+        spec = layout.spec
+        digests[name] = found.get(number, none).digest(spec.dtype, spec.shape)
+    return digests
 
 
 def add_tallies(packed: Sequence[bytes]) -> bytes:

@@ -150,7 +150,8 @@ def global_state_of(holdings: LocalState, group: Group, answers: Iterable[tuple[
         (holdings.said, holdings.state, ranks) if data == holdings.description else (*_decoded(data), ranks)
         for data, ranks in answers
     ]
-    states, has_own = [state for _, state, _ in parties], any(said.per_rank for said, _, _ in parties)
+    states = [state for _, state, _ in parties]
+    has_own = any(said.per_rank for said, _, _ in parties)
     per_rank, own = _own_values(holdings.state, group) if has_own else ({}, {})
     paths: dict[str, KeyPath] = {}
     containers: dict[KeyPath, str] = {}
@@ -172,7 +173,8 @@ def global_state_of(holdings: LocalState, group: Group, answers: Iterable[tuple[
     if clash:
         raise KeyMismatchError(f"the key {clash[0]!r} is a tensor on some ranks and something else on others")
     world_size = max(rank for _, _, ranks in parties for rank in ranks) + 1
-    layout, on_device = StateLayout(tensors, world_size), any(said.on_device for said, _, _ in parties)
+    layout = StateLayout(tensors, world_size)
+    on_device = any(said.on_device for said, _, _ in parties)
     resolve_layouts(holdings.state.tensors, layout, group.job_rank)
     return GlobalState(layout, {}, paths, containers, aliases, per_rank, on_device)
 
