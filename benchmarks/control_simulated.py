@@ -71,7 +71,7 @@ def save(group: Group, state: Any, ranks_per_file: int = 1) -> None:
         if key not in _censuses:
             _censuses[key] = global_state_of(holdings, group, answers)
         census = _censuses[key]
-        word = ("0192f3c1a800-5d2e6f7a8b9c", save_job.Choice()) if group.rank == 0 else None
+        word = ("0192f3c1a800-5d2e6f7a8b9c", save_job.Choice(), None) if group.rank == 0 else None
         kept = repeated.CachedPlan(b"as it was said", census, _NO_PLAN, [])
         repeated.agree_before_save(holdings, group, SaveOptions(), kept, word, before=met)
         group.barrier()
