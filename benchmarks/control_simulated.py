@@ -27,7 +27,6 @@ from reshard.api.options import LoadOptions, SaveOptions
 from reshard.execute.host_reading import HostReading, OwnMemory
 from reshard.live.fingerprints import Partial, add_tallies, pack_tally
 from reshard.native.manifest import FileRecord
-from reshard.ranks import global_state
 from reshard.ranks.global_state import GlobalState, LocalState, global_state_of
 from reshard.ranks.group import Group
 from tests.simulated_ranks import World
@@ -39,6 +38,9 @@ _NO_PLAN: Any = None
 """Nobody asks them: all fits."""
 _PART = Partial((1, 2), 8)
 _RECORD = FileRecord("data-0192f3c1a800-5d2e6f7a8b9c/00000.safetensors", 1 << 30, 1 << 10, "0" * 32)
+
+_censuses: dict[bytes, GlobalState] = {}
+"""What all ranks hold is frozen, and the same for all that were told the same: simulated ranks have one in common."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,11 @@ def save(group: Group, state: Any, ranks_per_file: int = 1) -> None:
         holdings = LocalState.of(state)
         met = repeated.agree_before_save(holdings, group, SaveOptions(), None, None)  # nobody has kept a plan
         answers = group.distinct_answers(holdings.description, known=met.pool)
-        census = global_state_of(holdings, group, answers)
-        word = ("0192f3c1a800-5d2e6f7a8b9c", save_job.Choice()) if group.rank == 0 else None
+        key = msgspec.msgpack.encode([(said, len(ranks), ranks[0], ranks[-1]) for said, ranks in answers])
+        if key not in _censuses:
+            _censuses[key] = global_state_of(holdings, group, answers)
+        census = _censuses[key]
+        word = ("0192f3c1a800-5d2e6f7a8b9c", save_job.Choice(), None) if group.rank == 0 else None
         kept = repeated.CachedPlan(b"as it was said", census, _NO_PLAN, [])
         repeated.agree_before_save(holdings, group, SaveOptions(), kept, word, before=met)
         group.barrier()
@@ -113,16 +118,6 @@ def simulate(name: str, world_size: int, tensors: int) -> None:
         else (lambda group: save(group, state, PER_MACHINE if name == "files" else 1))
     )
 
-    # what all ranks hold is frozen, and the same for all that were told the same: simulated ranks have one in common
-    censuses: dict[bytes, GlobalState] = {}
-    merge = global_state._merge
-
-    def merged(parties: Any, *own: Any) -> GlobalState:
-        key = msgspec.msgpack.encode(([(said, len(ranks), ranks[0], ranks[-1]) for said, ranks in parties], own))
-        if key not in censuses:
-            censuses[key] = merge(parties, *own)
-        return censuses[key]
-
     def body(rank: int) -> int:
         group = world.group(rank)
         verb(group)
@@ -130,12 +125,9 @@ def simulate(name: str, world_size: int, tensors: int) -> None:
         return group._rounds._round
 
     begun = time.process_time()
-    global_state._merge = merged  # type: ignore[assignment]
-    try:
-        with world.clock():
-            rounds = world.run(body)
-    finally:
-        global_state._merge = merge
+    _censuses.clear()
+    with world.clock():
+        rounds = world.run(body)
     for end in rounds:
         if isinstance(end, BaseException):
             raise end

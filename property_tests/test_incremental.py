@@ -20,6 +20,7 @@ from reshard.api import save_job
 from reshard.api.options import SaveOptions
 from reshard.api.save_job import alike, base_at, choose_base, doubtful
 from reshard.api.staging import ToWrite
+from reshard.live.fingerprints import add_tallies, digests_of, pack_tally
 from reshard.native import commit, data_file as blocks, reuse
 from reshard.native.commit import Generation
 from reshard.native.data_file import Entry
@@ -46,16 +47,16 @@ def save_by_ranks(state: dict[str, torch.Tensor], layout: StateLayout, path: str
     if choice.by_print:
         assert base is not None
         data = {rank: one.summed_up() for rank, one in data.items()}
-        now = generation.fingerprints([one.prints for one in data.values()])
+        now = digests_of(add_tallies([pack_tally(one.prints, layout) for one in data.values()]), layout)
         same = alike(doubtful(base, layout, now), base, now)
-    written, prints, reused = {}, [], 0
+    written, tallies, reused = {}, [], 0
     for rank, one in data.items():
         group = SimpleNamespace(rank=0, ranks=[rank], job_rank=rank, check=lambda: None)
         job = save_job.SaveJob(group, storage, path, generation, SaveOptions(base="auto"), choice, base)  # type: ignore[arg-type]
         written[rank], kept, found = save_job.write(job, one, same)
-        prints.append(found)
+        tallies.append(pack_tally(found, layout))
         reused += kept
-    generation.publish({rank: one for rank, one in written.items() if one.files}, prints)
+    generation.publish(written, add_tallies(tallies))
     generation.tidy()
     release_lease(generation.save_id)
     return reused

@@ -618,20 +618,22 @@ class StateLayout(Mapping[str, TensorLayout]):
 
     `world_size` is the number of ranks of the job; None takes the smallest that contains all tensors."""
 
-    __slots__ = ("_tensors", "world_size")
+    __slots__ = ("_tensors", "nbytes", "world_size")
 
+    nbytes: int
+    """Bytes of all tensors, each counted once."""
     world_size: int
     """Number of ranks of the job."""
 
     def __init__(self, tensors: Mapping[str, TensorLayout], world_size: int | None = None) -> None:
         """Raises PlanError if a key is not its tensor's name, for 2**63 bytes, or if `world_size` is too small."""
-        self._tensors, nbytes = dict(tensors), 0
+        self._tensors, self.nbytes = dict(tensors), 0
         for fqn, layout in self._tensors.items():
             if layout.spec.fqn != fqn:
                 raise PlanError(f"the layout under the key {fqn!r} is of the tensor {layout.spec.fqn!r}")
-            nbytes += layout.spec.nbytes
-        if nbytes >> 63:
-            raise PlanError(f"a state has less than 2**63 bytes, got {nbytes:,}")
+            self.nbytes += layout.spec.nbytes
+        if self.nbytes >> 63:
+            raise PlanError(f"a state has less than 2**63 bytes, got {self.nbytes:,}")
         forms = {id(layout.form): layout.form for layout in self._tensors.values()}
         least = max((form.world_size for form in forms.values()), default=1)
         if world_size is not None and world_size < least:
@@ -651,11 +653,6 @@ class StateLayout(Mapping[str, TensorLayout]):
     def specs(self) -> dict[str, TensorSpec]:
         """Name, shape, and dtype of every tensor."""
         return {fqn: layout.spec for fqn, layout in self._tensors.items()}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors, each counted once."""
-        return sum(layout.spec.nbytes for layout in self._tensors.values())
 
     def parts(self, fqn: str, rank: int) -> tuple[Part, ...]:
         """Like `TensorLayout.parts`, but () for ranks of the job beyond this tensor's own."""

@@ -75,17 +75,19 @@ class SavePlan(Plan[WriteItems]):
         loads = np.zeros(layout.world_size, dtype=np.int64)
         order, assignments = [], []
         for names in layout.geometries().values():
-            spec, held = layout[names[0]].spec, layout[names[0]].numels()
-            copies = int(held.sum()) // max(spec.numel, 1)
-            order.append((copies, -int(held.max()) * spec.itemsize, names))
+            first, held = layout[names[0]], np.zeros_like(loads)
+            chunks = BoxTable(first) if first.product is None else ProductTable(first.product)
+            np.add.at(held, chunks.ranks, np.repeat(chunks.numels, chunks.counts))
+            copies = int(held.sum()) // max(first.spec.numel, 1)
+            order.append((copies, -int(held.max()) * first.spec.itemsize, names, chunks))
         # first what leaves the least choice of writers, then what is largest: so loads can be evened
         # out later
-        for _, _, names in sorted(order):
+        for *_, names, chunks in sorted(order, key=lambda row: row[:3]):
             effective = loads if ranks_per_host is None else _effective_loads(loads, ranks_per_host)
-            assigned = assign(layout[names[0]], tuple(names), effective, divide_above_bytes)
-            unit_bytes = assigned.chunks.sizes.prod(axis=1) * assigned.itemsize // assigned.units
+            assigned = assign(chunks, tuple(names), layout[names[0]].spec.itemsize, effective, divide_above_bytes)
+            unit_bytes = chunks.numels * assigned.itemsize // assigned.units
             units = assigned.ends - assigned.begins
-            np.add.at(loads, assigned.ranks, units * np.repeat(unit_bytes, np.diff(assigned.chunks.indptr)))
+            np.add.at(loads, assigned.ranks, units * np.repeat(unit_bytes, chunks.counts))
             assignments.append(assigned)
         self.assignments = tuple(assignments)
         self._place = {fqn: (assigned, t) for assigned in assignments for t, fqn in enumerate(assigned.names)}
@@ -211,9 +213,13 @@ class ProductTable:
         columns = [own.local_sizes[owners[i]] for own, owners, i in zip(product.dims, self.owners, index)]
         self.sizes = np.stack(columns, axis=1) if columns else np.zeros((len(holders), 0), dtype=np.int64)
         """Shape of each chunk as a local tensor: (chunks, dims)."""
+        self.numels = self.sizes.prod(axis=1)
+        """Elements of each chunk."""
+        self.counts = np.full(len(holders), holders.shape[1], dtype=np.int64)
+        """How many ranks hold each chunk."""
         self.ranks = holders.reshape(-1)
         """The rank of each entry, ascending for each chunk."""
-        self.indptr = np.arange(len(holders) + 1, dtype=np.int64) * holders.shape[1]
+        self.indptr = np.concatenate(([0], np.cumsum(self.counts)))
         """Entries of chunk c are `indptr[c]` to `indptr[c + 1]`."""
         self.indices = np.zeros(len(self.ranks), dtype=np.int64)
         """Which of the rank's local tensors the chunk is, for each entry."""
@@ -257,7 +263,9 @@ class BoxTable:
         self.sizes = np.array([box.sizes for box in self.boxes], dtype=np.int64).reshape(
             len(self.boxes), len(layout.spec.shape)
         )
-        self.indptr = np.cumsum([0, *(len(rows) for rows in places)], dtype=np.int64)
+        self.numels = self.sizes.prod(axis=1)
+        self.counts = np.array([len(rows) for rows in places], dtype=np.int64)
+        self.indptr = np.concatenate(([0], np.cumsum(self.counts)))
         self.ranks = np.array([rank for rows in places for rank, _ in rows], dtype=np.int64)
         self.indices = np.array([index for rows in places for _, index in rows], dtype=np.int64)
 
@@ -361,26 +369,26 @@ class Assignment:
         return order, self.ranks[order]
 
 
-def assign(layout: TensorLayout, names: tuple[str, ...], loads: Ints, divide_above_bytes: int) -> Assignment:
-    """Assign the tensors `names`, all placed like `layout`, to the holders of their chunks.
+def assign(
+    chunks: ProductTable | BoxTable, names: tuple[str, ...], itemsize: int, loads: Ints, divide_above_bytes: int
+) -> Assignment:
+    """Assign the tensors `names`, which all have these chunks, to the holders of the chunks.
 
     `loads` has, per rank, the bytes that count against it so far.
     """
-    product = layout.product
-    chunks = BoxTable(layout) if product is None else ProductTable(product)
-    nbytes = chunks.sizes.prod(axis=1) * layout.spec.itemsize
+    listed, counts = isinstance(chunks, BoxTable), chunks.counts
+    nbytes = chunks.numels * itemsize
     dims = chunks.sizes.argmax(axis=1) if chunks.sizes.shape[1] else np.zeros(len(nbytes), dtype=np.int64)
-    longest = chunks.sizes.max(axis=1) if chunks.sizes.shape[1] else np.ones(len(nbytes), dtype=np.int64)
-    counts = np.diff(chunks.indptr)
+    longest = chunks.sizes.max(axis=1, initial=1)
     units = np.where((nbytes >= divide_above_bytes) & (counts > 1), longest, 1)
     ranks, indices = chunks.ranks.copy(), chunks.indices.copy()
     ends = np.repeat(units * len(names), counts)
-    if product is None:  # its ranks may hold several chunks, so that each must see what those before it cost
+    if listed:  # its ranks may hold several chunks, so that each must see what those before it cost
         loads, single = loads.copy(), counts == 1
         np.add.at(loads, chunks.ranks[chunks.indptr[:-1][single]], nbytes[single] * len(names))
     several = np.flatnonzero(counts > 1)
     # all chunks of several holders at once, or one by one if holders are shared
-    for rows in several[:, None] if product is None else several[None][: len(several)]:
+    for rows in several[:, None] if listed else several[None][: len(several)]:
         holders = np.arange(counts[rows[0]])
         entries = chunks.indptr[rows][:, None] + holders
         # from the least to the most loaded; those that are equal begin elsewhere for each chunk
@@ -389,10 +397,10 @@ def assign(layout: TensorLayout, names: tuple[str, ...], loads: Ints, divide_abo
         ranks[entries], indices[entries] = chunks.ranks[entries_in_order], chunks.indices[entries_in_order]
         unit_bytes = nbytes[rows] // units[rows]
         ends[entries] = _level(loads[ranks[entries]], unit_bytes, units[rows] * len(names))
-        if product is None:
+        if listed:
             begins = np.concatenate((np.zeros((len(rows), 1), dtype=np.int64), ends[entries][:, :-1]), axis=1)
             loads[ranks[entries]] += (ends[entries] - begins) * unit_bytes[:, None]
-    return Assignment(names, layout.spec.itemsize, chunks, units, dims, ranks, indices, ends)
+    return Assignment(names, itemsize, chunks, units, dims, ranks, indices, ends)
 
 
 def _level(loads: Ints, unit_bytes: Ints, units: Ints) -> Ints:
@@ -420,8 +428,17 @@ def _level(loads: Ints, unit_bytes: Ints, units: Ints) -> Ints:
 
 
 def _assignment_findings(assigned: Assignment, layout: TensorLayout) -> Iterator[Finding]:
-    yield from _tiling_findings(assigned, layout)
-    chunks, counts = assigned.chunks, np.diff(assigned.chunks.indptr)
+    chunks, product, counts = assigned.chunks, layout.product, assigned.chunks.counts
+    if isinstance(chunks, ProductTable) and product is not None:
+        wrong = layout_fault(layout)
+        owners = zip(chunks.owners, product.dims, strict=True)
+        if wrong is not None or not all(np.array_equal(its, np.flatnonzero(own.local_sizes)) for its, own in owners):
+            yield Finding("is not written exactly once", element=wrong.element if wrong is not None else None)
+    else:
+        boxes = [box for chunk in range(len(counts)) for box, _ in chunks.part(chunk).boxes()]
+        fault = tiling_fault([Box.full(layout.spec.shape)], boxes)
+        if fault is not None:
+            yield Finding(f"is written {fault.count} times, not once", element=fault.element)
     chunk_of = np.repeat(np.arange(len(counts)), counts)
     for entry in np.flatnonzero(~_held(assigned, layout, chunk_of)).tolist():
         element = _first(assigned, int(chunk_of[entry]))
@@ -434,20 +451,6 @@ def _assignment_findings(assigned: Assignment, layout: TensorLayout) -> Iterator
     bad |= set(np.flatnonzero((assigned.units != 1) & (assigned.units != longest)).tolist())
     for chunk in sorted(bad):
         yield Finding("is not written exactly once", element=_first(assigned, chunk))
-
-
-def _tiling_findings(assigned: Assignment, layout: TensorLayout) -> Iterator[Finding]:
-    """The chunks of the assignment are those of the tensor, and tile it."""
-    if isinstance(assigned.chunks, ProductTable) and layout.product is not None:
-        wrong = layout_fault(layout)
-        owners = zip(assigned.chunks.owners, layout.product.dims, strict=True)
-        if wrong is not None or not all(np.array_equal(its, np.flatnonzero(own.local_sizes)) for its, own in owners):
-            yield Finding("is not written exactly once", element=wrong.element if wrong is not None else None)
-        return
-    boxes = [box for chunk in range(len(assigned.units)) for box, _ in assigned.chunks.part(chunk).boxes()]
-    fault = tiling_fault([Box.full(layout.spec.shape)], boxes)
-    if fault is not None:
-        yield Finding(f"is written {fault.count} times, not once", element=fault.element)
 
 
 def _held(assigned: Assignment, layout: TensorLayout, chunk_of: Ints) -> Flags:

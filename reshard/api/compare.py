@@ -230,7 +230,7 @@ def _rank_findings(
     unread = [name for name in common if known[name] is None]
     mine = _RankFindings({name: text for name, text in known.items() if text is not None})
     total = sum(left.names.nbytes.values())
-    with Progress(show=progress) as bar, bar.phase("compare", total, f"{left.label} and {right.label}") as step:
+    with Progress(show=progress).phase("compare", total, f"{left.label} and {right.label}") as step:
         step.advance(sum(left.names.nbytes[name] for name in mine.known))
         mine.boxes = _differences(left, right, unread, how, executor, step)
     sides = [(name, left.tensors[name]) for name in common]

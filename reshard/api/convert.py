@@ -346,8 +346,7 @@ def _write(
     nbytes, kept = {file.name: file.nbytes for file in mine}, set[str]()
     with (
         group.together("write"),
-        Progress(show=progress and group.rank == 0, check=group.check) as bar,
-        bar.phase("convert", total_bytes=sum(nbytes.values())) as step,
+        Progress(show=progress and group.rank == 0, check=group.check).phase("convert", sum(nbytes.values())) as step,
     ):
 
         def on_done(name: str, is_kept: bool) -> None:

@@ -303,20 +303,20 @@ class _Load:
     def _read(self, fetch: Fetch, plan: ReadPlan) -> dict[str, Any]:
         """Check, and only then write into targets. Returns each rank's own values."""
         group, match = self.group, self.match
-        with Progress(show=group.rank == 0, bars=self.options.progress, check=group.check) as bar:
-            if not self.options.dry_run:
-                with bar.phase("check", plan.bytes_needed) as step:
-                    fetch.check(step.advance)
-            per_rank: dict[str, Any] = {}
-            if match.per_rank:
-                per_rank |= own_values(match.targets.per_rank, match.per_rank, match.checkpoint, group)
-            checking = match.checkpoint.contents.checking
+        bar = Progress(show=group.rank == 0, bars=self.options.progress, check=group.check)
+        if not self.options.dry_run:
+            with bar.phase("check", plan.bytes_needed) as step:
+                fetch.check(step.advance)
+        per_rank: dict[str, Any] = {}
+        if match.per_rank:
+            per_rank |= own_values(match.targets.per_rank, match.per_rank, match.checkpoint, group)
+        checking = match.checkpoint.contents.checking
+        checking.confirm()
+        fetch.settle()
+        if not self.options.dry_run:
+            with bar.phase("read", plan.bytes_needed) as step:
+                fetch.read(step.advance)
             checking.confirm()
-            fetch.settle()
-            if not self.options.dry_run:
-                with bar.phase("read", plan.bytes_needed) as step:
-                    fetch.read(step.advance)
-                checking.confirm()
         return per_rank
 
 

@@ -26,16 +26,24 @@ from reshard.api.options import SaveKeywords, SaveOptions
 from reshard.api.reports import WrittenReport
 from reshard.api.staging import Stage, ToWrite, check_stage, staged
 from reshard.arguments import check_arguments, check_options, no_attribute, options_of, renamed, with_options
-from reshard.errors import CheckpointError, OptionError, ReshardError, StorageError
+from reshard.errors import CheckpointError, LayoutError, OptionError, ReshardError, StorageError, format_ranks
 from reshard.formats.detect import BECOMES_FOLDER, FILE_SUFFIXES, refuse_first_step, refuse_run
-from reshard.live.fingerprints import add_tallies, pack_tally, unpack_tally
+from reshard.live.fingerprints import add_tallies, pack_tally
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.plain_data import array_bytes
 from reshard.native import commit
 from reshard.native.commit import Generation, Written
 from reshard.native.data_file import Entry
 from reshard.ranks.global_layout import resolve_layouts
-from reshard.ranks.global_state import DigestTable, GlobalState, LocalState, ValueDigests, check_globs, joined_objects
+from reshard.ranks.global_state import (
+    DigestTable,
+    GlobalState,
+    LocalState,
+    ValueDigests,
+    check_globs,
+    global_state_of,
+    joined_objects,
+)
 from reshard.ranks.group import DEADLINE_S, DistinctValues, Group, digest_of
 from reshard.ranks.liveness import release_lease
 from reshard.ranks.progress import current, phase
@@ -307,10 +315,8 @@ def _finish(job: save_job.SaveJob, data: ToWrite) -> SaveReport:
             tally = pack_tally(prints, generation.census.tensors)
             told = group.gather_and_sum((group.job_rank, written), tally, add_tallies, kind=tuple[int, Written])
             if told is not None:
-                files = {rank: one for rank, one in told[0] if one.files}
-                parts = unpack_tally(told[1], generation.census.tensors)
                 with phase("publish"):
-                    generation.publish(files, [parts] if files and job.options.fingerprints else [])
+                    generation.publish(dict(told[0]), told[1] if job.options.fingerprints else None)
     except BaseException as error:
         _clear(job, error)
         if is_new:
@@ -324,13 +330,13 @@ def _finish(job: save_job.SaveJob, data: ToWrite) -> SaveReport:
     if told is not None:
         with phase("clean up"):
             generation.tidy()  # before the phase of the caller ends on any rank
-    census, plan = generation.census, generation.plan
+    census = generation.census
     return SaveReport(
         path=job.path,
         save_id=generation.save_id,
         tensors=len(census.tensors),
         objects=count_objects(replace(census, objects=dict.fromkeys(census.objects))),
-        total_bytes=plan.total_bytes + array_bytes(census.objects),
+        total_bytes=census.tensors.nbytes + array_bytes(census.objects),
         bytes_written=data.nbytes - reused,
         aliases=census.aliases,
         per_rank=tuple(census.per_rank),
@@ -454,56 +460,48 @@ class _SaveVote(msgspec.Struct, frozen=True, array_like=True):
         )
 
 
-def find_plan(holdings: LocalState, group: Group, options: SaveOptions) -> CachedPlan | None:
+def find_plan(key: bytes, holdings: LocalState, group: Group) -> CachedPlan | None:
     """The plan that this rank kept for the same description. It counts only once all have met."""
-    if holdings.state.per_rank:
-        return None
     with _lock:
-        found = _kept.get(key := _key(holdings, group, options))
-        if found is not None:
-            _kept.move_to_end(key)
-    if found is not None:
-        resolve_layouts(holdings.state.tensors, found.census.tensors, group.job_rank)
+        found = _kept.get(key)
+        if found is None:
+            return None
+        _kept.move_to_end(key)
+    resolve_layouts(holdings.state.tensors, found.census.tensors, group.job_rank)
     return found
 
 
-def keep_plan(
-    holdings: LocalState, group: Group, options: SaveOptions, census: GlobalState, plan: SavePlan, said: DistinctValues
-) -> CachedPlan:
-    """Keep a plan that is proved. Per-rank values are gathered again for each save, so with any it is
-    for this one alone.
+def new_plan(key: bytes, holdings: LocalState, group: Group, options: SaveOptions, said: DistinctValues) -> CachedPlan:
+    """Collective: a plan of what all ranks hold, proved, which this rank keeps. Per-rank values
+    are gathered again for each save, so with any it is for this one alone.
 
     Args:
-        census: without objects.
         said: digests of the descriptions of all ranks.
     """
-    told = digest_of(msgspec.msgpack.encode(said))
-    kept = CachedPlan(told, census, plan, plan.items(group.job_rank))
+    census = global_state_of(holdings, group, group.distinct_answers(holdings.description, known=said))
+    plan = SavePlan(census.tensors, options.divide_above_bytes)
+    if findings := [*plan.findings()]:
+        raise LayoutError(
+            "all ranks that hold a part of a tensor must save together: leave out alone=True, or pass a process_group "
+            f"with all of them. The tensors on {format_ranks(group.ranks)} do not cover each full tensor exactly once: "
+            f"{findings[0]} (problem 1 of {len(findings)})"
+        )
+    numbered = next(filter(NUMBERED.fullmatch, census.tensors), None) if group.rank == 0 else None
+    if numbered is not None:
+        _log.warning(
+            "reshard.save: the optimizer state is saved by parameter number (%r): only a model with the "
+            "same parameters in the same order can load it. Save reshard.get_optimizer_state_dict(model, "
+            "optimizer) instead, which has names. If a framework saves for you, see its section of "
+            "docs/integrations.md",
+            numbered,
+        )
+    made = CachedPlan(digest_of(msgspec.msgpack.encode(said)), census, plan, plan.items(group.job_rank))
     if not census.per_rank:
         with _lock:
-            _kept[_key(holdings, group, options)] = kept
+            _kept[key] = made
             while len(_kept) > KEPT:
                 _kept.popitem(last=False)
-    return kept
-
-
-def _key(holdings: LocalState, group: Group, options: SaveOptions) -> bytes:
-    """A key of all that a plan depends on, as far as this rank knows."""
-    said = hashlib.sha256(holdings.description).digest()
-    chosen = (options.globs, options.divide_above_bytes)
-    return hashlib.sha256(msgspec.msgpack.encode((said, group.rank, list(group.ranks), chosen))).digest()
-
-
-class AgreedPlan(NamedTuple):
-    """The plan of all ranks."""
-
-    holdings: LocalState
-    kept: CachedPlan
-    census: GlobalState
-    """With objects."""
-    first: SaveDecision | None
-    data: ToWrite | None
-    """What was staged."""
+    return made
 
 
 @gc_paused()
@@ -514,8 +512,10 @@ def agreed_plan(
     *,
     stage: _Staging | None = None,
     decide: Callable[[GlobalState], SaveDecision] | None = None,
-) -> AgreedPlan:
-    """Collective: the plan of an earlier save of the same state, or a new one.
+) -> tuple[LocalState, CachedPlan, GlobalState, SaveDecision | None, ToWrite | None]:
+    """Collective: what this rank holds, with the plan of an earlier save of the same state, or a new one.
+
+    Also returns what all ranks hold, with objects, and the results of `decide` and `stage`.
 
     The ranks meet for the last time when all have staged: what fails on one rank before, fails on all.
 
@@ -525,7 +525,11 @@ def agreed_plan(
     """
     with phase("plan"):
         holdings = save_job.holdings_of(state_dict, options, group)
-        kept = find_plan(holdings, group, options)
+        # all that a plan depends on, as far as this rank knows
+        chosen = (options.globs, options.divide_above_bytes)
+        depends = (holdings.description, group.rank, list(group.ranks), chosen)
+        key = hashlib.sha256(msgspec.msgpack.encode(depends)).digest()
+        kept = None if holdings.state.per_rank else find_plan(key, holdings, group)
     met: Agreement | None = None
     while True:
         data, first = None, None
@@ -542,25 +546,14 @@ def agreed_plan(
                 data.release()
             raise
         if kept is not None and met.census is not None:
-            return AgreedPlan(holdings, kept, met.census, met.first, data)
+            return holdings, kept, met.census, met.first, data
         if data is not None:
             data.release()
         assert before is None, "all ranks have planned the same"
         with phase("plan"):
             if kept is not None:  # nothing that was found by what is not so
                 holdings = save_job.holdings_of(state_dict, options, group)
-            answers = group.distinct_answers(holdings.description, known=met.pool)
-            census, plan = save_job.planned_writes(holdings, group, options, answers)
-            numbered = next(filter(NUMBERED.fullmatch, census.tensors), None) if group.rank == 0 else None
-            if numbered is not None:
-                _log.warning(
-                    "reshard.save: the optimizer state is saved by parameter number (%r): only a model with the "
-                    "same parameters in the same order can load it. Save reshard.get_optimizer_state_dict(model, "
-                    "optimizer) instead, which has names. If a framework saves for you, see its section of "
-                    "docs/integrations.md",
-                    numbered,
-                )
-            kept = keep_plan(holdings, group, options, census, plan, met.pool)
+            kept = new_plan(key, holdings, group, options, met.pool)
 
 
 def agree_before_save(
@@ -596,7 +589,7 @@ def agree_before_save(
         digest_of(repr(sorted(options.shared().items())).encode()) if before is None else b"",
         b"" if kept is None else kept.told,
         DistinctValues([digest_of(holdings.description) if before is None else b""]),
-        None if table is None else table.told(),
+        None if table is None else table.told,
         first,
     )
     said = group.merge(mine, _SaveVote.join, "the agreement on what to save")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from urllib.parse import unquote
 import torch
 
 from planners.geometry.layout import ProductForm, StateLayout, TensorLayout
-from planners.plans.save import SavePlan, WriteItems, plan_writes
+from planners.plans.save import WriteItems
 from reshard.api.options import SaveOptions
 from reshard.api.staging import ToWrite
 from reshard.errors import (
@@ -25,10 +25,9 @@ from reshard.errors import (
     LayoutError,
     NewerVersionError,
     StorageError,
-    format_ranks,
 )
 from reshard.formats.detect import Look, look_at, look_in, open_contents, path_below
-from reshard.live.fingerprints import Partial, add_tallies, pack_tally, unpack_tally
+from reshard.live.fingerprints import Partial, add_tallies, digests_of, pack_tally
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.state import LiveState, is_long, take_apart
 from reshard.live.tensors import LiveTensor
@@ -37,7 +36,7 @@ from reshard.native.data_file import Entry, FileGroup, write_common_file, write_
 from reshard.native.manifest import MANIFEST
 from reshard.native.reader import ALL, NativeFacts, Share, write_parts
 from reshard.native.reuse import Base, Reused, reuse
-from reshard.ranks.global_state import GlobalState, LocalState, global_state_of, per_rank_name
+from reshard.ranks.global_state import LocalState, per_rank_name
 from reshard.ranks.group import Group
 from reshard.ranks.liveness import machine
 from reshard.ranks.progress import Progress
@@ -46,7 +45,7 @@ from reshard.storage.opening import open_storage, path_text, place_of
 
 __all__ = [
     "Choice", "SaveJob", "alike", "base_at", "choose_base", "doubtful", "entries_of", "file_group_of",
-    "file_groups", "holdings_of", "open_base", "planned_writes", "summed_up", "write",
+    "file_groups", "holdings_of", "open_base", "summed_up", "write",
 ]  # fmt: skip
 
 
@@ -72,34 +71,12 @@ def holdings_of(state_dict: Any, options: SaveOptions, group: Group) -> LocalSta
     return LocalState.of(take_apart(state_dict, whole_at=is_long, select=options.globs, ranks=group.ranks))
 
 
-def planned_writes(
-    holdings: LocalState, group: Group, options: SaveOptions, answers: Iterable[tuple[bytes, Sequence[int]]]
-) -> tuple[GlobalState, SavePlan]:
-    """Collective: what all ranks hold, without objects, and who of them writes what, proved.
-    Writes nothing, and compares no values.
-
-    Args:
-        answers: what all ranks said of their holdings, by `Group.distinct_answers`.
-
-    Raises as `reshard.save` does.
-    """
-    census = global_state_of(holdings, group, answers)
-    plan = plan_writes(census.tensors, divide_above_bytes=options.divide_above_bytes)
-    if findings := [*plan.findings()]:
-        raise LayoutError(
-            "all ranks that hold a part of a tensor must save together: leave out alone=True, or pass a process_group "
-            f"with all of them. The tensors on {format_ranks(group.ranks)} do not cover each full tensor exactly once: "
-            f"{findings[0]} (problem 1 of {len(findings)})"
-        )
-    return census, plan
-
-
 @gc_paused()
 def entries_of(items: WriteItems, layout: StateLayout, state: LiveState, rank: int) -> list[Entry]:
     """The arrays that `rank`, which holds `state`, writes."""
     views: dict[str, tuple[torch.Tensor, ...]] = {}
     own = {per_rank_name(key, rank): wrapper.value for key, wrapper in state.per_rank.items()}
-    specs, out = layout.specs, []
+    out = []
     for fqn, box, source, _, number in items:
         if fqn not in views:
             if fqn not in own and fqn not in state.tensors:
@@ -111,7 +88,7 @@ def entries_of(items: WriteItems, layout: StateLayout, state: LiveState, rank: i
             views[fqn] = _parts(tensor, layout[fqn], rank)
         whole = views[fqn][number]
         part = whole if source.sizes == whole.shape else whole[source.slices]
-        out.append(Entry(specs[fqn], box, part))
+        out.append(Entry(layout[fqn].spec, box, part))
     return out
 
 
@@ -133,12 +110,11 @@ def _parts(tensor: LiveTensor, layout: TensorLayout, rank: int) -> tuple[torch.T
 def summed_up(job: SaveJob, data: ToWrite) -> tuple[ToWrite, list[str]]:
     """Return where no rank can say by itself whether a tensor is what it was, its fingerprint can:
     those of which it does."""
-    group, generation = job.group, job.generation
-    data, every = data.summed_up(), generation.census.tensors
+    group, every, data = job.group, job.generation.census.tensors, data.summed_up()
     told = group.gather_and_sum(b"", pack_tally(data.prints, every), add_tallies)
     names: list[str] = []
     if told is not None and job.base is not None:
-        now = generation.fingerprints([unpack_tally(told[1], every)])
+        now = digests_of(told[1], every)
         try:
             names = alike(doubtful(job.base, every, now), job.base, now)
         except (CheckpointError, StorageError) as error:
@@ -153,8 +129,8 @@ def write(job: SaveJob, data: ToWrite, same: list[str]) -> tuple[Written, int, d
     many = job.options.ranks_per_file > 1 and job.group.world_size > 1
     if not data.entries and not many:
         return Written(), 0, {}
+    bar = Progress(show=job.group.rank == 0, bars=job.options.progress, check=job.group.check)
     with (
-        Progress(show=job.group.rank == 0, bars=job.options.progress, check=job.group.check) as bar,
         bar.phase("write", data.nbytes) as step,
         ThreadPoolExecutor(1, thread_name_prefix="reshard-fingerprint") as beside,
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -12,8 +13,8 @@ import torch
 
 from reshard.errors import OptionError
 from reshard.live.copy_streams import ALIGNED_BYTES, CopyStreams, HostMemory, fetch, has_copy_streams
-from reshard.live.fingerprints import Partial
-from reshard.native.data_file import Entry, sum_up
+from reshard.live.fingerprints import Partial, partials
+from reshard.native.data_file import Entry
 from reshard.ranks.progress import phase
 
 __all__ = ["Stage", "ToWrite", "check_stage", "staged"]
@@ -70,16 +71,21 @@ class ToWrite:
     @property
     def nbytes(self) -> int:
         """Bytes of all elements."""
-        return sum(entry.nbytes for entry in self.entries)
+        return sum(entry.tensor.nbytes for entry in self.entries)
 
     def sum_up(self) -> dict[str, Partial]:
         """Return what all entries add to the fingerprints of their tensors, by name."""
+        out = dict(self.prints)
+        rest = [entry for i, entry in enumerate(self.entries) if i not in self.summed]
         with phase("fingerprints"):
-            out = dict(self.prints)
-            rest = [entry for i, entry in enumerate(self.entries) if i not in self.summed]
-            for fqn, found in sum_up(rest, self.beside).items():
-                out[fqn] = out[fqn] + found if fqn in out else found
-            return out
+            for device in dict.fromkeys(entry.tensor.device for entry in rest):
+                here = [entry for entry in rest if entry.tensor.device == device]
+                lane = self.beside[device]
+                with nullcontext() if lane is None else lane.use():
+                    found = partials((entry.tensor, entry.box, entry.spec.shape) for entry in here)
+                for fqn, one in zip((entry.spec.fqn for entry in here), found, strict=True):
+                    out[fqn] = out[fqn] + one if fqn in out else one
+        return out
 
     def summed_up(self) -> ToWrite:
         """The same, all of it summed up already."""
@@ -116,19 +122,23 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def _to_host(entries: Sequence[Entry], *, fingerprints: bool) -> ToWrite:
     numbers = [i for i, entry in enumerate(entries) if has_copy_streams(entry.tensor.device)]
-    large = [i for i, entry in enumerate(entries) if entry.tensor.device.type == "cpu" and entry.nbytes >= _LARGE_BYTES]
+    large = [
+        i
+        for i, entry in enumerate(entries)
+        if entry.tensor.device.type == "cpu" and entry.tensor.nbytes >= _LARGE_BYTES
+    ]
     sent = [entries[i] for i in numbers]
     devices = {entry.tensor.device for entry in entries}
     lanes, beside = CopyStreams(devices), CopyStreams(devices)
-    rooms, blocks = _host.take([entry.nbytes for entry in sent])
-    common_rooms, common_blocks = _common.take([entries[i].nbytes for i in large])
+    rooms, blocks = _host.take([entry.tensor.nbytes for entry in sent])
+    common_rooms, common_blocks = _common.take([entries[i].tensor.nbytes for i in large])
     try:
         copies = dict(zip(numbers, fetch([entry.tensor for entry in sent], lanes, rooms), strict=True))
         for i, room in zip(large, common_rooms, strict=True):
             tensor = entries[i].tensor
             copies[i] = room.view(tensor.dtype).view(tensor.shape).copy_(tensor)
         rest = {i: _copied(entry.tensor) for i, entry in enumerate(entries) if i not in copies}
-        prints = sum_up(sent, beside) if fingerprints else {}
+        prints = ToWrite(sent, lanes, beside).sum_up() if fingerprints else {}
     finally:
         lanes.wait()  # also where that failed: the memory may be another save's from here on
 

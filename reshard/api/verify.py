@@ -209,7 +209,8 @@ def _deep_findings(
     native = checkpoint.contents.details(NativeFacts)
     files = checkpoint.contents.files if native is None else native.files.values()
     sizes = {file.name: file.nbytes for file in files if not {file.name, f"{file.name}.sums"} & skipped}
-    with Progress(show=progress) as bar, bar.phase("verify", total_bytes, checkpoint) as step:
+    bar = Progress(show=progress)
+    with bar.phase("verify", total_bytes, checkpoint) as step:
         with bar.phase("checksums", total_bytes=sum(sizes.values())) as blocks:
             told = {it.message for it in known}
             findings = [

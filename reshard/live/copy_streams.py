@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -158,14 +158,9 @@ class CopyStreams:
             lane.follow()
         return lane
 
-    def use(self, device: torch.device) -> AbstractContextManager[Any]:
-        """As `CopyStream.use`; nothing where there is no lane."""
-        lane = self._lanes.get(device)
-        return nullcontext() if lane is None else lane.use()
-
     @contextmanager
     def use_all(self) -> Iterator[None]:
-        """Use the lanes of all devices, as `use` does."""
+        """Use the lanes of all devices, as `CopyStream.use` does."""
         with ExitStack() as stack:
             for lane in self._lanes.values():
                 stack.enter_context(lane.use())

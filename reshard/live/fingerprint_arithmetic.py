@@ -174,7 +174,7 @@ class Axis:
     @property
     def size(self) -> int:
         """How many places."""
-        return int(self.starts[-1])
+        return sum(stop - start for start, stop in self.intervals)
 
     def numbers(self, key: Key, start: int, stop: int) -> Residues:
         """The numbers of the local positions `[start, stop)`, (LANES, stop - start)."""

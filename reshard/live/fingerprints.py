@@ -17,7 +17,7 @@ import torch
 from planners.geometry.arrays import distinct, grouped
 from planners.geometry.box import Box, Range, Shape
 from planners.geometry.byte_ranges import merge_ranges
-from planners.geometry.layout import Part, TensorSpec
+from planners.geometry.layout import Part, TensorLayout, TensorSpec
 from reshard.errors import FormatError, LayoutError, ReplicaDriftError, format_ranks, format_value
 from reshard.live.dtypes import dtype_from_name, dtype_name
 from reshard.live.fingerprint_arithmetic import (
@@ -39,7 +39,7 @@ from reshard.live.garbage_collection import gc_paused
 
 __all__ = [
     "Fingerprinter", "HeldSums", "Holding", "Partial", "add_holdings", "add_tallies", "comparable", "conclude",
-    "pack_tally", "partial", "partials", "sum_up", "unpack_tally",
+    "digests_of", "pack_tally", "partial", "partials", "sum_up",
 ]  # fmt: skip
 
 
@@ -163,12 +163,11 @@ def _small_kind(tensor: torch.Tensor, positions: Positions, shape: Sequence[int]
     if tensor.is_conj() or tensor.is_neg():
         return None
     itemsize = tensor.itemsize
-    ends = (0, tensor.shape[-1] if tensor.ndim else 1, tensor.storage_offset())
-    if isinstance(positions, Box) and positions.sizes == tensor.shape and positions.sizes:
-        ends = (positions.offsets[-1], positions.stops[-1], tensor.storage_offset())
-    elif positions is not None and not (isinstance(positions, Box) and positions.sizes == tensor.shape):
+    if positions is not None and not (isinstance(positions, Box) and positions.sizes == tensor.shape):
         return None
-    if any(end * itemsize % _WORD_BYTES for end in ends):
+    start = positions.offsets[-1] if positions is not None and tensor.ndim else 0
+    stop = start + (tensor.shape[-1] if tensor.ndim else 1)
+    if any(end * itemsize % _WORD_BYTES for end in (start, stop, tensor.storage_offset())):
         return None
     return tensor.dtype, tensor.shape, positions, shape if shape is None else tuple(shape)
 
@@ -178,7 +177,6 @@ def _small_partials(
 ) -> Iterator[Partial]:
     """Return the partials of tensors of one small kind. Raises as `partial` does."""
     tensor, positions, shape = alike[0]
-    _refuse(tensor)
     ((piece, part),) = local_parts(tensor, positions, tuple(tensor.shape) if shape is None else tuple(shape))
     ((words, axes),) = words_of(piece, part)
     step = max(1, _BATCH_WORDS // words.numel())
@@ -200,7 +198,6 @@ class _Begun(NamedTuple):
     def of(cls, tensor: torch.Tensor, positions: Positions, shape: Sequence[int] | None, key: Key) -> _Begun:
         """Raises as `partial` does."""
         shape = tuple(tensor.shape) if shape is None else tuple(shape)
-        _refuse(tensor)
         pieces = local_parts(tensor, positions, shape)
         words = (found for piece, part in pieces for found in words_of(piece, part))
         numel = sum(piece.numel() for piece, _ in pieces)
@@ -211,15 +208,6 @@ class _Begun(NamedTuple):
     def end(self, ended: Mapping[torch.device, Iterator[Sums]]) -> Partial:
         """`ended`: the sums of all terms, in the order in which they were begun."""
         return Partial(add_sums(self.sums, *(next(ended[term.digits.device]) for term in self.terms)), self.numel)
-
-
-def _refuse(tensor: torch.Tensor) -> None:
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
-        raise FormatError(
-            f"a {kind} tensor of shape {tuple(tensor.shape)} has no plain elements to take a fingerprint of"
-        )
-    dtype_name(tensor.dtype)
 
 
 def comparable(a: str, b: str) -> bool:
@@ -288,7 +276,14 @@ def local_parts(tensor: torch.Tensor, positions: Positions, shape: Sequence[int]
     Raises:
         LayoutError: positions that do not fit the local or the global shape, or that hold an
             element twice.
+        FormatError: as `partial` does.
     """
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        kind = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise FormatError(
+            f"a {kind} tensor of shape {tuple(tensor.shape)} has no plain elements to take a fingerprint of"
+        )
+    dtype_name(tensor.dtype)
     if positions is None:
         positions = Part.of_box(Box.full(shape))
     elif isinstance(positions, Box) and positions.sizes == tensor.shape:  # as nearly always
@@ -392,7 +387,7 @@ def words_of(tensor: torch.Tensor, part: Part) -> Iterator[tuple[torch.Tensor, t
         tensor, dims = tensor.reshape(1), [((0, 1),)]
     per_word = max(1, _WORD_BYTES // tensor.itemsize)
     axes = [Axis(d, intervals) for d, intervals in enumerate(dims)]
-    device = tensor.device if float64_is_exact(tensor.device) else torch.device("cpu")
+    device = tensor.device if tensor.is_cpu or float64_is_exact(tensor.device) else torch.device("cpu")
     is_plain = not tensor.is_conj() and not tensor.is_neg()  # else the memory holds other values
     steps = (tensor.storage_offset(), *tensor.stride()[:-1])
     is_whole = tensor.stride(-1) == 1 and all(step % per_word == 0 for step in steps)
@@ -646,11 +641,17 @@ def pack_tally(parts: Mapping[K, Partial], every: Iterable[K]) -> bytes:
 
 
 @gc_paused()
-def unpack_tally(packed: bytes, every: Iterable[K]) -> dict[K, Partial]:
-    """Inverse of `pack_tally`."""
-    rows, names = _rows(packed), list(every)
-    columns = rows["number"].tolist(), rows["sums"].tolist(), rows["count"].tolist()
-    return {names[number]: Partial(tuple(sums), count) for number, sums, count in zip(*columns)}
+def digests_of(packed: bytes, every: Mapping[K, TensorLayout]) -> dict[K, str]:
+    """The fingerprint of every tensor, by name, from a tally of all parts. One without elements has no part."""
+    rows, none = _rows(packed), Partial()
+    sums, counts = rows["sums"].tolist(), rows["count"].tolist()
+    parts = [Partial(tuple(lanes), count) for lanes, count in zip(sums, counts)]
+    found = dict(zip(rows["number"].tolist(), parts))
+    digests = {}
+    for number, (name, layout) in enumerate(every.items()):
+        spec = layout.spec
+        digests[name] = found.get(number, none).digest(spec.dtype, spec.shape)
+    return digests
 
 
 def add_tallies(packed: Sequence[bytes]) -> bytes:

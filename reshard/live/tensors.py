@@ -260,7 +260,7 @@ class LiveTensor:
     @cached_property
     def is_meta(self) -> bool:
         """True if it is on the meta device and has no memory."""
-        return bool(self.value.is_meta) if type(self.value) in _PLAIN else self.device.type == "meta"
+        return self.device.type == "meta" if is_sharded_tensor(self.value) else bool(self.value.is_meta)
 
     @property
     def is_elsewhere(self) -> bool:

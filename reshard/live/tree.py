@@ -163,6 +163,8 @@ def _items(value: Any) -> tuple[str, list[tuple[str | int | IntKey, Any]]] | Non
         kind = sequence_kind(value)
         return None if kind is None else (kind, list(enumerate(value)))
     keys = list(value.keys())  # a TensorDict iterates over its batch, and has the length of it
+    if {*map(type, keys)} == {str}:  # nearly always
+        return "dict", list(zip(keys, value.values(), strict=True))
     parts = [part for key in keys if (part := _part_of(key)) is not None]
     if len(parts) < len(keys):
         return None
@@ -319,9 +321,9 @@ def sequence_kind(value: Any) -> str | None:
         return cls.__name__
     if cls is deque:
         return "deque" if value.maxlen is None else f"deque:{value.maxlen}"
-    base = _base(cls)
-    if (base is not tuple and base is not list) or object.__getstate__(value):
+    if not isinstance(value, tuple | list) or cls is torch.Size or object.__getstate__(value):
         return None
+    base = tuple if isinstance(value, tuple) else list
     return f"{base.__name__}:{_name(cls)}"
 
 

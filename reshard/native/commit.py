@@ -6,7 +6,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,7 @@ from planners.geometry.layout import state_to_json
 from planners.plans.save import SavePlan
 from planners.units import format_bytes
 from reshard.errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, ReshardError, StorageError
-from reshard.live.fingerprints import Partial
+from reshard.live.fingerprints import digests_of
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.plain_data import array_bytes
 from reshard.native.manifest import (
@@ -69,11 +69,6 @@ class Written(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...] = ()
     """Whose arrays its data file has, if several ranks wrote it; those others have no record of it."""
 
-    @property
-    def files(self) -> list[FileRecord | PartsRecord]:
-        """All files that must be there."""
-        return [one for one in (self.record, self.parts, *self.linked) if one is not None]
-
 
 @dataclass(frozen=True)
 class Generation:
@@ -97,22 +92,22 @@ class Generation:
     def publish(
         self,
         written: Mapping[int, Written],
-        parts: Sequence[Mapping[str, Partial]] = (),
+        tally: bytes | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
         """Make the generation count. On the first rank, when all ranks have written.
 
         Args:
             written: by each rank.
-            parts: of the fingerprints of all tensors, by name.
+            tally: the sum of all that adds to fingerprints, packed; None: without these.
             check: raises where this process may not publish any more.
 
         Raises StorageError if a file is not there with its whole length.
         """
         seen = self.storage.list(f"{self.folder}/")
         for rank, one in written.items():
-            for record in one.files:
-                if seen.get(record.name) != record.nbytes:
+            for record in (one.record, one.parts, *one.linked):
+                if record is not None and seen.get(record.name) != record.nbytes:
                     raise StorageError(
                         f"rank {rank} wrote {record.name} ({record.nbytes} bytes), but the first rank does not "
                         f"see it in {self.storage.url}: all ranks must share the same folder"
@@ -124,7 +119,7 @@ class Generation:
         if len(records) > FEW_FILES:
             table, data = encode_table(f"{self.folder}/files", records)
             self.storage.publish(table.name, data)
-        manifest = self.manifest(written, parts, table)
+        manifest = self.manifest(written, tally, table)
         look = partial(self._check_current, check)
         look()
         with suppress(StorageError):  # it never leads to another save than the manifest; what stays is replaced below
@@ -139,8 +134,24 @@ class Generation:
         self.storage.publish_while(MANIFEST, encode_manifest(manifest), look)
         # Hugging Face tools initialize what they do not find, so names must be those of a model
         is_model = not (manifest.paths or manifest.per_rank or any(path for path, _ in manifest.containers))
-        names = {int(rank): record.name for rank, record in manifest.files.items()}
-        publish_index(self.storage, self.save_id, self.plan, names if is_model and not manifest.tables else None)
+        names = {record.name for record in manifest.files.values()}
+        weight_map = _weight_map(self.plan, names) if is_model and not manifest.tables else None
+        if weight_map is None:
+            self.storage.delete(HF_INDEX)  # of an older save
+        else:
+            self._publish_index(weight_map)
+
+    def _publish_index(self, weight_map: dict[str, str]) -> None:
+        """Say in which file every tensor is.
+
+        Of two saves that race, only the one whose manifest counts leaves an index. If the other's came later
+        nevertheless, there is none in the end, which is better than one of files that are gone.
+        """
+        if counting(self.storage) == self.save_id:
+            index = _Index(weight_map, {"total_size": self.census.tensors.nbytes})
+            self.storage.publish(HF_INDEX, msgspec.json.encode(index))
+            if counting(self.storage) != self.save_id:
+                self.storage.delete(HF_INDEX)
 
     def _remove_unused(self, names: Iterable[str], written: Mapping[int, Written]) -> None:
         """Second names of files of earlier saves that ranks could not use after all."""
@@ -193,7 +204,7 @@ class Generation:
     def manifest(
         self,
         written: Mapping[int, Written],
-        parts: Sequence[Mapping[str, Partial]] = (),
+        tally: bytes | None = None,
         table: TableRecord | None = None,
     ) -> Manifest:
         """Return the manifest. Arguments are those of `publish`.
@@ -226,22 +237,12 @@ class Generation:
             objects=dict(census.objects),
             per_rank={key: {str(r): row for r, row in rows.items()} for key, rows in census.per_rank.items()},
             aliases=dict(census.aliases),
-            fingerprints=self.fingerprints(parts),
+            fingerprints={} if tally is None else digests_of(tally, census.tensors),
             subset=None if self.subset is None else list(self.subset),
             parts=tables or UNSET,
             linked=linked or UNSET,
             table=UNSET if table is None else table,
         )
-
-    def fingerprints(self, parts: Sequence[Mapping[str, Partial]]) -> dict[str, str]:
-        """Return the fingerprint of every tensor, summed from parts by name; {} if no rank computed
-        any. A tensor without elements has no part."""
-        specs, none = self.census.tensors.specs, Partial()
-        totals = dict.fromkeys(specs, none) if parts else {}
-        for some in parts:
-            for fqn, part in some.items():
-                totals[fqn] = part if totals[fqn] is none else totals[fqn] + part
-        return {fqn: total.digest(specs[fqn].dtype, specs[fqn].shape) for fqn, total in totals.items()}
 
 
 # Generations: every save writes into a folder of its own, and only the manifest says which one
@@ -482,25 +483,6 @@ class _Index(msgspec.Struct, forbid_unknown_fields=True):
     metadata: dict[str, int] = {}
 
 
-def publish_index(storage: Storage, save_id: str, plan: SavePlan, files: Mapping[int, str] | None) -> None:
-    """Where one rank has written every tensor whole, say so; else remove the index of an older save.
-
-    Of two saves that race, only the one whose manifest counts leaves an index. If the other's came later nevertheless,
-    there is none in the end, which is better than one of files that are gone.
-
-    Args:
-        save_id: of the save, whose manifest is published already.
-        files: the name of each rank's data file; None where they do not hold all, or the save is no mere model.
-    """
-    weight_map = None if files is None else _weight_map(plan, files)
-    if weight_map is None:
-        storage.delete(HF_INDEX)
-    elif counting(storage) == save_id:
-        storage.publish(HF_INDEX, msgspec.json.encode(_Index(weight_map, {"total_size": plan.total_bytes})))
-        if counting(storage) != save_id:
-            storage.delete(HF_INDEX)
-
-
 def _remove_index_of(storage: Storage, folders: Collection[str]) -> None:
     """Remove the index of what is no checkpoint any more, since its manifest was deleted: it names these folders."""
     with suppress(CheckpointNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):  # there is none of ours
@@ -515,7 +497,7 @@ def index_problem(native: NativeFacts) -> str | None:
     if HF_INDEX not in native.storage.names(HF_INDEX):
         return None
     where = f"{native.storage.url.rstrip('/')}/{HF_INDEX}"
-    files = {int(rank): record.name for rank, record in native.manifest.files.items()}
+    files = {record.name for record in native.manifest.files.values()}
     expected = None if native.manifest.tables else _weight_map(native.plan, files)
     if expected is None:
         return f"{where}: there must be no index, because tensors span several files: delete it"
@@ -536,13 +518,13 @@ def index_problem(native: NativeFacts) -> str | None:
     )
 
 
-def _weight_map(plan: SavePlan, files: Mapping[int, str]) -> dict[str, str] | None:
+def _weight_map(plan: SavePlan, files: Collection[str]) -> dict[str, str] | None:
     """The file of every tensor; None unless there is one file, of full tensors."""
-    if len({*files.values()}) != 1:
+    if len(files) != 1:
         return None
     for assigned in plan.assignments:
         shape = plan.layout[assigned.names[0]].spec.shape
         # what a rank takes must end between two tensors
         if (assigned.chunks.sizes != shape).any() or (assigned.ends % assigned.units.max(initial=1)).any():
             return None
-    return dict.fromkeys(plan.layout, next(iter(files.values())))
+    return dict.fromkeys(plan.layout, *files)

@@ -18,14 +18,13 @@ from planners.geometry.layout import TensorSpec
 from planners.plans.save import SavePlan, WriteItem
 from reshard.errors import CorruptCheckpointError, FormatError, StorageError
 from reshard.live.copy_streams import CopyStreams, row_major_pieces
-from reshard.live.fingerprints import Partial, partials
 from reshard.native.manifest import BLOCK_BYTES, STAGE_BYTES, FileRecord, entry_key
 from reshard.storage.base import PlacedWriter, Storage, Writer
 from reshard.stored.safetensors_header import MAX_HEADER_BYTES, encode_header, encode_rows, framed
 
 __all__ = [
     "BlockDigests", "BlockSums", "BlockTable", "CommonFile", "Digests", "Entry", "FileGroup", "arrays_of", "blocks_of",
-    "header_of", "probe_of", "read_blocks", "sum_up", "write_common_file", "write_file", "write_pieces",
+    "header_of", "probe_of", "read_blocks", "write_common_file", "write_file", "write_pieces",
 ]  # fmt: skip
 
 
@@ -44,16 +43,6 @@ class Entry:
     """The region of it that the array holds, in global coordinates."""
     tensor: torch.Tensor
     """The elements, of the box's sizes; on any device, with any strides."""
-
-    @property
-    def key(self) -> str:
-        """The name of the entry in the file."""
-        return entry_key(self.spec, self.box)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements."""
-        return self.box.numel * self.spec.itemsize
 
 
 def write_file(
@@ -78,18 +67,18 @@ def write_file(
     Raises FormatError if two entries have one key; StorageError if the storage fails.
     """
     ordered = sorted(entries, key=lambda entry: -entry.spec.itemsize)
-    header = encode_header((entry.key, entry.spec.dtype, entry.box.sizes) for entry in ordered)
+    header = encode_header((entry_key(entry.spec, entry.box), entry.spec.dtype, entry.box.sizes) for entry in ordered)
     blocks = [blocks_of(entry.box, entry.spec.itemsize) for entry in ordered] if digests else []
     lengths = [len(header)]
     for entry, found in zip(ordered, blocks):
         lengths += (block.numel * entry.spec.itemsize for block in found)
     passing = BlockDigests(lengths) if digests else None
     pieces = row_major_pieces([entry.tensor for entry in ordered], lanes or CopyStreams(), stage_bytes)
-    nbytes = sum(entry.nbytes for entry in ordered)
+    nbytes = sum(entry.tensor.nbytes for entry in ordered)
     seen = passing.write if passing is not None else None
     record = write_pieces(storage, name, header, pieces, nbytes, on_bytes=on_bytes, seen=seen)
     if passing is not None:
-        starts = list(accumulate((entry.nbytes for entry in ordered[:-1]), initial=len(header)))
+        starts = list(accumulate((entry.tensor.nbytes for entry in ordered[:-1]), initial=len(header)))
         write_blocks(storage, name, record.sums, starts, [len(found) for found in blocks], passing.finish()[1:])
     return record
 
@@ -135,19 +124,6 @@ def arrays_of(plan: SavePlan, rank: int, header_bytes: int) -> list[tuple[str, B
     items = _in_file_order(plan, rank)
     starts = accumulate((item.nbytes for item in items), initial=header_bytes)
     return [(item.fqn, item.box, at, at + item.nbytes) for item, at in zip(items, starts)]
-
-
-def sum_up(entries: Sequence[Entry], lanes: CopyStreams | None = None) -> dict[str, Partial]:
-    """Return what `entries` add to the fingerprints of their tensors, by name, computed in place on these lanes."""
-    out: dict[str, Partial] = {}
-    lanes = lanes or CopyStreams()
-    for device in dict.fromkeys(entry.tensor.device for entry in entries):
-        here = [entry for entry in entries if entry.tensor.device == device]
-        with lanes.use(device):
-            found = partials((entry.tensor, entry.box, entry.spec.shape) for entry in here)
-        for entry, one in zip(here, found, strict=True):
-            out[entry.spec.fqn] = out[entry.spec.fqn] + one if entry.spec.fqn in out else one
-    return out
 
 
 class BlockSums:
@@ -333,11 +309,13 @@ def write_common_file(
 
 def _agreed(name: str, ordered: Sequence[Entry], file_group: FileGroup) -> _Shape:
     by_size = {size: list(some) for size, some in groupby(ordered, key=lambda entry: entry.spec.itemsize)}
-    mine = {size: sum(entry.nbytes for entry in some) for size, some in by_size.items()}
+    mine = {size: sum(entry.tensor.nbytes for entry in some) for size, some in by_size.items()}
     held = [msgspec.msgpack.decode(row, type=dict[int, int]) for row in file_group.tell(msgspec.msgpack.encode(mine))]
     starts = places(held)[file_group.place]
     rows = b"".join(
-        encode_rows(((entry.key, entry.spec.dtype, entry.box.sizes) for entry in some), starts[size])
+        encode_rows(
+            ((entry_key(entry.spec, entry.box), entry.spec.dtype, entry.box.sizes) for entry in some), starts[size]
+        )
         for size, some in by_size.items()
     )
     rows_bytes = [int.from_bytes(row, "little") for row in file_group.tell(len(rows).to_bytes(8, "little"))]

@@ -32,7 +32,7 @@ from reshard.native.data_file import (
     probe_of,
     read_blocks,
 )
-from reshard.native.manifest import BLOCK_BYTES, LinkedRecord
+from reshard.native.manifest import BLOCK_BYTES, LinkedRecord, entry_key
 from reshard.native.reader import ArrayPart, NativeFacts
 from reshard.storage.base import Storage
 from reshard.stored.contents import LazyMapping
@@ -236,7 +236,7 @@ def _divided(found: Sequence[_Found], base: Base, names: dict[str, str], live: d
             entries.append(one.entry)
             continue
         rest = _merged([*one.rest, *(part.box for part in one.kept if part.file not in names)])
-        arrays[one.entry.key] = [
+        arrays[entry_key(one.entry.spec, one.entry.box)] = [
             *(part._replace(file=names[part.file]) for part in kept),
             *(ArrayPart(box, box) for box in rest),
         ]
@@ -307,9 +307,9 @@ def _head(block: torch.Tensor, count: int) -> list[torch.Tensor]:
 def _is_equal(block: Entry, record: np.void, lanes: CopyStreams, stage_bytes: int) -> bool:
     pieces = row_major_pieces([block.tensor], lanes, stage_bytes)
     head = next(pieces)
-    if len(head) >= min(PROBE_BYTES, block.nbytes) and probe_of(head) != record["probe"]:
+    if len(head) >= min(PROBE_BYTES, block.tensor.nbytes) and probe_of(head) != record["probe"]:
         return False
-    passing = BlockDigests([block.nbytes])
+    passing = BlockDigests([block.tensor.nbytes])
     passing.write(head)
     for piece in pieces:
         passing.write(piece)

@@ -12,7 +12,7 @@ import xxhash
 from planners.geometry.layout import StateLayout, TensorLayout
 from planners.geometry.mesh import Mesh, Replicate
 from reshard.errors import FormatError
-from reshard.live.fingerprints import Partial
+from reshard.live.fingerprints import pack_tally
 from reshard.live.plain_data import encode_plain
 from reshard.native import commit
 from reshard.native.commit import Generation, Written
@@ -128,12 +128,11 @@ class NativeWriter(FormatWriter):
             rank_of[name]: Written(FileRecord(name, row.nbytes, row.facts["header_bytes"], row.facts["sums"]))
             for name, row in out.done.items()
         }
-        parts: list[dict[str, Partial]] = [{}]  # tensors without elements have a fingerprint, but no file
-        parts += map(fingerprint_parts, out.done.values())
+        tally = pack_tally(fingerprint_parts(out.done.values()), census.tensors)
         native = contents.details(NativeFacts)  # the state is as old as it was: `elastic` compares ages
         made = commit.begin() if native is None else native.manifest.created_unix_s
         generation = Generation(out.storage, self.save_id, made, census, self.plan, None, self._replaces)
-        generation.publish(written, parts, out.check)
+        generation.publish(written, tally, out.check)
         generation.tidy()
 
     def occupied(self, names: Mapping[str, int]) -> str | None:

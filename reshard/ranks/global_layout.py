@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import msgspec
@@ -41,11 +43,16 @@ class _DescribedTensor(msgspec.Struct, frozen=True, array_like=True):
     mostly one. None for a plain tensor, whole on each rank that has it."""
 
 
-class Described(msgspec.Struct, frozen=True):
+class Described(msgspec.Struct, frozen=True, dict=True):
     """The tensors of one rank without their values. Equal on ranks that hold the same."""
 
     tensors: dict[str, _DescribedTensor]
     forms: list[dict[str, Any]]
+
+    @cached_property
+    def made(self) -> list[Form]:
+        """`forms` as such; known to the rank that says this."""
+        return [form_from_json(form) for form in self.forms]
 
 
 def describe(tensors: Mapping[str, LiveTensor], layouts: Mapping[str, TensorLayout] | None = None) -> Described:
@@ -69,7 +76,9 @@ def describe(tensors: Mapping[str, LiveTensor], layouts: Mapping[str, TensorLayo
         found[key] = _DescribedTensor(
             spec.dtype, list(spec.shape), [forms.setdefault(form, len(forms)) for form in possible]
         )
-    return Described(found, [form_to_json(form) for form in forms])
+    described = Described(found, [form_to_json(form) for form in forms])
+    described.__dict__["made"] = list(forms)
+    return described
 
 
 def join_layouts(parties: Iterable[tuple[Described, Sequence[int]]], *, skip: Iterable[str] = ()) -> StateLayout:
@@ -82,11 +91,10 @@ def join_layouts(parties: Iterable[tuple[Described, Sequence[int]]], *, skip: It
     everyone: list[int] = []
     for described, ranks in parties:
         everyone += ranks
-        forms = [form_from_json(form) for form in described.forms]
         for key, tensor in described.tensors.items():
-            possible = tuple(forms[number] for number in tensor.forms)
+            possible = tuple(described.made[number] for number in tensor.forms)
             found.setdefault(key, []).append((TensorSpec(key, tensor.shape, tensor.dtype), possible, ranks))
-    left_out, job = set(skip), _Participants(everyone)
+    left_out, job = set(skip), _Participants(sorted(everyone))
     tensors = {key: _join(key, rows, job) for key, rows in found.items() if key not in left_out}
     return StateLayout(tensors, job.everyone[-1] + 1)
 
@@ -127,16 +135,16 @@ _Row = tuple[TensorSpec, tuple[Form, ...], Sequence[int]]
 """A tensor as some ranks describe it: the forms that it may have, none if it is plain."""
 
 
+@dataclass
 class _Participants:
     """The participants, and whether all ranks of a form are among them. That is asked once per
     form, since many tensors share one, and it may name thousands of ranks."""
 
-    def __init__(self, everyone: Iterable[int]) -> None:
-        self.everyone = sorted(everyone)
-        self._members = frozenset(self.everyone)
-        self._meshes: dict[tuple[int, ...], int] = {}
-        self._known: dict[int, tuple[Form, int, bool]] = {}
-        self._copies: dict[tuple[int, ...], ProductForm] = {}
+    everyone: list[int]
+    """In order."""
+    _meshes: dict[tuple[int, ...], int] = field(default_factory=dict)
+    _known: dict[int, tuple[Form, int, bool]] = field(default_factory=dict)
+    _copies: dict[tuple[int, ...], ProductForm] = field(default_factory=dict)
 
     def copies(self, rows: list[_Row]) -> ProductForm:
         """A copy on each rank of the rows."""
@@ -151,7 +159,7 @@ class _Participants:
         if id(form) not in self._known:
             ranks = tuple(form.ranks())
             mesh = self._meshes.setdefault(ranks, len(self._meshes))
-            self._known[id(form)] = form, mesh, self._members.issuperset(ranks)
+            self._known[id(form)] = form, mesh, set(self.everyone).issuperset(ranks)
         return self._known[id(form)][1:]
 
 

@@ -6,6 +6,7 @@ import fnmatch
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -96,9 +97,9 @@ class LocalState:
     state: LiveState
     objects: dict[str, Any]
     """Those that are equal on all ranks, as JSON data."""
+    said: _Description
     description: bytes
-    """Of all of it without values, as JSON, since keys may be long ints. Equal on ranks that hold
-    the same kind of thing."""
+    """`said` as JSON, since keys may be long ints. Equal on ranks that hold the same kind of thing."""
 
     @classmethod
     def of(cls, state: LiveState) -> LocalState:
@@ -106,7 +107,7 @@ class LocalState:
         for key in (*state.paths, *map(key_of, state.containers)):
             check_text(key)
         objects = {key: _encoded(key, value) for key, value in state.objects.items()}
-        description = _Description(
+        said = _Description(
             tensors=describe(state.tensors),
             objects=list(objects),
             per_rank=list(state.per_rank),
@@ -116,7 +117,7 @@ class LocalState:
             empty=[key for key, tensor in state.tensors.items() if tensor.is_elsewhere],
             on_device=any_on_device(state.tensors.values()),
         )
-        return cls(state, objects, msgspec.json.encode(description))
+        return cls(state, objects, said, msgspec.json.encode(said))
 
 
 def take_global_state(state: LiveState, group: Group, *, check_replicas: bool = True) -> GlobalState:
@@ -145,13 +146,45 @@ def global_state_of(holdings: LocalState, group: Group, answers: Iterable[tuple[
     """The census, without objects, out of the descriptions of all ranks; collective where any has
     values of its own. Whether values are equal is not known yet: see `agree_on_values`. Raises
     LayoutError as `take_global_state` does."""
-    state = holdings.state
-    parties = [(msgspec.json.decode(data, type=_Description), ranks) for data, ranks in answers]
-    own = _own_values(state, group) if any(said.per_rank for said, _ in parties) else ({}, {})
-    census = _merge(parties, *own)
-    resolve_layouts(state.tensors, census.tensors, group.job_rank)
-    on_device = any(said.on_device for said, _ in parties)
-    return replace(census, on_device=on_device)
+    parties = [
+        (holdings.said, holdings.state, ranks) if data == holdings.description else (*_decoded(data), ranks)
+        for data, ranks in answers
+    ]
+    states = [state for _, state, _ in parties]
+    has_own = any(said.per_rank for said, _, _ in parties)
+    per_rank, own = _own_values(holdings.state, group) if has_own else ({}, {})
+    paths: dict[str, KeyPath] = {}
+    containers: dict[KeyPath, str] = {}
+    for state in states:
+        for key, path in state.paths.items():
+            if paths.setdefault(key, path) != path:
+                raise KeyMismatchError(f"the key {key!r} belongs to different places of the state on different ranks")
+        for path, kind in state.containers.items():
+            containers.setdefault(path, kind)
+    if len(states) > 1:
+        check_nests(states)
+    aliases = join_aliases((d.tensors.tensors, d.aliases, d.empty) for d, _, _ in parties)
+    tensors = dict(join_layouts(((d.tensors, ranks) for d, _, ranks in parties), skip=aliases))
+    if clash := [name for name in own if name in tensors]:
+        raise KeyMismatchError(f"the key {clash[0]!r} is reserved for the value of one rank: rename it")
+    tensors.update(own)
+    objects = {key for state in states for key in state.objects}
+    clash = [key for key in tensors if key in objects or key in per_rank] + [key for key in objects if key in per_rank]
+    if clash:
+        raise KeyMismatchError(f"the key {clash[0]!r} is a tensor on some ranks and something else on others")
+    world_size = max(rank for _, _, ranks in parties for rank in ranks) + 1
+    layout = StateLayout(tensors, world_size)
+    on_device = any(said.on_device for said, _, _ in parties)
+    resolve_layouts(holdings.state.tensors, layout, group.job_rank)
+    return GlobalState(layout, {}, paths, containers, aliases, per_rank, on_device)
+
+
+def _decoded(description: bytes) -> tuple[_Description, State[Any]]:
+    """What another rank holds."""
+    said = msgspec.json.decode(description, type=_Description)
+    paths = {key: path_from_json(path) for key, path in said.paths.items()}
+    containers = {path_from_json(path): kind for path, kind in said.containers}
+    return said, State({}, dict.fromkeys(said.objects), paths, containers)
 
 
 def _encoded(key: str, value: Any, tensor_bytes: int = 0) -> Any:
@@ -195,7 +228,7 @@ def agree_on_values(
     if group.world_size == 1:
         return objects
     table = DigestTable.of(tensors, objects, group, layout, check_replicas=check_replicas, on_device=on_device)
-    told = group.merge(table.told(), ValueDigests.join, "the comparison of values")
+    told = group.merge(table.told, ValueDigests.join, "the comparison of values")
     return objects if table.raise_on_mismatch(told, group) else joined_objects(objects, group)
 
 
@@ -244,45 +277,6 @@ def _own_values(state: LiveState, group: Group) -> tuple[dict[str, dict[int, Any
     return {key: dict(sorted(rows.items())) for key, rows in table.items()}, layouts
 
 
-def _merge(
-    parties: Sequence[tuple[_Description, Sequence[int]]],
-    per_rank: dict[str, dict[int, Any]],
-    own: dict[str, TensorLayout],
-) -> GlobalState:
-    states = [
-        State[Any](
-            said.tensors.tensors,
-            dict.fromkeys(said.objects),
-            {key: path_from_json(path) for key, path in said.paths.items()},
-            {path_from_json(path): kind for path, kind in said.containers},
-            said.aliases,
-            dict.fromkeys(said.per_rank),
-        )
-        for said, _ in parties
-    ]
-    paths: dict[str, KeyPath] = {}
-    containers: dict[KeyPath, str] = {}
-    for state in states:
-        for key, path in state.paths.items():
-            if paths.setdefault(key, path) != path:
-                raise KeyMismatchError(f"the key {key!r} belongs to different places of the state on different ranks")
-        for path, kind in state.containers.items():
-            containers.setdefault(path, kind)
-    if len(states) > 1:
-        check_nests(states)
-    aliases = join_aliases((d.tensors.tensors, d.aliases, d.empty) for d, _ in parties)
-    tensors = dict(join_layouts(((d.tensors, ranks) for d, ranks in parties), skip=aliases))
-    if clash := [name for name in own if name in tensors]:
-        raise KeyMismatchError(f"the key {clash[0]!r} is reserved for the value of one rank: rename it")
-    tensors.update(own)
-    objects = {key for state in states for key in state.objects}
-    clash = [key for key in tensors if key in objects or key in per_rank] + [key for key in objects if key in per_rank]
-    if clash:
-        raise KeyMismatchError(f"the key {clash[0]!r} is a tensor on some ranks and something else on others")
-    world_size = max(rank for _, ranks in parties for rank in ranks) + 1
-    return GlobalState(StateLayout(tensors, world_size), {}, paths, containers, aliases, per_rank)
-
-
 # Whether ranks that hold the same have the same values, at a cost that does not grow with the
 # ranks.
 #
@@ -324,12 +318,12 @@ class DigestTable:
 
     rows: dict[bytes, dict[str, bytes]]
     """By a digest of who holds some keys: of each of these, one of its value."""
-    counts: dict[bytes, int]
-    """Of holders; `_ANYBODY` if it is not known."""
     objects: dict[str, bytes]
     """A digest of each object."""
-    sharded: frozenset[str]
+    sharded: set[str]
     """Keys of sharded tensors."""
+    told: ValueDigests
+    """What this rank sends."""
 
     @classmethod
     def of(
@@ -347,46 +341,32 @@ class DigestTable:
         """
         hashed = {key: xxhash.xxh3_128_digest(msgspec.json.encode(data)) for key, data in objects.items()}
         sharded = {key for key, tensor in tensors.items() if tensor.is_sharded or _is_sharded(layout.get(key))}
-        table = cls({}, {}, hashed, frozenset(sharded))
-        if not check_replicas:
-            return table
-        for key, digest in table.objects.items():
-            table._add(key, digest)
-        rank = group.job_rank
-        copies = {key: _replicas(tensor, rank, group.world_size, layout.get(key)) for key, tensor in tensors.items()}
+        rank, size = group.job_rank, group.world_size
+        copies = {key: _replicas(it, rank, size, layout.get(key)) for key, it in tensors.items() if check_replicas}
         local = {name: t for of in copies.values() for name, t in of.items()}
         if on_device:
             found = partials((t, None, None) for t in local.values())
             digests = {name: one.to_bytes() for name, one in zip(local, found, strict=True)}
         else:
             digests = {name: xxhash.xxh3_128_digest(row_major_bytes(as_array(t))) for name, t in local.items()}
-        # by the identity of a form, of which a state has few, and which may name many ranks
-        known: dict[int, tuple[ProductForm, bytes, int]] = {}
-        for key, of in copies.items():
-            form = layout[key].form if key in layout else None
-            for name in of:
-                if not (isinstance(form, ProductForm) and rank in form.mesh):
-                    table._add(name, digests[name])
-                    continue
-                if id(form) not in known:
-                    known[id(form)] = form, *_holders(form, rank)
-                table._add(name, digests[name], *known[id(form)][1:])
-        return table
-
-    def _add(self, key: str, digest: bytes, holders: bytes = b"", count: int = _ANYBODY) -> None:
-        """`holders`: default: any rank may have a value under that key."""
-        holders = holders or xxhash.xxh3_64_digest(key.encode())
-        self.rows.setdefault(holders, {})[key] = digest
-        self.counts[holders] = count
-
-    def told(self) -> ValueDigests:
-        """Return what this rank sends."""
+        forms = {name: layout[key].form if key in layout else None for key, of in copies.items() for name in of}
+        rows: dict[bytes, dict[str, bytes]] = {}
+        counts: dict[bytes, int] = {}
+        for name, digest in (*hashed.items(), *digests.items()) if check_replicas else ():
+            form = forms.get(name)
+            if isinstance(form, ProductForm) and rank in form.mesh:
+                holders, count = _holders(form, rank)
+            else:
+                holders, count = xxhash.xxh3_64_digest(name.encode()), _ANYBODY
+            rows.setdefault(holders, {})[name] = digest
+            counts[holders] = count
         sums = {
-            holders: (xxhash.xxh3_128_digest(msgspec.msgpack.encode(sorted(of.items()))), 1, self.counts[holders])
-            for holders, of in self.rows.items()
-            if self.counts[holders] != 1
+            holders: (xxhash.xxh3_128_digest(msgspec.msgpack.encode(sorted(of.items()))), 1, counts[holders])
+            for holders, of in rows.items()
+            if counts[holders] != 1
         }
-        return ValueDigests(sums, xxhash.xxh3_128_digest(msgspec.msgpack.encode(sorted(self.objects.items()))))
+        told = ValueDigests(sums, xxhash.xxh3_128_digest(msgspec.msgpack.encode(sorted(hashed.items()))))
+        return cls(rows, hashed, sharded, told)
 
     def raise_on_mismatch(self, told: ValueDigests, group: Group) -> bool:
         """Return True if all ranks have the same objects, by what all of them sent. Collective if
@@ -455,6 +435,7 @@ _BUFFERS = (
 )
 
 
+@lru_cache(maxsize=1024)  # a state has few forms, and each may name many ranks
 def _holders(form: ProductForm, rank: int) -> tuple[bytes, int]:
     """A digest of which ranks hold what this rank holds, and how many they are."""
     copied = [isinstance(placement, Replicate) for placement in form.placements]

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -151,10 +151,10 @@ def listening(listener: Listener) -> Iterator[None]:
             _listeners.remove(listener)
 
 
-class Progress(AbstractContextManager["Progress"]):
+class Progress:
     """The progress of one piece of work, with as many phases as it likes, also at the same time.
 
-        with Progress(show=group.rank == 0) as progress, progress.phase("read", total_bytes=n) as step:
+        with Progress(show=group.rank == 0).phase("read", total_bytes=n) as step:
             step.advance(len(chunk))  # from any thread
 
     Args:
@@ -190,10 +190,6 @@ class Progress(AbstractContextManager["Progress"]):
                 step.tell("failed")
                 raise
             step.tell("finished")
-
-    def __exit__(self, *_: object) -> None:
-        if self.bars is not None:
-            self.bars.close()
 
 
 class Phase:
@@ -241,8 +237,8 @@ class Phase:
 
 
 class _Bars:
-    """Progress bars on the terminal, for phases that take long enough to be seen. They disappear at
-    the end."""
+    """Progress bars on the terminal, for phases that take long enough to be seen. Each disappears at the end of its
+    phase."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -255,19 +251,15 @@ class _Bars:
             if event.kind in ("finished", "failed"):
                 if task is not None and self._bars is not None:
                     self._bars.remove_task(self._tasks.pop(phase))
+                    if not self._tasks:
+                        self._bars.stop()
+                        self._bars = None
                 return
             if task is None:
                 if event.seconds < BAR_AFTER_S:
                     return
                 task = self._tasks[phase] = self.opened().add_task(phase.name, total=phase.total_bytes)
             self.opened().update(task, completed=event.done_bytes)
-
-    def close(self) -> None:
-        with self._lock:
-            if self._bars is not None:
-                self._bars.stop()
-            self._bars = None
-            self._tasks.clear()
 
     def opened(self) -> RichProgress:
         """The bars, shown from now on."""

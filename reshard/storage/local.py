@@ -165,7 +165,7 @@ class LocalStorage(Storage):
             except OSError:
                 os.close(file)
                 raise
-        return _LocalPlacedWriter(self, name, path, file)
+        return _LocalWriter(self, name, path, file)
 
     def _created(self, name: str, more_flags: int) -> tuple[Path, int]:
         path = self._path(name)
@@ -296,7 +296,7 @@ class LocalStorage(Storage):
 
 
 @dataclass(eq=False)
-class _LocalWriter(Writer):
+class _LocalWriter(PlacedWriter):
     _storage: LocalStorage
     _name: str
     _path: Path
@@ -307,17 +307,14 @@ class _LocalWriter(Writer):
     def _write(self, data: memoryview) -> None:
         with self._storage._errors("write", self._name):
             while data:
-                done = os.write(self._file, data[:_WRITE_BYTES])
-                self._write_back(range(self._cached.stop, self._cached.stop + done))
+                done = os.pwrite(self._file, data[:_WRITE_BYTES], self.at)
+                start = self._cached.start if self.at == self._cached.stop else self.at
+                self.at += done
+                self._cached = range(start, self.at)
+                if len(self._cached) >= _WRITE_BYTES:  # the disk writes while the next bytes are made
+                    start_writing_back(self._file, self._cached)
+                    self._cached = range(self.at, self.at)
                 data = data[done:]
-
-    def _write_back(self, written: range) -> None:
-        """Let the disk write while the next bytes are made, so that little is left for the fsync."""
-        start = self._cached.start if written.start == self._cached.stop else written.start
-        self._cached = range(start, written.stop)
-        if len(self._cached) >= _WRITE_BYTES:
-            start_writing_back(self._file, self._cached)
-            self._cached = range(written.stop, written.stop)
 
     def _commit(self) -> None:
         with self._storage._errors("write", self._name):
@@ -346,16 +343,6 @@ class _LocalWriter(Writer):
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
-
-
-class _LocalPlacedWriter(_LocalWriter, PlacedWriter):
-    def _write(self, data: memoryview) -> None:
-        with self._storage._errors("write", self._name):
-            while data:
-                done = os.pwrite(self._file, data[:_WRITE_BYTES], self.at)
-                self._write_back(range(self.at, self.at + done))
-                self.at += done
-                data = data[done:]
 
 
 @contextmanager

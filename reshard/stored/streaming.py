@@ -415,10 +415,7 @@ class FormatWriter(ABC):
 
     def compare_fingerprints(self, done: Mapping[str, WrittenFile]) -> None:
         """Raises CorruptCheckpointError unless what was written has the fingerprints that the source was saved with."""
-        totals: dict[str, Partial] = {}
-        for row in done.values():
-            for fqn, part in fingerprint_parts(row).items():
-                totals[fqn] = totals[fqn] + part if fqn in totals else part
+        totals = fingerprint_parts(done.values())
         saved = self.contents.fingerprints or {}
         for fqn in self.names:
             spec, expected = self.stored(fqn).spec, saved.get(fqn)
@@ -448,9 +445,14 @@ class FormatWriter(ABC):
         return sum(file.nbytes for file in self.files)
 
 
-def fingerprint_parts(done: WrittenFile) -> dict[str, Partial]:
-    """Return what a file adds to the fingerprints of tensors, by name."""
-    return {fqn: Partial.from_bytes(bytes.fromhex(data)) for fqn, data in done.facts.get("prints", {}).items()}
+def fingerprint_parts(done: Iterable[WrittenFile]) -> dict[str, Partial]:
+    """Return what files add to the fingerprints of tensors, by name."""
+    totals: dict[str, Partial] = {}
+    for file in done:
+        for fqn, data in file.facts.get("prints", {}).items():
+            part = Partial.from_bytes(bytes.fromhex(data))
+            totals[fqn] = totals[fqn] + part if fqn in totals else part
+    return totals
 
 
 class HashingWriter:

@@ -18,7 +18,7 @@ import torch
 import reshard
 from planners import Mesh, Shard, TensorLayout, TensorSpec
 from planners.plans.save import SavePlan
-from reshard.api import save_job
+from reshard.api import save
 from reshard.native import manifest, reader
 from tests.interleaved.simulation import Simulation, simulated
 from tests.interleaved.trials import scratch
@@ -65,7 +65,7 @@ def common(simulation: Simulation) -> Iterator[None]:
             vars(self).update(vars(whole) | {"_storage": storage, "_pages": {}})
 
     with (
-        mock.patch.object(save_job, "plan_writes", planned),
+        mock.patch.object(save, "SavePlan", planned),
         mock.patch.object(reader, "SavePlan", planned),
         mock.patch.object(reader, "FileTable", Table),
     ):

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 import reshard
-from reshard.api import save as repeated, save as saving, save_job
+from reshard.api import save as repeated, save as saving
 from reshard.errors import CheckpointExistsError, KeyMismatchError, LayoutError, RankFailedError, ReshardError
 from reshard.live import copy_streams
 from reshard.ranks.group import Group
@@ -30,17 +30,17 @@ class Counted:
 
     def __init__(self) -> None:
         self.planned = self.rounds = 0
-        plan_writes, take = save_job.plan_writes, Group.merge
+        plan, take = saving.SavePlan, Group.merge
 
         def planning(*args: Any, **options: Any) -> Any:
             self.planned += 1
-            return plan_writes(*args, **options)
+            return plan(*args, **options)
 
         def round_(group: Group, *args: Any, **options: Any) -> Any:
             self.rounds += threading.current_thread() is threading.main_thread()
             return take(group, *args, **options)
 
-        save_job.plan_writes, Group.merge = planning, round_  # type: ignore[assignment,method-assign]
+        saving.SavePlan, Group.merge = planning, round_  # type: ignore[assignment,method-assign,misc]
 
 
 def in_a_row(folder: str, verb: str) -> list[tuple[int, int]]:

@@ -43,7 +43,7 @@ from reshard.api.staging import ToWrite, staged
 from reshard.arguments import check_arguments, checked_step, renamed
 from reshard.errors import CorruptCheckpointError, LayoutError, OptionError, ReshardError, StorageError, option_error
 from reshard.execute.exchange import new_group
-from reshard.live.fingerprints import add_tallies, pack_tally, unpack_tally
+from reshard.live.fingerprints import add_tallies, pack_tally
 from reshard.native import commit
 from reshard.native.commit import Generation, Written
 from reshard.native.data_file import Entry
@@ -461,10 +461,8 @@ class _KeepJob:
         """Return the manifest for the first rank of each host, by the place of that rank."""
         if told is None:
             return None
-        files = {rank: one for rank, one in told[0] if one.files}
-        generation = self.save.generation
-        parts = unpack_tally(told[1], generation.census.tensors)
-        text = encode_manifest(generation.manifest(files, [parts] if files and self.save.options.fingerprints else []))
+        tally = told[1] if self.save.options.fingerprints else None
+        text = encode_manifest(self.save.generation.manifest(dict(told[0]), tally))
         firsts = {places[0] for places in self.hosts.places.values()}
         return [text if place in firsts else b"" for place in range(self.save.group.world_size)]
 

@@ -417,6 +417,15 @@ def test_of_a_checkpoint_in_any_form_it_is_given(format, tmp_path):
     }
 
 
+def test_a_save_that_needs_no_file_has_those_of_tensors_without_elements(tmp_path):
+    state = {"none": torch.empty(0, 3)}
+
+    reshard.save(state, tmp_path)
+
+    assert not [*tmp_path.glob("data-*/*.safetensors")]
+    assert reshard.open(tmp_path).contents.fingerprints == fingerprint(state)
+
+
 def test_of_a_checkpoint_it_is_read_and_not_believed(tmp_path):
     reshard.save(STATE, tmp_path)
     (file,) = tmp_path.glob("data-*/*.safetensors")

@@ -23,7 +23,7 @@ from reshard.live import (
     fingerprints as words_module,
 )
 from reshard.live.fingerprint_arithmetic import PRIME, PUBLIC
-from reshard.live.fingerprints import Fingerprinter, Partial, add_tallies, pack_tally, partial, unpack_tally
+from reshard.live.fingerprints import Fingerprinter, Partial, add_tallies, digests_of, pack_tally, partial
 from tests import gloo
 from tests.bits import random_bits, select
 
@@ -76,13 +76,18 @@ def test_tallies_add_up_as_their_parts_do():
         }
         for rank in range(9)
     ]
-    wanted = {n: Partial.total(t[n] for t in tallies if n in t) for n in range(7) if any(n in t for t in tallies)}
+    totals = [Partial.total(tally[n] for tally in tallies if n in tally) for n in range(7)]
+    layouts = {n: TensorLayout(TensorSpec("w", (it.count,), "int8"), "dp=1", "R") for n, it in enumerate(totals)}
+    wanted = {n: total.digest("int8", (total.count,)) for n, total in enumerate(totals)}
     packed = [pack_tally(tally, range(7)) for tally in tallies]
     halves = [add_tallies(packed[:4]), pack_tally({}, range(7)), add_tallies(packed[4:])]
-    assert unpack_tally(add_tallies(halves), range(7)) == unpack_tally(add_tallies(packed), range(7)) == wanted
-    assert unpack_tally(add_tallies([pack_tally({}, range(7))]), range(7)) == {}
+    assert digests_of(add_tallies(halves), layouts) == digests_of(add_tallies(packed), layouts) == wanted
+    empty = dict.fromkeys(range(7), TensorLayout(TensorSpec("w", (0, 3), "int8"), "dp=1", "R"))
+    assert digests_of(add_tallies([pack_tally({}, range(7))]), empty) == dict.fromkeys(
+        empty, "rf1:int8[0,3]:" + "0" * 24
+    )
     with pytest.raises(FormatError, match="28 bytes"):
-        unpack_tally(b"abc", range(7))
+        digests_of(b"abc", layouts)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ def all_events(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_phase_tells_its_start_its_course_and_its_end() -> None:
     events: list[Event] = []
     mine: list[Event] = []
-    with listening(events.append), Progress(show=False, listener=mine.append) as progress:
+    progress = Progress(show=False, listener=mine.append)
+    with listening(events.append):
         with progress.phase("read", total_bytes=30) as step:
             step.advance(10)
             step.advance(20)
@@ -89,7 +90,8 @@ def test_a_listener_that_fails_costs_nothing_but_a_log_entry(caplog: pytest.LogC
 def test_without_a_terminal_a_phase_is_one_line(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with caplog.at_level(logging.INFO, "reshard"), Progress() as progress:
+    progress = Progress()
+    with caplog.at_level(logging.INFO, "reshard"):
         with progress.phase("read", 3 << 20) as step:
             for _ in range(3):
                 step.advance(1 << 20)
@@ -106,16 +108,18 @@ def test_on_a_terminal_long_phases_have_a_bar(monkeypatch: pytest.MonkeyPatch) -
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
-    with Progress() as progress:
-        with progress.phase("quick", 10) as step:
-            step.advance(10)
-        assert terminal.getvalue() == ""
-        monkeypatch.setattr("reshard.ranks.progress.BAR_AFTER_S", 0.0)
-        with progress.phase("read", 4 << 20) as step, progress.phase("check", 10) as other:
-            step.advance(1 << 20)
-            other.advance(5)
-            assert progress.bars is not None
-            progress.bars.opened().refresh()
+    progress = Progress()
+    with progress.phase("quick", 10) as step:
+        step.advance(10)
+    assert terminal.getvalue() == ""
+    monkeypatch.setattr("reshard.ranks.progress.BAR_AFTER_S", 0.0)
+    with progress.phase("read", 4 << 20) as step, progress.phase("check", 10) as other:
+        step.advance(1 << 20)
+        other.advance(5)
+        assert progress.bars is not None
+        progress.bars.opened().refresh()
+    assert progress.bars is not None
+    assert progress.bars._bars is None  # rich has left the terminal
     shown = terminal.getvalue()
     assert "read" in shown
     assert "check" in shown

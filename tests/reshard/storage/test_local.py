@@ -313,14 +313,14 @@ def test_a_path_that_is_a_file(tmp_path: Path) -> None:
     assert (tmp_path / "model.pt").read_bytes() == b"x"
 
 
-def _full_disk(file: int, data: memoryview) -> int:
+def _full_disk(file: int, data: memoryview, at: int) -> int:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage = LocalStorage(tmp_path)
     storage.publish("manifest.json", b"old")
-    monkeypatch.setattr(os, "write", _full_disk)
+    monkeypatch.setattr(os, "pwrite", _full_disk)
     with pytest.raises(StorageError, match=r"cannot write step/data .*: no space left on the device") as caught:
         _write(storage, "step/data", b"x" * 100)
     assert caught.value.errno == errno.ENOSPC
