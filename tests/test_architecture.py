@@ -33,7 +33,7 @@ LONG_FUNCTIONS = {"reshard.api.convert.convert"}
 """They say what each of many options means; one that is short again must go from here."""
 
 MOST = {
-    "tokens": 512_100,
+    "tokens": 509_700,
     "header %": 8.0,
     "mean line": 53.1,
     "lines over 100 %": 9.7,
@@ -47,7 +47,7 @@ MOST = {
     "folders of torchsnapshot": 1,
     "load: modules": 45,
     "load: folders": 11,
-    "load: functions": 373,
+    "load: functions": 374,
     "save: modules": 39,
     "save: folders": 10,
     "save: functions": 301,  # two less with the compiled kernel

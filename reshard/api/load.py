@@ -24,12 +24,7 @@ from reshard.api.overlapping_targets import filled_once, refuse_overlaps
 from reshard.api.reports import CheckedReport, FilledReport
 from reshard.arguments import check_arguments, renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource, log_skipped, open_among, refuse_replaced, stored_layout
-from reshard.errors import (
-    CorruptCheckpointError,
-    KeyMismatchError,
-    OptionError,
-    format_names,
-)
+from reshard.errors import CorruptCheckpointError, KeyMismatchError, OptionError, format_names
 from reshard.execute.fetch import Fetch
 from reshard.execute.reading import Copy, Staged, Workspace, find_copies
 from reshard.live.copy_streams import Uploads
