@@ -107,7 +107,7 @@ class SystemCalls:
     with calls.crashing(3): save(...)          # the third and all later ones raise Crash
     """
 
-    NAMES = ("mkdir", "write", "fsync", "replace", "link", "unlink", "rmdir", "open")
+    NAMES = ("mkdir", "pwrite", "fsync", "replace", "link", "unlink", "rmdir", "open")
 
     def __init__(self) -> None:
         self.made = 0
@@ -163,7 +163,7 @@ class FileCalls:
     """
 
     BY_PATH = ("open", "stat", "scandir", "mkdir", "replace", "unlink", "rmdir")
-    BY_FILE = ("fstat", "pread", "preadv", "write", "fsync", "close")
+    BY_FILE = ("fstat", "pread", "preadv", "pwrite", "fsync", "close")
     NAMES = (*BY_PATH, *BY_FILE, "mmap", "madvise")
 
     def __init__(self, folder: str | os.PathLike[str], name: str, error: int = errno.EIO) -> None:

@@ -458,7 +458,7 @@ _FIXES = {
     errno.ENOSPC: "no space left on the device: free some space, or use another folder",
     errno.EDQUOT: "disk quota exceeded: free some space, or use another folder",
     errno.EFBIG: "the file exceeds the maximum size of this file system or process",
-    errno.ENOTDIR: "a part of the path is a file, or a dangling symbolic link: choose another path",
+    errno.ENOTDIR: "a part of the path is a file, or a dangling symbolic link",
     errno.EISDIR: "a folder is at that path: choose another path",
     errno.EEXIST: "it already exists and is not overwritten: delete it first",
     errno.ENAMETOOLONG: "the name is too long for this file system",
