@@ -303,6 +303,14 @@ def test_a_new_run_does_not_ask_objects_for_their_state(tmp_path: Path) -> None:
     assert app.mock_calls == []
 
 
+def test_a_new_run_refuses_what_no_run_can_save(tmp_path: Path) -> None:
+    with (
+        reshard.CheckpointManager(tmp_path / "run", every=Every(steps=1)) as manager,
+        pytest.raises(FormatError, match="the state of a run is a dict"),
+    ):
+        manager.restore(torch.nn.Linear(2, 2))
+
+
 def test_what_is_damaged_is_passed_over_and_never_newest_again(tmp_path: Path) -> None:
     root = tmp_path / "run"
     run(root, [1, 2, 3])

@@ -245,7 +245,9 @@ def test_groups_of_another_kind_are_refused(saved: str, live: str, theirs: str, 
     state = get_optimizer_state_dict(model, optimizer, options=FLAT if flat else None)
     model, optimizer = warm(live, {}, 1 if live == "AdamW" else 0)
     before = copy.deepcopy(optimizer.state_dict())
-    words = rf"group 0 of optimizer 0 was saved by another class of optimizer: it has {theirs}, and {live} needs {own}\. "
+    words = (
+        rf"group 0 of optimizer 0 was saved by another class of optimizer: it has {theirs}, and {live} needs {own}\. "
+    )
     with pytest.raises(NormalizationError, match=words):
         set_optimizer_state_dict(model, optimizer, state)
     assert_same(optimizer.state_dict(), before)
