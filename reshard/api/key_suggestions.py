@@ -35,12 +35,15 @@ class PrefixDifference(NamedTuple):
     fix: str
 
 
-def shifted(missing: Iterable[str], known: Iterable[str]) -> PrefixDifference | None:
-    """Return how missing keys match names that no target uses, if nine in ten differ by one prefix or level."""
+def shifted(missing: Iterable[str], known: Iterable[str], nests: Collection[str] = ()) -> PrefixDifference | None:
+    """Return how missing keys match names that no target uses, if nine in ten differ by one prefix or level.
+
+    `nests`: keys of the target for all that is below a name, such as "optim" for "app.optim".
+    """
     keys, names = list(missing), set(known)
     if not keys or not names or "".join(keys).isdigit():  # positions in a list, which any list has
         return None
-    if tops := {key for key in keys if "." not in key}:  # "optim" for all that is below the saved "app.optim"
+    if tops := {key for key in keys if key in nests and "." not in key}:
         levels_of = (name[: dot.start()] for name in [*names] for dot in re.finditer(r"\.", name))
         names.update(level for level in levels_of if level.rpartition(".")[2] in tops)
     ends = (keys[0], keys[-1])

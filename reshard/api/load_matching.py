@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from glob import escape
 from itertools import takewhile
 from numbers import Number
 from typing import Any, NamedTuple
@@ -593,11 +594,11 @@ class Mismatches:
         met = {match.name_in_checkpoint(key) for key in of_another_kind}
         unexpected = [name for name in unexpected if name not in met]
         fixes = match.advice[:]
-        moved = None if match.mapping else shifted(missing, known)
+        moved = None if match.mapping else shifted(missing, known, match.targets.units)
         if moved is not None:
             what.append(f"  {moved.what}")
             where = {key: text for key, text in where.items() if key not in moved.names}
-            below = tuple(f"{name}." for key, name in moved.names.items() if "." not in key)
+            below = tuple(f"{name}." for key, name in moved.names.items() if key in match.targets.units)
             unexpected = [n for n in unexpected if n not in moved.names.values() and not n.startswith(below)]
             if is_load:
                 fixes.append(_as_call(moved.fix, root, is_subset=bool(unexpected)))
@@ -627,9 +628,9 @@ class Mismatches:
         if of_another_kind:
             fixes.append(_ITS_KIND)
         if where:
-            fixes += _allowing([*where], bool(unexpected), root, options)
+            fixes += _allowing([*where], unexpected, root, options)
         elif unexpected and moved is None:
-            fixes.append(options.ignoring)
+            fixes.append(options.ignoring(unexpected))
         fixes += self._fixes_of_mismatches(wording)
         head = f"{match.checkpoint.url} does not match the state to load into:"
         return "\n".join([head, *what, *map(visible, lines), *fix_lines(fixes)])
@@ -660,19 +661,19 @@ def _as_call(fix: str, root: Any, *, is_subset: bool) -> str:
 _MOST_GLOBS = 3
 
 
-def _allowing(keys: Sequence[str], more: bool, root: Any, options: LoadOptions) -> list[str]:
+def _allowing(keys: Sequence[str], unexpected: Sequence[str], root: Any, options: LoadOptions) -> list[str]:
     """The advice where keys are missing, with a glob for those of each top-level key unless there are too many.
 
-    An optimizer in `root` lacks the state of the same parameters. `more`: the checkpoint also has refused keys.
+    An optimizer in `root` lacks the state of the same parameters.
     """
     states = root.of_optimizers(keys, known=True) if isinstance(root, CheckedState) else []
     tops = grouped((key.partition(".")[0], key.split(".")) for key in (*keys, *states))
     globs = []
     for its in tops.values():
         same = [parts[0] for parts in takewhile(lambda parts: len({*parts}) == 1, zip(*its))]
-        end = "" if len(its) == 1 else "*" if same in its else ".*"
-        globs.append(".".join(same) + end)
-    allowed = repr(options.strict_also(dict.fromkeys(globs, "partial"), more=more))
+        end = ".*" if same not in its else "*" if len(its) > 1 or ".".join(same) in states else ""
+        globs.append(escape(".".join(same)) + end)
+    allowed = repr(options.strict_also(dict.fromkeys(globs, "partial"), unexpected))
     advice = options.wording.allow.replace("{'some.*': 'partial'}", allowed).split("\n")
     return [text for text in advice if allowed not in text or len(globs) <= _MOST_GLOBS]
 

@@ -110,16 +110,19 @@ class LoadOptions(_SharedOptions):
             return self.strict
         return next((mode for glob, mode in self.strict.items() if fnmatch.fnmatchcase(key, glob)), "strict")
 
-    def strict_also(self, modes: dict[str, Mode], *, more: bool) -> dict[str, Mode]:
-        """Return a `strict` with these modes first. `more`: the checkpoint may also have more keys."""
+    def strict_also(self, modes: dict[str, Mode], unexpected: Collection[str]) -> dict[str, Mode]:
+        """Return a `strict` with these modes first, that also allows these unexpected keys."""
         given = self.strict if isinstance(self.strict, Mapping) else {"*": self.mode_of("*")}
-        kept = {glob: mode for glob, mode in given.items() if (glob, mode) != ("*", "strict")}
-        return {**modes, **kept, **({"*": "subset"} if more else {})}
+        kept = dict[str, Mode]()
+        for glob, mode in given.items():
+            if glob not in modes and (glob, mode) != ("*", "strict"):
+                refuses = mode == "strict" and any(fnmatch.fnmatchcase(key, glob) for key in unexpected)
+                kept[glob] = "subset" if refuses else mode
+        return {**modes, **kept, **({"*": "subset"} if unexpected and "*" not in kept else {})}
 
-    @property
-    def ignoring(self) -> str:
+    def ignoring(self, unexpected: Collection[str]) -> str:
         """The advice where no key is missing."""
-        strict = self.strict_also({}, more=True)
+        strict = self.strict_also({}, unexpected)
         return self.wording.ignore.replace('"subset"', repr(strict) if len(strict) > 1 else '"subset"')
 
     def idle_globs(self, keys: Collection[str]) -> list[str]:

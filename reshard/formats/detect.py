@@ -388,7 +388,7 @@ def _open_at(
             listed, (storage, names) = names, _find(path)
             is_same = names == listed and not (facts is not None and native.is_replaced(facts))
             if is_same or attempt + 1 == _ATTEMPTS:
-                name_checkpoint(error, url)
+                name_checkpoint(error, storage.url)
                 raise
     looked_at = contents.files or tuple(files[name] for name in names if not name.endswith("/"))
     return replace(contents, files=looked_at, checking=files.checking), url

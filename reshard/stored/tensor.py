@@ -18,7 +18,7 @@ from planners.geometry.box import Box
 from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import TensorLayout, TensorSpec, itemsize
 from planners.geometry.overlap import Sweep, tiling_fault
-from reshard.errors import CheckpointError, CorruptCheckpointError
+from reshard.errors import CheckpointError, CorruptCheckpointError, ReshardError
 from reshard.live.dtypes import dtype_from_name, item_dtype
 from reshard.stored.record_checksums import RecordChecksums
 from reshard.stored.source import FileSource, Source
@@ -268,7 +268,7 @@ def _hole(region: Box, boxes: Sequence[Box], element: Box) -> Box:
 def _name(chunk: StoredChunk) -> str:
     try:
         where = chunk.source.label
-    except CheckpointError as error:
+    except ReshardError as error:
         where = f"which cannot be read: {error}"
     return f"the chunk {chunk.box} of writer {chunk.owner} ({where})"
 

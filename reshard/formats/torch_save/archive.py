@@ -95,11 +95,16 @@ class TorchArchive:
 
     def _find_directory(self) -> tuple[int, int, int]:
         """Return how many entries, how many bytes, and where."""
-        tail = min(self.length, 1024)
-        at = bytes(self._bytes(self.length - tail, tail)).rfind(b"PK\x05\x06")
-        if at < 0 or at + _END.size > tail:
+        start = max(self.length - 1024, 0)
+        tail = bytes(self._bytes(start, self.length - start))
+        at = tail.rfind(b"PK\x05\x06")
+        if at < 0 or at + _END.size > len(tail):
             raise self._damaged("it has no end; the file was truncated, or is not a zip archive")
-        found = _read_end(self._bytes, self.length - tail + at)
+
+        def read(first: int, length: int) -> bytes | memoryview:
+            return tail[first - start :][:length] if first >= start else self._bytes(first, length)
+
+        found = _read_end(read, start + at)
         if found is None:
             raise self._damaged("its zip64 end is malformed")
         count, size, offset, end = found

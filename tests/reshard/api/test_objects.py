@@ -417,6 +417,56 @@ def test_advice_leads_to_a_load_if_each_side_has_more_than_the_other(strict: Any
     assert "model.*" not in strict
 
 
+@pytest.mark.parametrize(
+    "strict",
+    [
+        True,
+        "subset",
+        {"a.*": "subset"},
+        {"a.*": "strict"},
+        {"a.*": "strict", "*": "partial"},
+        {"a.*": "strict", "*": "subset"},
+        {"a.[x]*": "partial"},
+        {"*": "strict"},
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("keys", [("x[0].a", "x[0].b", "z"), ("z",), ("x[0].a", "z"), ("q", "x", "y", "z")], ids=repr)
+def test_advice_with_what_was_given_leads_to_a_load(keys: tuple[str, ...], strict: Any, tmp_path: Path) -> None:
+    reshard.save({"a": {"q": torch.ones(2), "z": torch.ones(2)}, "b": {"y": torch.ones(2)}}, tmp_path / "c")
+    for _ in range(3):
+        live = {"a": dict.fromkeys(keys, torch.zeros(2))}
+        try:
+            assert "a.z" in reshard.load(live, tmp_path / "c", strict=strict).loaded
+            return
+        except KeyMismatchError as error:
+            (advised,) = re.findall(r"strict=(\{.*?\}|\"subset\") (?:allows|ignores)", str(error))
+            assert advised != repr(strict)
+            strict = ast.literal_eval(advised)
+    raise AssertionError(f"advice goes in a circle: {strict}")
+
+
+@pytest.mark.parametrize("has_state", [True, False])
+def test_advice_for_one_new_parameter_covers_its_optimizer_state(has_state: bool, tmp_path: Path) -> None:
+    reshard.save(layers(1), tmp_path / "c")
+    live = layers(1, seed=1)
+    live["model"].register_parameter("extra", nn.Parameter(torch.ones(3)))
+    live["optim"] = torch.optim.AdamW(live["model"].parameters())
+    if has_state:
+        sum(one.sum() for one in live["model"].parameters()).backward()
+        live["optim"].step()
+    with pytest.raises(KeyMismatchError) as caught:
+        reshard.load(live, tmp_path / "c")
+    (advised,) = re.findall(r"strict=({.*?}) allows", str(caught.value))
+    assert reshard.load(live, tmp_path / "c", strict=ast.literal_eval(advised)).missing
+
+
+def test_a_tensor_is_not_found_where_the_checkpoint_has_a_folder_of_its_name(tmp_path: Path) -> None:
+    reshard.save({"m": {"w": {"data": torch.ones(2), "scale": torch.ones(2)}}}, tmp_path / "c")
+    with pytest.raises(KeyMismatchError, match=r"1 missing from the checkpoint:\n    w\n  2 unexpected"):
+        reshard.load({"w": torch.zeros(2)}, tmp_path / "c")
+
+
 def test_a_state_nested_in_the_checkpoint_is_found_if_the_optimizer_has_no_state_yet(tmp_path: Path) -> None:
     """As DCP's users save it, below one Stateful."""
     saved = layers(1)
