@@ -325,6 +325,8 @@ class FileTasks:
 # convert-<digest>/claim         who writes here: what a dead process left is removed, by others or by `prune`
 # convert-<digest>/job           the id of the job: equal jobs find each other by the digest
 # convert-<digest>/<file>.json   a file that is whole: its length and checksum
+#
+# A record ends with a line that has its digest. One that was changed counts as absent.
 
 
 T = TypeVar("T")
@@ -335,13 +337,6 @@ _PIECE_BYTES = 16 << 20
 
 class _Head(msgspec.Struct):
     job_id: str
-
-
-class _Sealed(msgspec.Struct):
-    """How a record is stored. One that was changed is as good as none."""
-
-    record: msgspec.Raw
-    digest: str
 
 
 class Journal:
@@ -504,16 +499,16 @@ def _flat(file: str) -> str:
 
 def _encoded(record: WrittenFile | _Head) -> bytes:
     text = msgspec.json.encode(record)
-    return msgspec.json.encode(_Sealed(msgspec.Raw(text), xxhash.xxh3_128_hexdigest(text)))
+    return b"%s\n%s" % (text, xxhash.xxh3_128_hexdigest(text).encode())
 
 
 def _decoded(storage: Storage, name: str, kind: type[T]) -> T | None:
     """Read a record; None if there is none that is as it was written."""
     try:
-        sealed = msgspec.json.decode(storage.read(name), type=_Sealed)
-        is_same = xxhash.xxh3_128_hexdigest(sealed.record) == sealed.digest
-        return msgspec.json.decode(sealed.record, type=kind) if is_same else None
-    except (CheckpointNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+        text, _, digest = storage.read(name).rpartition(b"\n")
+        is_same = digest == xxhash.xxh3_128_hexdigest(text).encode()
+        return msgspec.json.decode(text, type=kind) if is_same else None
+    except (CheckpointNotFoundError, msgspec.MsgspecError):
         return None
 
 

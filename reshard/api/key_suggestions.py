@@ -38,7 +38,7 @@ class PrefixDifference(NamedTuple):
 def shifted(missing: Iterable[str], known: Iterable[str], nests: Collection[str] = ()) -> PrefixDifference | None:
     """Return how missing keys match names that no target uses, if nine in ten differ by one prefix or level.
 
-    `nests`: keys of the target for all that is below a name, such as "optim" for "app.optim".
+    `nests`: keys of containers, such as "optim". These match what the checkpoint has below "app.optim".
     """
     keys, names = list(missing), set(known)
     if not keys or not names or "".join(keys).isdigit():  # positions in a list, which any list has

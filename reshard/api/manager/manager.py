@@ -479,7 +479,7 @@ class CheckpointManager:
             wanted = None if step is None else checked_step(step, "restore(state, step)")
             group.same_options("restore", {"step": step, "discard_newer": discard_newer})
             known = self._known(group)
-            is_new = isinstance(state, Mapping) and not (known.steps or self._memory)  # asking may be a step of Adam
+            is_new = isinstance(state, Mapping) and not (known.steps or self._memory)  # state_dict() may step Adam
             taken = LiveObjects({} if is_new else state, to_fill=True, strict=strict)
         options = {"strict": strict, "dtype_policy": dtype_policy, "mapping": mapping}
         report, found = self._newest_whole(known, wanted, taken.state, options)
