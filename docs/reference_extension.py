@@ -39,6 +39,14 @@ class Reference(griffe.Extension):
                     _complete(found, pkgutil.resolve_name(path))
                 elif found.is_class:
                     _show_call(found, pkgutil.resolve_name(path))
+                    _without_code(found)
+
+
+def _without_code(made: griffe.Class) -> None:
+    """Attributes have no value but a default: griffe takes what `__init__` assigns for one."""
+    for each in made.members.values():
+        if each.is_attribute and "instance-attribute" in each.labels and "class-attribute" not in each.labels:
+            each.value = None
 
 
 def _names(module: str) -> list[str]:

@@ -68,7 +68,7 @@ def train(folder: Path, steps: int, every: int) -> list[float]:
     pending = None
     for step in range(first, steps):
         batch = torch.randn(16, 48)
-        loss = (model(batch).squeeze(-1) - batch.sum(dim=1).sin()).square().mean()
+        loss = (model(batch).squeeze(-1) - batch[:, 0]).square().mean()
         loss.backward()
         optimizer.step()
         schedule.step()

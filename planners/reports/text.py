@@ -93,7 +93,7 @@ def _schedule_lines(rounds: Schedule, limit: int | None) -> Iterator[str]:
 
 
 _SIDES = {
-    "load": "in this rank's shard <- box in the chunk, which is CHUNK of the full tensor",
+    "load": "in this rank's shard <- box in the saved chunk, and the chunk's box in the full tensor",
     "save": "in the full tensor <- box in this rank's shard",
     "transfer": "in this rank's shard <- box in the sender's shard",
 }

@@ -31,7 +31,7 @@ from reshard.live.tree import flatten
 from reshard.ranks.group import Group
 from reshard.state import key_of
 from reshard.storage.base import Storage
-from reshard.stored.streaming import Feed, Region
+from reshard.stored.streaming import Feed, Region, StreamedRows
 from reshard.stored.tensor import LazyTensor
 
 __all__ = ["Exchange", "fingerprint", "holdings", "join"]
@@ -153,22 +153,20 @@ def _of_checkpoint(checkpoint: Checkpoint, key: Key, executor: Executor | None) 
 def _sums(checkpoint: Checkpoint, key: Key, share: Share) -> list[bytes]:
     """Return what each box of a share adds to the fingerprint of its tensor."""
     regions = [Region(checkpoint[name].stored, box) for name, box in share]
-    with Feed(regions) as feed:
-        return [_sum_up(feed, region, key).to_bytes() for region in regions]
+    return [found.to_bytes() for found in _sum_up(regions, key)]
 
 
-def _sum_up(feed: Feed, region: Region, key: Key) -> Partial:
-    digest = Fingerprinter(region.stored.spec.dtype, region.stored.spec.shape, key=key)
-    for piece in feed.take(region):
-        digest.add_bytes(piece.data, piece.box)
-    return digest.partial
+def _sum_up(regions: Sequence[Region], key: Key) -> list[Partial]:
+    """Return the sum over each region, read in pieces."""
+    digests = [Fingerprinter(region.stored.spec.dtype, region.stored.spec.shape, key=key) for region in regions]
+    with Feed(is_near=any(region.is_near for region in regions[:1])) as feed:
+        for region, digest in zip(regions, digests, strict=True):
+            feed.add(region, functools.partial(_add, digest))
+    return [digest.partial for digest in digests]
 
 
-def _read(tensor: LazyTensor, key: Key) -> Partial:
-    """The sum over a stored tensor, read in windows."""
-    region = Region.whole(tensor.stored)
-    with Feed([region]) as feed:
-        return _sum_up(feed, region, key)
+def _add(digest: Fingerprinter, piece: StreamedRows) -> None:
+    digest.add_bytes(piece.data, piece.box)
 
 
 def holdings(
@@ -207,7 +205,7 @@ def holdings(
         if not held[fqn]:
             found.append(Holding.nothing(spec))
     for fqn, stored in lazy.items():
-        shape, read = tuple(stored.shape), _read(stored, key).to_bytes()
+        shape, read = tuple(stored.shape), _sum_up([Region.whole(stored.stored)], key)[0].to_bytes()
         found.append(Holding(fqn, stored.stored.spec.dtype, shape, _place(Part.of_box(Box.full(shape))), read))
     return found
 

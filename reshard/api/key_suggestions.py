@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ from reshard.state import NUMBERED
 
 __all__ = [
     "OF_NUMBERED", "PrefixDifference", "by_number", "differ_in_form", "has_no_state_yet", "is_of_optimizer",
-    "load_by_name", "named_from_numbers", "prefix_hint", "section", "shifted", "without_optimizers",
+    "load_by_name", "named_from_numbers", "prefix_hint", "renaming", "section", "shifted", "without_optimizers",
 ]  # fmt: skip
 
 
@@ -22,7 +24,7 @@ _MOST_LINES = 20
 """Of one section; more keys are listed by pattern."""
 _MOST_OF_A_FRONT = 5
 """Keys with a first segment that the other side does not have; more of them take one line."""
-_MOST_GUESSES = 20
+_MOST_GUESSES, _MOST_RULES = 20, 4
 _MOST_KNOWN = 5000
 
 
@@ -115,6 +117,35 @@ def _unwrapped(name: str) -> str:
 
 def _are_most(found: Mapping[str, str], keys: list[str]) -> bool:
     return len(found) * 10 >= len(keys) * 9
+
+
+def renaming(missing: Iterable[str], unexpected: Iterable[str]) -> str:
+    """Say which mapping finds nearly all missing keys, if the checkpoint has other names for a few levels, such as
+    "layers" for "blocks"; else nothing."""
+    there: dict[tuple[str, str], list[str]] = {}
+    for name in islice(without_optimizers(unexpected), _MOST_KNOWN):
+        for front, level, rest in _levels(name):
+            there.setdefault((front, rest), []).append(level)
+    keys, found = without_optimizers(missing), dict[str, Counter[str]]()
+    for key in keys:
+        for front, level, rest in _levels(key):
+            others = there.get((front, rest), [])
+            for other in others if len(others) == 1 else get_close_matches(level, others, 1, 0.4):
+                found.setdefault(front + level, Counter())[front + other] += 1
+    matched = sum(map(Counter.total, found.values()))
+    if not found or len(found) > _MOST_RULES or any(len(of) > 1 for of in found.values()) or matched != len(keys):
+        return ""
+    names = {new.removeprefix("model."): min(old).removeprefix("model.") for new, old in found.items()}
+    rules = [f"m.Rename('{old}.{{x+}}', '{new}.{{x+}}')" for new, old in names.items()]
+    return f"mapping=m.Mapping([{', '.join(rules)}]) renames these keys (import reshard.mapping as m)"
+
+
+def _levels(key: str) -> Iterator[tuple[str, str, str]]:
+    """What is before a level that is no number, the level, and what is below it."""
+    parts = key.split(".")
+    for at, level in enumerate(parts[:-1]):
+        if not level.isdigit():
+            yield "".join(f"{part}." for part in parts[:at]), level, ".".join(parts[at + 1 :])
 
 
 _CANONICAL = "save and load reshard.get_model_state_dict(model)"

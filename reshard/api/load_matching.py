@@ -28,11 +28,12 @@ from reshard.api.key_suggestions import (
     has_no_state_yet,
     is_of_optimizer,
     load_by_name,
+    renaming,
     section,
     shifted,
     without_optimizers,
 )
-from reshard.api.options import DtypePolicy, LoadOptions, Wording
+from reshard.api.options import RENAMES, DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint, save_of
 from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, fix_lines, format_ranks, visible
 from reshard.live.dtypes import DROPS, dtype_from_name, refused_cast, refused_codes
@@ -674,7 +675,8 @@ def _allowing(keys: Sequence[str], unexpected: Sequence[str], root: Any, options
         end = ".*" if same not in its else "*" if len(its) > 1 or ".".join(same) in states else ""
         globs.append(escape(".".join(same)) + end)
     allowed = repr(options.strict_also(dict.fromkeys(globs, "partial"), unexpected))
-    advice = options.wording.allow.replace("{'some.*': 'partial'}", allowed).split("\n")
+    allow = options.wording.allow.replace(RENAMES, renaming(keys, unexpected) or RENAMES)
+    advice = allow.replace("{'some.*': 'partial'}", allowed).split("\n")
     return [text for text in advice if allowed not in text or len(globs) <= _MOST_GLOBS]
 
 

@@ -37,6 +37,9 @@ _OWN = frozenset({"mapping", "check", "threads", "memory_budget_bytes", "progres
 """What each rank may choose for itself."""
 
 
+RENAMES = "mapping= renames keys"
+
+
 @dataclass(frozen=True)
 class Wording:
     """What a refusal calls what does not fit, and what it advises: callers of other faces have other arguments."""
@@ -44,14 +47,14 @@ class Wording:
     missing: str = "missing from the checkpoint"
     mismatched: str = "mismatched"
     allow: str = (
-        "mapping= renames keys\n"
+        f"{RENAMES}\n"
         "strict={'some.*': 'partial'} allows these keys to be missing or unexpected; missing ones keep their values\n"
         "strict=False allows this for all keys"
     )
     """Advice where keys are missing, one on each line, with `'some.*'` for these."""
     mismatch_error: type[KeyMismatchError] = KeyMismatchError
     """Raised where something is mismatched."""
-    ignore: str = 'strict="subset" ignores what only the checkpoint has; mapping= renames keys'
+    ignore: str = f'strict="subset" ignores what only the checkpoint has; {RENAMES}'
     """Advice where no key is missing."""
 
 

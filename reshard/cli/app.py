@@ -11,7 +11,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +33,7 @@ __all__ = ["EXIT_ERROR", "EXIT_NO", "EXIT_USAGE", "app", "in_a_pipeline", "run"]
 EXIT_NO = 1
 """The command ran, and the answer is no: no proof, damage, or differences."""
 EXIT_USAGE = 2
-"""The command line is wrong; nothing was read."""
+"""The command line is wrong."""
 EXIT_ERROR = 3
 """The command failed; stderr gives the reason and the fix."""
 
@@ -222,6 +222,8 @@ def run(arguments: list[str] | None = None) -> None:
             raise  # to main, which says what to install
         if isinstance(error, OSError) and error.filename:
             message = f"cannot open {str(error.filename)!r}: {error.strerror}. Check its folder and your permissions"
+        elif isinstance(error, OSError) and not isinstance(error, ReshardError):
+            message = f"cannot write the output: {error.strerror or error}"
         if is_typers := hasattr(error, "ctx"):  # which is None for an option without its value
             command = getattr(error.ctx, "command_path", f"reshard {words[0]}")
             said = error.format_message()  # type: ignore[attr-defined]
@@ -236,7 +238,8 @@ def run(arguments: list[str] | None = None) -> None:
         message = in_words_of_the_command_line(message)
         if "--json" in words:
             kind = "UsageError" if is_typers else type(error).__name__
-            print_json({"ok": False, "error": {"kind": kind, "message": message}})
+            with suppress(OSError):  # it may be the output that cannot be written
+                print_json({"ok": False, "error": {"kind": kind, "message": message}})
         if "--traceback" in given or not (is_typers or isinstance(error, ReshardError | OSError)):  # a bug
             traceback.print_exception(error)
         else:

@@ -260,7 +260,7 @@ def side(
             checkpoint = reshard.open(newest(text))
         except CheckpointNotFoundError as error:
             raise CheckpointNotFoundError(
-                f"{sentence(str(error))} Or give a topology: {WORDS}, or any other with --rule"
+                f"{sentence(str(error))} Or pass a topology, such as {WORDS}, or any other with --rule"
             ) from None
         checkpoint.contents.refuse_incomplete()
         layout = _canonical(checkpoint, hints) if normalized else checkpoint.layout

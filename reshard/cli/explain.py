@@ -149,9 +149,7 @@ def _topology(text: str) -> _Explanation:
     rules = [(rule.pattern, rule.text) for rule in topology.rules]
     wide = max(len(pattern) for pattern, _ in rules)
     lines = [f"  {pattern:<{wide}}  {placements}" for pattern, placements in rules]
-    words = (
-        f"the mesh {topology.mesh} of {counted(topology.mesh.size, 'rank')}; the first rule that matches a name counts:"
-    )
+    words = f"the mesh {topology.mesh} of {counted(topology.mesh.size, 'rank')}; the first matching rule applies:"
     its_rules = [{"glob": glob, "placements": of} for glob, of in rules]
     data = {"words": words, "mesh": axes_as_json(topology.mesh), "rules": its_rules}
     note = f"To see what these ranks read from a checkpoint: reshard plan CHECKPOINT {text}"

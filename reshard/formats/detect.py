@@ -434,11 +434,12 @@ def _nothing(storage: Storage, url: str) -> str:
         gone = gone.parent
     if gone.is_symlink():
         return f"there is nothing at {url}: {gone} is a link to {os.readlink(gone)}, which is not there"
-    near = did_you_mean(gone.name, os.listdir(gone.parent)[:5000]) if os.access(gone.parent, os.R_OK) else ""
+    beside = islice(os.scandir(gone.parent), 5000) if os.access(gone.parent, os.R_OK) else ()
+    near = did_you_mean(gone.name, [entry.name for entry in beside if entry.is_dir() or gone.suffix])
     near = near.replace("mean '", f"mean '{str(gone).removesuffix(gone.name)}")
     since = "" if gone == path else f", since there is no {gone}"
     where = "" if os.path.isabs(url) else f" in {os.getcwd()}"
-    return f"there is nothing at {url}{since}{near or _of_a_hub(url) or where}"
+    return f"there is nothing at {url}{since}{where}{near or _of_a_hub(url)}"
 
 
 def _open(files: Files, url: str, preferred: Format | None) -> Contents:

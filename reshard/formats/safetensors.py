@@ -335,16 +335,13 @@ class SafetensorsWriter(FormatWriter):
         storage.delete(name)
         mine = {part.spec.fqn for part in file.parts}
         tied = {alias: kept for alias, kept in self.contents.aliases.items() if kept in mine}
-        regions = [self.region(part) for part in file.parts]
-        with storage.create(name) as raw, self.feed(regions) as feed:
-            out = HashingWriter(raw)
+        with storage.create(name) as raw, self.feed(file, on_bytes) as feed:
+            out = HashingWriter(raw, feed, self.seen)
             rows = ((part.spec.fqn, part.spec.dtype, part.spec.shape) for part in file.parts)
             out.write(encode_header(rows, tied, has_f4=True))
-            for region in regions:
-                for piece in feed.take(region):
-                    out.write(piece.data)
-                    on_bytes(len(piece.data))
-            done = out.nbytes, out.digest()
+            for part in file.parts:
+                out.copy(self.region(part))
+            done = out.digest(), out.nbytes
         return self.done(name, *done)
 
     def finish(self, out: Publication) -> None:

@@ -155,7 +155,7 @@ def dtype_from_name(name: str) -> torch.dtype:
         return BY_NAME[name]
     except (KeyError, TypeError):
         meant = did_you_mean(str(name), [*BY_NAME, *SHORT_NAMES], 0.85)  # float99 is not float64
-        near = meant or ": write a torch dtype by name, such as 'bfloat16'"
+        near = meant or ": write the name of a torch dtype, such as 'bfloat16'"
         why = f": torch {torch.__version__} does not have it" if name in ITEM_SIZES else near
         raise FormatError(f"unknown dtype {name!r}{why}") from None
 

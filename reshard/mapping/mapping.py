@@ -127,7 +127,7 @@ class Mapping:
             return
         matchers = [Matcher(stage) for stage in self.stages]
         if not any(matcher.match_object(key) for matcher in matchers for key in objects):
-            hint = ": rules lead from the checkpoint's names to the new ones"
+            hint = ": rules map the checkpoint's names to the new ones"
             if self.names(objects):
                 hint = ". A rule renames or drops a plain value only by its full name"
             raise KeyMismatchError(

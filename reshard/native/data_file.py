@@ -24,7 +24,7 @@ from reshard.stored.safetensors_header import MAX_HEADER_BYTES, encode_header, e
 
 __all__ = [
     "BlockDigests", "BlockSums", "BlockTable", "CommonFile", "Digests", "Entry", "FileGroup", "arrays_of", "blocks_of",
-    "header_of", "probe_of", "read_blocks", "write_common_file", "write_file", "write_pieces",
+    "header_of", "probe_of", "read_blocks", "recorded", "write_common_file", "write_file", "write_pieces",
 ]  # fmt: skip
 
 
@@ -99,10 +99,15 @@ def write_pieces(
         sums = BlockSums(out, len(header) + nbytes, seen)
         sums.put(0, memoryview(header))
         sums.put_all([(len(header), nbytes)], pieces, on_bytes)
+    return recorded(storage, name, len(header), sums)
+
+
+def recorded(storage: Storage, name: str, header_bytes: int, sums: BlockSums) -> FileRecord:
+    """Write the block checksums of a data file that is complete beside it."""
     checksums = np.fromiter(sums.blocks.values(), "<u8").tobytes()
     with storage.create(f"{name}.sums") as out:
         out.write(checksums)
-    return FileRecord(name, len(header) + nbytes, len(header), xxhash.xxh3_128_hexdigest(checksums))
+    return FileRecord(name, sums.nbytes, header_bytes, xxhash.xxh3_128_hexdigest(checksums))
 
 
 def _in_file_order(plan: SavePlan, rank: int) -> list[WriteItem]:
@@ -131,37 +136,37 @@ class BlockSums:
 
     def __init__(self, out: Writer, nbytes: int, seen: Callable[[memoryview], object] | None = None) -> None:
         """`nbytes`: of the whole file, which ends its last block; `seen` is called with all that passes."""
-        self._out, self._nbytes, self._seen = out, nbytes, seen
+        self._out, self.nbytes, self._seen = out, nbytes, seen
         self._state = xxhash.xxh3_64()
-        self._start = self._stop = 0
+        self._start = self.stop = 0
         self.blocks: dict[int, int] = {}
         """By number: digests of blocks that passed whole."""
         self.edges: list[WrittenRange] = []
 
     def put(self, at: int, data: memoryview) -> None:
         """Write the bytes from position `at` on; only a `PlacedWriter` takes others than those that follow the last."""
-        if at != self._stop:
+        if at != self.stop:
             self.close()
             assert isinstance(self._out, PlacedWriter)
-            self._start = self._stop = self._out.at = at
+            self._start = self.stop = self._out.at = at
         while data:
             # written first, up to the end of a block: then its digests find it in a cache
-            some = data[: self._stop // BLOCK_BYTES * BLOCK_BYTES + max(_AT_ONCE_BYTES, BLOCK_BYTES) - self._stop]
+            some = data[: self.stop // BLOCK_BYTES * BLOCK_BYTES + max(_AT_ONCE_BYTES, BLOCK_BYTES) - self.stop]
             data = data[len(some) :]
             self._out.write(some)
             while some:
-                end = min((self._stop // BLOCK_BYTES + 1) * BLOCK_BYTES, self._nbytes)
-                piece = some[: end - self._stop]
+                end = min((self.stop // BLOCK_BYTES + 1) * BLOCK_BYTES, self.nbytes)
+                piece = some[: end - self.stop]
                 some = some[len(piece) :]
                 if self._seen is not None:
                     self._seen(piece)
                 if len(piece) == BLOCK_BYTES:  # as nearly all have: so none was begun
                     self.blocks[self._start // BLOCK_BYTES] = xxhash.xxh3_64_intdigest(piece)
-                    self._start = self._stop = end
+                    self._start = self.stop = end
                     continue
                 self._state.update(piece)
-                self._stop += len(piece)
-                if self._stop == end:
+                self.stop += len(piece)
+                if self.stop == end:
                     self.close()
 
     def put_all(
@@ -186,15 +191,15 @@ class BlockSums:
 
     def close(self) -> None:
         """What came since the last block ended is all that passes in a row."""
-        if self._start == self._stop:
+        if self._start == self.stop:
             return
         digest = self._state.intdigest()
-        if self._start % BLOCK_BYTES == 0 and self._stop in (self._nbytes, self._start + BLOCK_BYTES):
+        if self._start % BLOCK_BYTES == 0 and self.stop in (self.nbytes, self._start + BLOCK_BYTES):
             self.blocks[self._start // BLOCK_BYTES] = digest
         else:
-            self.edges.append(WrittenRange(self._start, self._stop, digest))
+            self.edges.append(WrittenRange(self._start, self.stop, digest))
         self._state.reset()
-        self._start = self._stop
+        self._start = self.stop
 
 
 # Writes one data file of several ranks of a machine: each puts its own arrays where

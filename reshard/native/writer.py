@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import xxhash
@@ -16,7 +17,7 @@ from reshard.live.fingerprints import pack_tally
 from reshard.live.plain_data import encode_plain
 from reshard.native import commit
 from reshard.native.commit import Generation, Written
-from reshard.native.data_file import write_pieces
+from reshard.native.data_file import BlockSums, recorded
 from reshard.native.manifest import MANIFEST, FileRecord, entry_key, without_claim
 from reshard.native.reader import NativeFacts
 from reshard.ranks.global_state import OWN_TENSOR_BYTES, GlobalState, per_rank_name
@@ -29,6 +30,8 @@ from reshard.stored.streaming import (
     FilePlan,
     FormatWriter,
     Publication,
+    Region,
+    StreamedRows,
     Target,
     WrittenFile,
     fingerprint_parts,
@@ -104,13 +107,22 @@ class NativeWriter(FormatWriter):
         storage.delete(file.name)
         storage.delete(f"{file.name}.sums")
         header = encode_header((entry_key(part.spec, part.box), part.spec.dtype, part.box.sizes) for part in file.parts)
-        regions = [self.region(part) for part in file.parts]
         whole = xxhash.xxh3_128()
-        with self.feed(regions) as feed:
-            pieces = (piece.data for region in regions for piece in feed.take(region))
-            record = write_pieces(storage, file.name, header, pieces, file.nbytes, on_bytes=on_bytes, seen=whole.update)
+        with storage.create(file.name) as out, self.feed(file, on_bytes) as feed:
+            sums = BlockSums(out, len(header) + file.nbytes, whole.update)
+            sums.put(0, memoryview(header))
+            for part in file.parts:
+                region = self.region(part)
+                feed.add(region, partial(self._put, sums, region))
+            feed.finish()
+            sums.close()
+        record = recorded(storage, file.name, len(header), sums)
         facts = {"header_bytes": record.header_bytes, "sums": record.sums}
-        return self.done(file.name, record.nbytes, whole.hexdigest(), facts)
+        return self.done(file.name, whole.hexdigest(), record.nbytes, facts)
+
+    def _put(self, sums: BlockSums, region: Region, piece: StreamedRows) -> None:
+        self.seen(region, piece)
+        sums.put(sums.stop, piece.data)
 
     def finish(self, out: Publication) -> None:
         """Publish the manifest."""

@@ -13,6 +13,7 @@ import msgspec
 import torch
 import xxhash
 
+from planners.geometry.arrays import grouped
 from planners.geometry.layout import ProductForm, StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Replicate
 from planners.units import format_some
@@ -414,7 +415,11 @@ def _differing(ranks: Mapping[str, str], kinds: Mapping[str, str]) -> str:
         shown = [f"replicas of {format_some([*map(repr, keys)])} differ: {of}" for of, keys in same.items()]
         texts.append(f"{'; '.join(shown[:20])}{', and more' * (len(shown) > 20)}. {_SAME_VALUES}")
     if others := [key for key in ranks if kinds[key] != "sharded"]:
-        shown = [f"{key!r} ({ranks[key]})" for key in others]
+        below = grouped(((key.partition(".")[0] if len(others) > 8 else key, ranks[key]), key) for key in others)
+        shown = [
+            f"{keys[0]!r} ({of})" if len(keys) == 1 else f"{len(keys)} keys below {top!r}, such as {keys[0]!r} ({of})"
+            for (top, of), keys in below.items()
+        ]
         fix = "Wrap values that differ on purpose in reshard.PerRank(value), or use another key on each rank"
         if any("param_groups." in key and ".params." in key for key in others):
             fix = STAGES_DIFFER

@@ -208,6 +208,11 @@ class Writer(ABC):
             raise
         self.nbytes += view.nbytes
 
+    def reserve(self, nbytes: int) -> Callable[[memoryview], None] | None:
+        """Skip the next bytes, and return what writes them: once, on any thread, before the object is whole. An error
+        must end the `with` block. None where objects can only be written from front to end."""
+        return None
+
     @abstractmethod
     def _write(self, data: memoryview) -> None:
         """Append a non-empty view of bytes, all of it."""

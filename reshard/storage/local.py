@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 _PAGE_BYTES = 4096
 _WRITE_BYTES = 8 << 20
-"""One write call, and how many bytes in a row are left to the page cache until the disk begins to write them."""
+"""One write call, and one of the parts of a file that the disk begins to write when their last bytes are there."""
 _SYNC_FILE_RANGE_WRITE = 2
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
 _CREATE_TRIES = 10
@@ -301,19 +302,24 @@ class _LocalWriter(PlacedWriter):
     _name: str
     _path: Path
     _file: int
-    _cached: range = range(0)
-    """The last bytes in a row that the disk was not yet asked to write."""
 
-    def _write(self, data: memoryview) -> None:
+    def reserve(self, nbytes: int) -> Callable[[memoryview], None]:
+        place = partial(self._write, at=self.at)
+        self.at += nbytes
+        self.nbytes += nbytes
+        return place
+
+    def _write(self, data: memoryview, at: int | None = None) -> None:
+        if at is None:
+            at = self.at
+            self.at += len(data)
         with self._storage._errors("write", self._name):
             while data:
-                done = os.pwrite(self._file, data[:_WRITE_BYTES], self.at)
-                start = self._cached.start if self.at == self._cached.stop else self.at
-                self.at += done
-                self._cached = range(start, self.at)
-                if len(self._cached) >= _WRITE_BYTES:  # the disk writes while the next bytes are made
-                    start_writing_back(self._file, self._cached)
-                    self._cached = range(self.at, self.at)
+                done = os.pwrite(self._file, data[:_WRITE_BYTES], at)
+                start, at = at, at + done
+                stop = at // _WRITE_BYTES * _WRITE_BYTES
+                if start < stop:  # the disk writes while the next bytes are made
+                    start_writing_back(self._file, range(start // _WRITE_BYTES * _WRITE_BYTES, stop))
                 data = data[done:]
 
     def _commit(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any, Self, TypeVar, cast
@@ -23,7 +24,7 @@ from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Replicate
 from planners.plans.save import SavePlan, plan_writes
-from reshard.errors import CorruptCheckpointError, ReshardError
+from reshard.errors import CorruptCheckpointError
 from reshard.live.copy_streams import batches
 from reshard.live.dtypes import dtype_from_name, item_dtype
 from reshard.live.fingerprints import Partial, comparable, partials
@@ -34,36 +35,41 @@ from reshard.stored.tensor import StoredTensor, check_cover, copy_place
 
 __all__ = [
     "MAX_SHARD_BYTES", "Feed", "FilePart", "FilePlan", "FormatWriter", "HashingWriter", "Publication", "Region",
-    "Target", "WrittenFile", "fingerprint_parts", "grouped", "spread", "windows",
+    "StreamedRows", "Target", "WrittenFile", "fingerprint_parts", "grouped", "spread", "windows",
 ]  # fmt: skip
 
 
-#     with Feed(regions) as feed:
+#     with Feed(is_near=True) as feed:
 #         for region in regions:
-#             for piece in feed.take(region):
-#                 out.write(piece.data)
+#             feed.add(region, use)
 #
-# Memory is `DEPTH` pieces of at most `PIECE_BYTES`, however large the tensors are. Pieces of files
-# of this machine are smaller, so that they are still in the processor's cache when they are hashed
-# and written. They are copied and not mapped: that takes about as long, but runs beside the
-# writing of the piece before.
+#     thread 1   read piece 0 | use 0      read piece 2 | use 2
+#     thread 2   read piece 1         | use 1      read piece 3 | use 3
+#
+# The thread that reads a piece also hashes and writes it, from its processor's cache. Memory is one piece for each
+# thread, however large the tensors are. Pieces of files of this machine are smaller than those caches. They are copied
+# and not mapped: pages that are mapped cost more.
 
 
 Array = np.ndarray[Any, np.dtype[Any]]
+S = TypeVar("S", "TensorSpec", "FilePart")
+T = TypeVar("T")
 
 
 MAX_SHARD_BYTES = 5_000_000_000
 """Where formats whose files may begin at any tensor begin a new one."""
 PIECE_BYTES = 16 << 20
 """The most that is read at once."""
-NEAR_PIECE_BYTES = 2 << 20
+NEAR_PIECE_BYTES = 4 << 20
 """The same, of a file that is mapped: then a read is a short call, and no request."""
 _SMALL_BYTES = 64 << 10
 """Pieces up to this size are read without a thread, and written together."""
 _SUMMED_TOGETHER = 512
 """The number of small pieces that are summed up together."""
-DEPTH = 3
-"""Pieces in memory: one that is written, and those that are read meanwhile."""
+_NEAR_THREADS, _FAR_THREADS = 2, 3
+"""Pieces in memory: one that is written, and those that are read meanwhile. One file is not written faster by more."""
+_QUEUED = 16
+"""Pieces that wait for their thread, at most: a thread that asks for each costs more."""
 _RELEASE_BYTES = 64 << 20
 """After this many bytes the mapped pages of the files are given back."""
 
@@ -96,7 +102,9 @@ class Region:
     @property
     def pieces(self) -> Iterator[Box]:
         """The boxes that are read at once."""
-        return windows(self.box.sizes, self.stored.itemsize, NEAR_PIECE_BYTES if self.is_near else PIECE_BYTES)
+        max_bytes = NEAR_PIECE_BYTES if self.is_near else PIECE_BYTES
+        for box in windows(self.box.sizes, self.stored.itemsize, max_bytes):
+            yield box.shift(self.box.offsets)
 
     @cached_property
     def _covered(self) -> StoredTensor:
@@ -123,7 +131,7 @@ class Region:
 
 @dataclass(frozen=True)
 class StreamedRows:
-    """Some rows of a region; valid until the next piece is taken."""
+    """Some rows of a region."""
 
     box: Box
     """In the coordinates of the full tensor."""
@@ -159,77 +167,96 @@ def windows(shape: Sequence[int], itemsize: int, max_bytes: int = PIECE_BYTES) -
 
 
 class Feed:
-    """The pieces of some regions, in order."""
+    """Reads the pieces of regions on several threads, and passes them on in order. A context, which ends when all is
+    done."""
 
-    def __init__(self, regions: Iterable[Region], seen: Callable[[Region, StreamedRows], None] | None = None) -> None:
-        """`seen` is called with each piece that is taken, before it is."""
-        self._seen = seen
-        self._tasks = ((region, box.shift(region.box.offsets)) for region in regions for box in region.pieces)
-        self._buffers: deque[Array] = deque(np.empty(0, np.uint8) for _ in range(DEPTH))
-        self._pending: deque[tuple[Box, str, Array, Callable[[], tuple[memoryview, int | None]]]] = deque()
-        self._pool = ThreadPoolExecutor(DEPTH - 1, thread_name_prefix="reshard-stream")
+    def __init__(self, *, is_near: bool, on_bytes: Callable[[int], None] = lambda nbytes: None) -> None:
+        """`is_near`: what is read is in files of this machine. `on_bytes` is called, on this thread, with the length of
+        each piece that was passed on; it may raise to end it."""
+        self._threads = _NEAR_THREADS if is_near else _FAR_THREADS
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="reshard-stream")
+        self._pending: deque[tuple[Future[None], int]] = deque()
+        self._own = threading.local()
         self._sources: set[FileSource] = set()
         self._read_bytes = 0
-        self._last: Array | None = None
+        self.on_bytes = on_bytes
 
-    def take(self, region: Region) -> Iterator[StreamedRows]:
-        """The pieces of `region`, which must be the next one. Raises what reading raises."""
-        for _ in region.pieces:
-            piece = self._next()
-            if self._seen is not None:
-                self._seen(region, piece)
-            yield piece
+    def add(self, region: Region, use: Callable[[StreamedRows], None]) -> None:
+        """Read a region. `use` is called with one piece after another, in order. Raises what earlier work raised."""
+        for box in region.pieces:
+            nbytes = box.numel * region.stored.itemsize
+            self.run(partial(self.load, region, box), use, nbytes, is_short=region.is_near and nbytes <= _SMALL_BYTES)
 
-    def _next(self) -> StreamedRows:
-        if self._last is not None:
-            self._buffers.append(self._last)
-            self._last = None
-        while self._buffers and self._submit():
-            pass
-        if not self._pending:
-            raise ReshardError("more pieces were taken of a stream than its regions have")
-        box, dtype, buffer, loaded = self._pending.popleft()
-        try:
-            data, digest = loaded()
-        finally:
-            del loaded  # which has the error
-        self._last = buffer
-        return StreamedRows(box, data, dtype, digest)
+    def run(
+        self, first: Callable[[], T], then: Callable[[T], object], nbytes: int = 0, *, is_short: bool = False
+    ) -> None:
+        """Call `first` on a thread, and there `then` with what it returned, once everything before is done.
+        Afterwards, `on_bytes` is called with `nbytes`.
 
-    def _submit(self) -> bool:
-        task = next(self._tasks, None)
-        if task is None:
-            return False
-        region, box = task
-        nbytes = box.numel * region.stored.itemsize
-        buffer = self._buffers.popleft()
+        Work that is short is done at once, if nothing is before it. Raises what earlier work raised.
+        """
+        self._collect(len(self._pending) if len(self._pending) < _QUEUED else _QUEUED // 2)
+        if is_short and not self._pending:
+            then(first())
+            self.on_bytes(nbytes)
+            return
+        before = self._pending[-1][0] if self._pending else None
+        self._pending.append((self._pool.submit(_in_turn, first, then, before), nbytes))
+
+    def finish(self) -> None:
+        """Wait for everything. Raises what it raised."""
+        self._collect(0)
+
+    def _collect(self, most: int) -> None:
+        """Leave at most this many unfinished."""
+        while self._pending and (len(self._pending) > most or self._pending[0][0].done()):
+            done, nbytes = self._pending.popleft()
+            try:
+                done.result()
+            finally:
+                del done  # which has the error
+            self.on_bytes(nbytes)
+
+    def load(self, region: Region, box: Box) -> StreamedRows:
+        """Read a box of a region, one of its `pieces`. The data is valid until this thread loads the next one."""
+        nbytes, stored = box.numel * region.stored.itemsize, region.stored
+        buffer: Array = getattr(self._own, "buffer", np.empty(0, np.uint8))
         if len(buffer) < nbytes:
-            buffer = np.empty(max(nbytes, min(2 * len(buffer), PIECE_BYTES)), np.uint8)
-        loaded: Callable[[], tuple[memoryview, int | None]] = partial(self._load, region, box, buffer[:nbytes])
-        if not region.is_near or nbytes > _SMALL_BYTES:  # a thread's turn costs more than a small read
-            loaded = self._pool.submit(loaded).result
-        self._pending.append((box, region.stored.spec.dtype, buffer, loaded))
-        return True
-
-    def _load(self, region: Region, box: Box, buffer: Array) -> tuple[memoryview, int | None]:
-        """The bytes of a box and their digest; on a thread of the pool."""
-        self._sources.update(region.read(box, buffer.view(item_dtype(region.stored.itemsize)).reshape(box.sizes)))
-        self._read_bytes += buffer.nbytes
+            buffer = self._own.buffer = np.empty(max(nbytes, min(2 * len(buffer), PIECE_BYTES)), np.uint8)
+        buffer = buffer[:nbytes]
+        self._sources.update(region.read(box, buffer.view(item_dtype(stored.itemsize)).reshape(box.sizes)))
+        self._read_bytes += nbytes
         if self._read_bytes >= _RELEASE_BYTES:
             self._read_bytes = 0
             sources, self._sources = self._sources, set()
             for source in sources:
                 source.release()
         data = memoryview(cast("Any", buffer))  # numpy's types know buffers from 3.12 on
-        return data, None if region.digest is None else region.digest(data)
+        digest = None if region.digest is None else region.digest(data)
+        return StreamedRows(box, data, stored.spec.dtype, digest)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-        for source in self._sources:
-            source.release()
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self.finish()
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+            for source in self._sources:
+                source.release()
+
+
+def _in_turn(first: Callable[[], T], then: Callable[[T], object], before: Future[None] | None) -> None:
+    """Work of a feed. What is before it was begun earlier, so this thread does not wait forever."""
+    found = first()
+    try:
+        if before is not None:
+            before.result()
+    finally:
+        del before  # which may have an error
+    then(found)
 
 
 def _narrow(window: Window) -> Iterator[Box]:
@@ -389,10 +416,15 @@ class FormatWriter(ABC):
         """True if what is written is summed up: where the source has fingerprints, they must be the same."""
         return bool(self.contents.fingerprints)
 
-    def feed(self, regions: Sequence[Region]) -> Feed:
-        """The elements of regions, on their way into a file."""
+    def feed(self, file: FilePlan, on_bytes: Callable[[int], None]) -> Feed:
+        """Start to read the parts of a file."""
         self._prints, self._small = {}, []
-        return Feed(regions, self._take_sum if self.takes_fingerprints else None)
+        return Feed(is_near=any(self.region(part).is_near for part in file.parts[:1]), on_bytes=on_bytes)
+
+    def seen(self, region: Region, piece: StreamedRows) -> None:
+        """Sum up a piece, if that is wanted. Called in order."""
+        if self.takes_fingerprints:
+            self._take_sum(region, piece)
 
     def _take_sum(self, region: Region, piece: StreamedRows) -> None:
         """Sum a large piece at once. Keep small ones, and sum many together."""
@@ -407,7 +439,7 @@ class FormatWriter(ABC):
         for (spec, _, _), one in zip(small, found, strict=True):
             self._prints[spec.fqn] = self._prints[spec.fqn] + one if spec.fqn in self._prints else one
 
-    def done(self, name: str, nbytes: int, digest: str, facts: Mapping[str, Any] = MappingProxyType({})) -> WrittenFile:
+    def done(self, name: str, digest: str, nbytes: int, facts: Mapping[str, Any] = MappingProxyType({})) -> WrittenFile:
         """A file that was written from `feed`, with what its elements add to fingerprints."""
         self._sum_up()
         prints = {fqn: part.to_bytes().hex() for fqn, part in self._prints.items()}
@@ -456,48 +488,85 @@ def fingerprint_parts(done: Iterable[WrittenFile]) -> dict[str, Partial]:
 
 
 class HashingWriter:
-    """Passes bytes on to a writer, and takes the digest of all of them.
+    """A new file, put together in order of literal bytes and of the elements of regions, and the digest of all of it.
 
-    Small pieces wait to be written together. Call `digest` before the writer's context ends, or
-    they are lost.
+    Small parts are written together. Where the storage can, large ones are written by the threads that read them, side
+    by side.
     """
 
-    def __init__(self, out: Writer) -> None:
+    def __init__(self, out: Writer, feed: Feed, seen: Callable[[Region, StreamedRows], None]) -> None:
+        """`seen` is called with each piece, in order."""
         self.nbytes = 0
-        """How many bytes were written so far."""
-        self._out = out
+        """How many bytes the parts have that came so far."""
+        self._out, self._feed, self._seen = out, feed, seen
         self._state = xxhash.xxh3_128()
-        self._small = bytearray()
-        """Bytes that wait to be written together: a call to the storage costs more than to copy them."""
+        self._small: list[Callable[[], Any]] = []
+        """Parts that wait to be written together: a call to the storage costs more than to copy them."""
+        self._small_bytes = 0
 
     def write(self, data: Any) -> None:
-        """Append a contiguous bytes-like object, which may be changed again once this returns."""
-        view = memoryview(data)
-        self.nbytes += view.nbytes
-        if view.nbytes > _SMALL_BYTES:
-            self._flush()
-            self._pass_on(view)
-            return
-        self._small += view
-        if len(self._small) > _SMALL_BYTES:
+        """Append a contiguous bytes-like object, which stays as it is until `digest` returns."""
+        self.write_later(memoryview(data).nbytes, lambda: data)
+
+    def write_later(self, nbytes: int, make: Callable[[], Any]) -> None:
+        """Append bytes that `make` returns when everything before was read."""
+        self.nbytes += nbytes
+        self._small_bytes += nbytes
+        self._small.append(make)
+        if self._small_bytes > _SMALL_BYTES:
             self._flush()
 
+    def copy(self, region: Region, use: Callable[[StreamedRows], object] = lambda piece: None) -> None:
+        """Append the elements of a region, row-major. `use` is called with its pieces, in order."""
+        for box in region.pieces:
+            nbytes = box.numel * region.stored.itemsize
+            if region.is_near and nbytes <= _SMALL_BYTES:  # a thread's turn costs more than a small read
+                piece = self._feed.load(region, box)
+                piece = replace(piece, data=memoryview(bytearray(piece.data)))
+                self.write_later(nbytes, partial(self._used, region, piece, use))
+                self._feed.on_bytes(nbytes)
+            else:
+                self._flush()
+                self.nbytes += nbytes
+                place = self._out.reserve(nbytes)
+                then = partial(self._pass_on, region, use, place is not None)
+                self._feed.run(partial(self._load, region, box, place), then, nbytes)
+
     def digest(self) -> str:
-        """Pass on what still waits, and return the digest of all bytes, in hex."""
+        """Wait until all parts are written, and return the digest of all bytes, in hex."""
         self._flush()
+        self._feed.finish()
         return str(self._state.hexdigest())
+
+    def _used(self, region: Region, piece: StreamedRows, use: Callable[[StreamedRows], object]) -> memoryview:
+        self._seen(region, piece)
+        use(piece)
+        return piece.data
+
+    def _load(self, region: Region, box: Box, place: Callable[[memoryview], None] | None) -> StreamedRows:
+        piece = self._feed.load(region, box)
+        if place is not None:
+            place(piece.data)
+        return piece
+
+    def _pass_on(
+        self, region: Region, use: Callable[[StreamedRows], object], is_written: bool, piece: StreamedRows
+    ) -> None:
+        data = self._used(region, piece, use)
+        if not is_written:
+            self._out.write(data)
+        self._state.update(data)
 
     def _flush(self) -> None:
         if self._small:
-            small, self._small = self._small, bytearray()
-            self._pass_on(small)
+            place = self._out.reserve(self._small_bytes) or self._out.write
+            self._feed.run(list, partial(self._write_together, self._small, place), is_short=True)
+            self._small, self._small_bytes = [], 0
 
-    def _pass_on(self, data: Any) -> None:
-        self._out.write(data)
-        self._state.update(data)
-
-
-S = TypeVar("S", TensorSpec, FilePart)
+    def _write_together(self, parts: list[Callable[[], Any]], place: Callable[[memoryview], None], _: object) -> None:
+        for data in [parts[0]()] if len(parts) == 1 else [b"".join(make() for make in parts)]:
+            place(memoryview(data).cast("B"))
+            self._state.update(data)
 
 
 def grouped(things: Iterable[S], max_bytes: int) -> list[list[S]]:

@@ -625,13 +625,13 @@ class _Transfer(NamedTuple):
     passing: bool
 
     def run(self, window: Window, out: Array) -> None:
-        """Long runs are read straight into their place; short ones are copied from a view, or read
-        with some neighbors."""
-        source, view, runs = self.source, self.view, window.runs()
-        long = runs.run_bytes >= source.direct_bytes
+        """Long runs are read straight into their place; short ones, or those that go to many places,
+        are copied from a view, or read with some neighbors."""
+        source, view, runs, least = self.source, self.view, window.runs(), self.source.direct_bytes
+        long = runs.run_bytes >= least
         if runs.count == 1 and out.flags.c_contiguous and (long or view is None):
             self._read_run(window.offset, memoryview(cast("Any", out.reshape(-1).view(np.uint8))))
-        elif long and window.sizes[0] > 1 and out.strides[-1] == window.itemsize:
+        elif long and 1 < window.sizes[0] <= window.nbytes // least and out.strides[-1] == window.itemsize:
             row = window.crop(Box.of((0,) * len(window.sizes), (1, *window.sizes[1:])))
             for i in range(window.sizes[0]):
                 here = Window(row.offset + i * row.strides[0], row.sizes, row.strides, row.itemsize)

@@ -774,7 +774,7 @@ def test_values_of_a_wrong_kind_are_told_the_right_one(tmp_path, monkeypatch) ->
         ),
         (
             lambda: reshard.convert("run/step-7", "x", dtype="whole"),
-            r"'whole': write a torch dtype by name, such as 'bfl",
+            r"'whole': write the name of a torch dtype, such as 'bfl",
         ),
         (
             lambda: reshard.layout_of("run/step-7"),

@@ -290,7 +290,7 @@ def test_signs_of_plans_and_layouts_are_explained(tmp_path: Path) -> None:
     run = CliRunner().invoke
     shown = run(app, ["plan", str(tmp_path / "c"), "fsdp=2", "--items"]).stdout
     assert (
-        "read items of rank 0: NAME box in this rank's shard <- box in the chunk, which is CHUNK of the full tensor"
+        "read items of rank 0: NAME box in this rank's shard <- box in the saved chunk, and the chunk's box in the full"
         in " ".join(shown.split())
     )
     shown = run(app, ["explain", "R on world=2", "--legend"]).stdout

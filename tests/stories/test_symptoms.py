@@ -205,6 +205,35 @@ def test_large_numpy_arrays_are_saved_with_a_warning(tmp_path: Path, caplog: Any
     assert "its manifest contains 8.0 MiB of numpy arrays, and every open reads all of it" in caplog.text
 
 
+class _Named(torch.nn.Module):
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+        for name, inside in zip(names, (layers, torch.nn.Linear(3, 2), torch.nn.Linear(2, 1)), strict=True):
+            self.add_module(name, inside)
+
+
+@pytest.mark.parametrize(
+    "names", [("blocks", "emb", "head"), ("blocks", "embedding", "lm_head"), ("layers", "emb", "score")]
+)
+def test_levels_with_other_names_are_renamed_by_the_mapping_that_the_error_gives(names, tmp_path) -> None:
+    model, renamed = _Named("layers", "emb", "head"), _Named(*names)
+    optimizer = torch.optim.Adam(model.parameters())
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    reshard.save({"model": model, "optim": optimizer}, tmp_path / "c")
+    state = {"model": renamed, "optim": torch.optim.Adam(renamed.parameters())}
+    with pytest.raises(KeyMismatchError) as caught:
+        reshard.load(state, tmp_path / "c")
+
+    code = re.search(
+        r"fix: mapping=(m\.Mapping\(.*\)) renames these keys \(import reshard.mapping as m\)", str(caught.value)
+    )
+    assert code is not None
+    assert reshard.load(state, tmp_path / "c", mapping=eval(code[1], {"m": reshard.mapping})).ok
+    assert all(map(torch.equal, model.parameters(), renamed.parameters()))
+
+
 def test_the_model_alone_from_a_full_checkpoint_needs_subset_and_not_a_load_that_hides_missing_weights(
     tmp_path: Path,
 ) -> None:
@@ -273,7 +302,7 @@ def test_rules_that_match_nothing_are_named(tmp_path: Path, key: str) -> None:
     reshard.save({"w": torch.ones(3)}, tmp_path / "c")
     rules = reshard.mapping.Mapping([reshard.mapping.Rename("zz", "yy")])
     words = f"no rule of the mapping matches a name in {tmp_path}/c, such as 'w'"
-    words += ": rules lead from the checkpoint's names to the new ones"
+    words += ": rules map the checkpoint's names to the new ones"
     with pytest.raises(KeyMismatchError, match=f"^{re.escape(words)}$"):
         reshard.load({key: torch.zeros(3)}, tmp_path / "c", mapping=rules)
     with pytest.raises(KeyMismatchError, match=f"^{re.escape(words)}$"):

@@ -81,12 +81,13 @@ class DcpWriter(FormatWriter):
         storage.delete(file.name)
         regions = with_sums(self.region(part) for part in file.parts)
         items: list[list[Any]] = []
-        with storage.create(file.name) as raw, self.feed([region for region, _ in regions]) as feed:
-            out = HashingWriter(raw)
+        with storage.create(file.name) as raw, self.feed(file, on_bytes) as feed:
+            out = HashingWriter(raw, feed, self.seen)
             for part, summed in zip(file.parts, regions, strict=True):
                 start = out.nbytes
-                archive = begin_archive(out.write, pickled_tensor(part.spec.dtype, part.box.sizes))
-                tensor_record(archive, "data/0", feed, summed, on_bytes)
+                pickled = pickled_tensor(part.spec.dtype, part.box.sizes)
+                archive = begin_archive(out.write, pickled, out.write_later)
+                tensor_record(archive, "data/0", out, summed)
                 end_archive(archive)
                 items.append([part.spec.fqn, list(part.box.offsets), list(part.box.sizes), start, out.nbytes - start])
             if file is self.files[0]:
@@ -94,7 +95,7 @@ class DcpWriter(FormatWriter):
                     start = out.nbytes
                     out.write(object_to_bytes(value))
                     items.append([key, None, None, start, out.nbytes - start])
-            done = out.nbytes, out.digest()
+            done = out.digest(), out.nbytes
         return self.done(file.name, *done, {"items": items})
 
     def finish(self, out: Publication) -> None:

@@ -9,6 +9,7 @@ import struct
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -28,12 +29,12 @@ from reshard.storage.base import Listing, Storage
 from reshard.stored.contents import Contents, unknown_class
 from reshard.stored.record_checksums import combined, crc32
 from reshard.stored.streaming import (
-    Feed,
     FilePlan,
     FormatWriter,
     HashingWriter,
     Publication,
     Region,
+    StreamedRows,
     Target,
     WrittenFile,
 )
@@ -60,16 +61,16 @@ class ArchivesWriter(FormatWriter):
         pickled, inside = pickled_with_tensors(value, len(regions))
         name = storage.temporary(file.name, self.job_id)
         storage.delete(name)
-        with storage.create(name) as raw, self.feed([region for region, _ in regions]) as feed:
-            out = HashingWriter(raw)
-            archive = begin_archive(out.write, pickled)
+        with storage.create(name) as raw, self.feed(file, on_bytes) as feed:
+            out = HashingWriter(raw, feed, self.seen)
+            archive = begin_archive(out.write, pickled, out.write_later)
             for number, summed in enumerate(regions):
-                tensor_record(archive, f"data/{number}", feed, summed, on_bytes)
+                tensor_record(archive, f"data/{number}", out, summed)
             for number, tensor in enumerate(inside, len(regions)):
                 data = row_major_bytes(as_array(tensor))
                 archive.record(f"data/{number}", len(data), [data])
             end_archive(archive)
-            done = out.nbytes, out.digest()
+            done = out.digest(), out.nbytes
         return self.done(name, *done)
 
 
@@ -158,22 +159,18 @@ def with_sums(regions: Iterable[Region]) -> list[tuple[Region, int | None]]:
     return [(replace(region, digest=crc32) if crc is None else region, crc) for region, crc in known]
 
 
-def tensor_record(
-    archive: ArchiveWriter, name: str, feed: Feed, summed: tuple[Region, int | None], on_bytes: Callable[[int], None]
-) -> None:
-    """The data of one tensor, one of `with_sums`, as a record of an archive."""
+def tensor_record(archive: ArchiveWriter, name: str, out: HashingWriter, summed: tuple[Region, int | None]) -> None:
+    """The data of one tensor, one of `with_sums`, as a record of an archive in `out`."""
     region, known = summed
     crc = known or 0
 
-    def pieces() -> Iterator[memoryview]:
+    def add(piece: StreamedRows) -> None:
         nonlocal crc
-        for piece in feed.take(region):
-            yield piece.data
-            if piece.digest is not None:
-                crc = combined(crc, piece.digest, len(piece.data))
-            on_bytes(len(piece.data))
+        if piece.digest is not None:
+            crc = combined(crc, piece.digest, len(piece.data))
 
-    archive.record(name, region.nbytes, pieces(), lambda: crc)
+    with archive.record_of(name, region.nbytes, lambda: crc):
+        out.copy(region, add)
 
 
 # Writes the zip archives of `torch.save`, tensor by tensor, from a stream: the inverse of
@@ -221,18 +218,32 @@ _STORAGES = {
 
 @dataclass(frozen=True)
 class _ArchiveEntry:
-    name: bytes
-    at: int
-    nbytes: int
-    crc: int
+    """Of the central directory."""
+
+    before: bytes
+    crc: Callable[[], int]
+    after: bytes
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.before) + 4 + len(self.after)
+
+    def encoded(self) -> bytes:
+        return self.before + struct.pack("<I", self.crc()) + self.after
 
 
 class ArchiveWriter:
     """A zip archive that is written from front to end."""
 
-    def __init__(self, write: Callable[[Any], Any]) -> None:
-        """`write` appends bytes."""
+    def __init__(
+        self,
+        write: Callable[[Any], Any],
+        write_later: Callable[[int, Callable[[], bytes]], Any] | None = None,
+    ) -> None:
+        """`write` appends bytes. `write_later` appends this number of bytes that are made when everything before is
+        read: without it, everything is read when it is appended."""
         self._write = write
+        self._write_later = write_later or (lambda nbytes, make: write(make()))
         self._entries: list[_ArchiveEntry] = []
         self.nbytes = 0
         """How many bytes were written so far."""
@@ -241,11 +252,25 @@ class ArchiveWriter:
         self._write(data)
         self.nbytes += memoryview(data).nbytes
 
-    def record(self, name: str, nbytes: int, pieces: Iterable[Any], summed: Callable[[], int] | None = None) -> None:
-        """A record of `nbytes` bytes. `summed`, if given, returns its CRC-32 once all pieces were taken.
+    def _put_later(self, nbytes: int, make: Callable[[], bytes]) -> None:
+        self._write_later(nbytes, make)
+        self.nbytes += nbytes
 
-        Raises FormatError if the pieces add up to another number.
-        """
+    def record(self, name: str, nbytes: int, pieces: Iterable[Any]) -> None:
+        """A record of `nbytes` bytes. Raises FormatError if the pieces add up to another number."""
+        crc = done = 0
+        with self.record_of(name, nbytes, lambda: crc):
+            for piece in pieces:
+                crc = crc32(piece, crc)
+                self._write(piece)
+                done += memoryview(piece).nbytes
+            if done != nbytes:
+                raise FormatError(f"record {name!r} should have {nbytes} bytes, but {done} were written")
+
+    @contextmanager
+    def record_of(self, name: str, nbytes: int, crc: Callable[[], int]) -> Iterator[None]:
+        """A record whose `nbytes` bytes are appended in this context by what `write` belongs to. `crc` returns their
+        CRC-32 when they are read."""
         full = f"archive/{name}".encode()
         at = self.nbytes
         big = nbytes >= LIMIT32
@@ -259,31 +284,27 @@ class ArchiveWriter:
                         len(full), len(extra))
             + full + extra
         )  # fmt: skip
-        taken, done = 0, 0
-        for piece in pieces:
-            if summed is None:
-                taken = crc32(piece, taken)
-            self._put(piece)
-            done += memoryview(piece).nbytes
-        if done != nbytes:
-            raise FormatError(f"record {name!r} should have {nbytes} bytes, but {done} were written")
-        crc = taken if summed is None else summed()
-        self._put(struct.pack("<4sIQQ" if big else "<4sIII", b"PK\x07\x08", crc, nbytes, nbytes))
-        self._entries.append(_ArchiveEntry(full, at, nbytes, crc))
+        yield
+        self.nbytes += nbytes
+        sizes = struct.pack("<QQ" if big else "<II", nbytes, nbytes)
+        self._put_later(8 + len(sizes), lambda: struct.pack("<4sI", b"PK\x07\x08", crc()) + sizes)
+        numbers = [n for n in (nbytes,) * 2 if n >= LIMIT32] + [n for n in (at,) if n >= LIMIT32]
+        more = struct.pack(f"<HH{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
+        small, near = _fitting(nbytes), _fitting(at)
+        self._entries.append(
+            _ArchiveEntry(
+                struct.pack("<4sHHHHHH", b"PK\x01\x02", 45, 45 if numbers else 20, _FLAGS, 0, 0, _DATE),
+                crc,
+                struct.pack("<IIHHHHHII", small, small, len(full), len(more), 0, 0, 0, 0, near) + full + more,
+            )
+        )
 
     def close(self) -> None:
         """Write the central directory: before that, the archive is none."""
-        start = self.nbytes
-        for entry in self._entries:
-            wide = [n for n in (entry.nbytes,) * 2 if n >= LIMIT32] + [n for n in (entry.at,) if n >= LIMIT32]
-            extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
-            size, at = _fitting(entry.nbytes), _fitting(entry.at)
-            self._put(
-                struct.pack("<4sHHHHHHIIIHHHHHII", b"PK\x01\x02", 45, 45 if wide else 20, _FLAGS, 0, 0, _DATE,
-                            entry.crc, size, size, len(entry.name), len(extra), 0, 0, 0, 0, at)
-                + entry.name + extra
-            )  # fmt: skip
-        length, end, count = self.nbytes - start, self.nbytes, len(self._entries)
+        start, entries = self.nbytes, self._entries
+        length, count = sum(entry.nbytes for entry in entries), len(entries)
+        self._put_later(length, lambda: b"".join(entry.encoded() for entry in entries))
+        end = self.nbytes
         self._put(struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, length, start))
         self._put(struct.pack("<4sIQI", b"PK\x06\x07", 0, end, 1))
         few, small, near = min(count, 0xFFFF), _fitting(length), _fitting(start)
@@ -294,9 +315,13 @@ def _fitting(number: int) -> int:
     return number if number < LIMIT32 else _MARK32
 
 
-def begin_archive(write: Callable[[Any], Any], pickled: bytes) -> ArchiveWriter:
+def begin_archive(
+    write: Callable[[Any], Any],
+    pickled: bytes,
+    write_later: Callable[[int, Callable[[], bytes]], Any] | None = None,
+) -> ArchiveWriter:
     """An archive up to its tensors' data: the records `data/0`, `data/1` ... come next, then `end_archive`."""
-    archive = ArchiveWriter(write)
+    archive = ArchiveWriter(write, write_later)
     archive.record("data.pkl", len(pickled), [pickled])
     for name, text in ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")):
         archive.record(name, len(text), [text])

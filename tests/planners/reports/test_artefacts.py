@@ -274,7 +274,7 @@ def test_boxes_of_items_are_said_to_be_those_of_local_tensors():
     boxes = {0: [Box((0, 0), (2, 3))], 1: [Box((2, 0), (1, 3)), Box((3, 0), (3, 3))]}
     wanted = StateLayout({"w": TensorLayout.from_boxes(TensorSpec("w", (6, 3), "float32"), boxes)})
     text = format_plan(plan_reads(alike((6, 3), ("w",))("R", "x=1"), wanted))
-    assert "read items of rank 0: NAME  box in this rank's shard <- box in the chunk, which is CHUNK" in text
+    assert "read items of rank 0: NAME  box in this rank's shard <- box in the saved chunk, and" in text
     assert "\n  read items of rank 1\n" in text, "once is enough"
     assert "w Box[0:1, 0:3] <- Box[2:3, 0:3] of chunk Box[0:6, 0:3] of rank 0, 12 B" in text
     assert "w (local tensor 1) Box[0:3, 0:3] <- Box[3:6, 0:3] of chunk" in text

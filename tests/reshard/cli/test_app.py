@@ -121,7 +121,7 @@ def test_version(say) -> None:
         ),
         (["plan", ".", "tp=two,fsdp=2"], 2, "'tp=two,fsdp=2' is neither a path nor a topology. Write a topology like"),
         (["plan", "tp=", "tp=2"], 2, "cannot read the topology 'tp=': expected tp=RANKS, with numbers >= 1"),
-        (["plan", "nowhere", "tp=2"], 3, "Or give a topology: 'fsdp=3'"),
+        (["plan", "nowhere", "tp=2"], 3, "Or pass a topology, such as 'fsdp=3'"),
         (["plan", ".", "tp=2", "--html", "/none/p.html"], 3, "No such file or directory. Check its folder and your"),
         (["inspect", "nowhere", "--html", "/none/p.html"], 3, "cannot open '/none/p.html'"),
         (["diff", "nowhere", ".", "--html", "/none/p.html"], 3, "cannot open '/none/p.html'"),
@@ -212,7 +212,7 @@ def test_version(say) -> None:
         (
             ["convert", ".", "out", "--dtype", "float99"],
             2,
-            "unknown dtype 'float99': write a torch dtype by name, such",
+            "unknown dtype 'float99': write the name of a torch dtype, such",
         ),
         (["convert", ".", "."], 2, "source and output are the same, "),
     ],
@@ -364,6 +364,24 @@ def test_the_answer_is_the_same_with_nobody_reading(checkpoint, tmp_path, words,
     os.close(writing)
 
     assert (ran.returncode, ran.stderr) == (code, "")
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_an_output_that_is_full_is_an_error_and_not_the_answer_no(checkpoint, options) -> None:
+    with open("/dev/full", "w") as full:
+        ran = subprocess.run(
+            [*RESHARD, "verify", str(checkpoint), *options], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+
+    assert ran.returncode == 3
+    assert ran.stderr.strip() == "error: cannot write the output: No space left on device"
+
+
+def test_a_file_is_not_suggested_for_a_missing_folder(say, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mistakes").touch()
+    (tmp_path / "mistaken").mkdir()
+    assert f"there is nothing at mistake in {tmp_path}: did you mean 'mistaken'?" in say("inspect", "mistake").err
 
 
 def test_an_error_is_one_with_nobody_reading_either(tmp_path) -> None:

@@ -663,9 +663,7 @@ def test_torchs_repr_is_read_with_a_mesh(say) -> None:
 def test_a_topology_is_explained_by_its_rules(say) -> None:
     said = say("explain", "fsdp=4,tp=2")
     assert said.code == 0
-    assert said.out.startswith(
-        "the mesh fsdp=4,tp=2 of 8 ranks; the first rule that matches a name counts:\n  *wq.weight*"
-    )
+    assert said.out.startswith("the mesh fsdp=4,tp=2 of 8 ranks; the first matching rule applies:\n  *wq.weight*")
     assert "reshard plan CHECKPOINT fsdp=4,tp=2\n" in said.out
     [*_, last] = json.loads(say("explain", "fsdp=4,tp=2", "--json").out)["rules"]
     assert last == {"glob": "*", "placements": "fsdp,tp: S(0),R"}

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -199,18 +200,33 @@ def test_the_disk_writes_while_bytes_are_made(is_placed: bool, tmp_path: Path, m
             for start_byte, stop in ((4000, 8000), (0, 700), (700, 1300), (3700, 4000), (1300, 3700)):
                 out.at = start_byte
                 out.write(data[start_byte:stop])
-        of_long_writes = [range(at, at + 1000) for at in (4000, 5000, 6000, 7000)]
-        # what is less than a write when the next one is elsewhere is left to the fsync
-        assert asked == [*of_long_writes, range(1300), range(1300, 2300), range(2300, 3300)]
+        starts = [4000, 5000, 6000, 7000, 0, 3000, 1000, 2000]  # each when its last bytes come
     else:
         with storage.create("a") as out:
             for at in range(0, 10_000, 400):
                 out.write(data[at : at + 400])
             out.write(data[10_000:])
-        # pieces of 400 bytes are asked for together, and a long one by parts
-        assert asked[:3] == [range(1200), range(1200, 2400), range(2400, 3600)]
-        assert asked[-2:] == [range(9600, 11_000), range(11_000, 12_000)]
+        # pieces of 400 bytes are asked for together, and a long one by parts; the rest is left to the fsync
+        starts = [*range(0, 12_000, 1000)]
+    assert asked == [range(start, start + 1000) for start in starts]
     assert storage.read("a") == data
+
+
+def test_reserved_bytes_are_written_in_any_order_and_on_any_thread(tmp_path: Path) -> None:
+    data, storage = os.urandom(500), LocalStorage(tmp_path)
+    with storage.create("a") as out, ThreadPoolExecutor(2) as pool:
+        places = []
+        for at in range(0, 500, 100):
+            if at == 200:
+                out.write(data[200:300])
+            elif (place := out.reserve(100)) is not None:
+                places.append((place, memoryview(data)[at : at + 100]))
+        assert out.nbytes == 500
+        for written in [pool.submit(place, piece) for place, piece in reversed(places)]:
+            written.result()
+    assert storage.read("a") == data
+    with open_storage("memory://reserved").create("a") as front_to_end:
+        assert front_to_end.reserve(100) is None
 
 
 def test_this_system_can_be_asked_to_write(tmp_path: Path) -> None:
