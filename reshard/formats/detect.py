@@ -31,7 +31,7 @@ from reshard.formats.format import Format, refuse_plan, unopened_text
 from reshard.formats.table import FORMATS, formats
 from reshard.live.garbage_collection import gc_paused
 from reshard.native import reader as native
-from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation, read_manifest, without_claim
+from reshard.native.manifest import HF_INDEX, MANIFEST, decode_sealed, is_generation, read_manifest, without_claim
 from reshard.storage.base import AnyPath, Listing, Storage, is_temporary
 from reshard.storage.local import LocalStorage
 from reshard.storage.opening import StoragePath, open_storage, path_text
@@ -680,14 +680,15 @@ def records_in(storage: Storage, below: str = "") -> dict[int, StepRecord]:
     Raises CheckpointError if it cannot be read: which steps count is not known then.
     """
     try:
-        return msgspec.json.decode(storage.read(below + LEDGER), type=StepRecords).steps
+        return decode_sealed(storage.read(below + LEDGER), StepRecords).steps
     except CheckpointNotFoundError:
         return {}
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        where = path_below(storage.url, below + LEDGER)
         raise CheckpointError(
-            f"{path_below(storage.url, below + LEDGER)} cannot be read: {error}. It contains the metrics of the steps, "
-            "and which of them are discarded: restore it, open a step by its own folder, or delete it to continue from "
-            "the newest one"
+            f"{where} cannot be read: {error}. It contains the metrics of the steps, and which of them are discarded. "
+            "Restore the file, or open a step by its own folder, or delete it: then no metrics are known, "
+            "and a run continues from its newest step unless it calls restore(state, step, discard_newer=True)"
         ) from error
 
 

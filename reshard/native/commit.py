@@ -32,7 +32,7 @@ from reshard.native.manifest import (
     Manifest,
     PartsRecord,
     TableRecord,
-    encode_manifest,
+    encode_sealed,
     encode_table,
     is_generation,
     published,
@@ -131,7 +131,7 @@ class Generation:
                 self.storage.url,
                 format_bytes(arrays),
             )
-        self.storage.publish_while(MANIFEST, encode_manifest(manifest), look)
+        self.storage.publish_while(MANIFEST, encode_sealed(manifest), look)
         # Hugging Face tools initialize what they do not find, so names must be those of a model
         is_model = not (manifest.paths or manifest.per_rank or any(path for path, _ in manifest.containers))
         names = {record.name for record in manifest.files.values()}
