@@ -196,7 +196,9 @@ class ConvertJob:
 def _made(onto: Topology, specs: Mapping[str, TensorSpec]) -> StateLayout:
     layout = onto.layout(specs)
     for axis, fqns in onto.unsharded_axes(layout).items():
-        raise LayoutError(f"{unsharded_text(axis, fqns)}: pass rules that match them, or leave out the axis")
+        raise LayoutError(
+            f"{unsharded_text(axis, fqns)}: pass a Topology with rules that match them, or leave out the axis"
+        )
     return layout
 
 

@@ -411,9 +411,8 @@ _CONVERTS = (
 )
 
 _REPLACES = (
-    "{} does not open: a conversion to it was stopped while it "
-    "published, or is still running. To complete a stopped one, "
-    "run it again. What is wrong now: {}"
+    "{} does not open: a conversion to it was stopped while it published, or is still running. To complete a stopped "
+    "one, run it again. What is wrong now: {}"
 )
 
 
@@ -432,6 +431,8 @@ def _nothing(storage: Storage, url: str) -> str:
         return f"{url} is an empty folder: it holds no checkpoint"
     while not gone.parent.is_dir():
         gone = gone.parent
+    if gone.exists():
+        return f"there is nothing at {url}, since {gone} is a file: check the path"
     if gone.is_symlink():
         return f"there is nothing at {url}: {gone} is a link to {os.readlink(gone)}, which is not there"
     near = did_you_mean(gone.name, os.listdir(gone.parent)[:5000]) if os.access(gone.parent, os.R_OK) else ""
@@ -684,11 +685,10 @@ def records_in(storage: Storage, below: str = "") -> dict[int, StepRecord]:
     except CheckpointNotFoundError:
         return {}
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        where = path_below(storage.url, below + LEDGER)
         raise CheckpointError(
-            f"{where} cannot be read: {error}. It contains the metrics of the steps, and which of them are discarded. "
-            "Restore the file, or open a step by its own folder, or delete it: then no metrics are known, "
-            "and a run continues from its newest step unless it calls restore(state, step, discard_newer=True)"
+            f"{path_below(storage.url, below + LEDGER)} cannot be read: {error}. It contains the metrics of the steps, "
+            "and which of them are discarded. Restore the file, or open a step by its own folder. If you delete it, "
+            "the run goes on from its newest step, or from one that you pass with discard_newer=True"
         ) from error
 
 

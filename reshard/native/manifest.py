@@ -174,16 +174,17 @@ def encode_sealed(record: msgspec.Struct) -> bytes:
 
 
 def decode_sealed(data: bytes, kind: type[T]) -> T:
-    """Return what `encode_sealed` got. Older manifests have no digest: see `read_manifest`.
+    """Return what `encode_sealed` got. For manifests, see `read_manifest`.
 
-    Raises msgspec.DecodeError for a changed one, or its subclass ValidationError for a file of another kind.
+    Raises msgspec.DecodeError; for a file of another kind ValidationError, its subclass.
     """
     body = data[:-_DIGEST_BYTES]
     tail = data[-_DIGEST_BYTES:]
     if not tail.startswith(_DIGEST_FIELD):
         msgspec.json.decode(data, type=kind)
         raise msgspec.DecodeError("its digest is missing")
-    if tail != _DIGEST % xxhash.xxh3_128_hexdigest(body).encode():
+    digest = xxhash.xxh3_128_hexdigest(body).encode()
+    if tail != _DIGEST % digest:
         raise msgspec.DecodeError("it was changed since it was written: its digest differs")
     return msgspec.json.decode(body + b"}", type=kind)
 

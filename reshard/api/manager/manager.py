@@ -506,7 +506,7 @@ class CheckpointManager:
     def _to_fill(self, state: Any, known: _Known, strict: Any) -> LiveObjects:
         """Collective: take the state apart.
 
-        If there is nothing to restore, no object is asked for its state, which may step Adam.
+        If there is nothing, no object is asked for its state: that may step Adam.
         """
         is_new = not known.steps and (self._memory is None or self._memory._is_empty())
         if is_new and isinstance(state, Mapping):
