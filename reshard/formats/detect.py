@@ -688,7 +688,7 @@ def records_in(storage: Storage, below: str = "") -> dict[int, StepRecord]:
         raise CheckpointError(
             f"{path_below(storage.url, below + LEDGER)} cannot be read: {error}. It contains the metrics of the steps, "
             "and which of them are discarded. Restore the file, or open a step by its own folder. If you delete it, "
-            "the run goes on from its newest step, or from one that you pass with discard_newer=True"
+            "the run continues from its newest step, or from one that you pass with discard_newer=True"
         ) from error
 
 
