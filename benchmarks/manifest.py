@@ -21,7 +21,7 @@ from planners.plans.save import plan_writes
 from reshard.live.fingerprints import Partial
 from reshard.native import reader
 from reshard.native.commit import Generation, Written
-from reshard.native.manifest import MANIFEST, FileRecord, encode_manifest, encode_table, read_manifest
+from reshard.native.manifest import MANIFEST, FileRecord, encode_sealed, encode_table, read_manifest
 from reshard.native.reader import NativeFacts, Share
 from reshard.ranks.global_state import GlobalState
 from reshard.storage.memory import MemoryStorage
@@ -56,7 +56,7 @@ def rows(ranks: int, layers: int) -> Iterator[Row]:
     generation = Generation(storage, folder.removeprefix("data-"), 0.0, census, plan, None)
     (table, data), tabled = timed(lambda: encode_table(f"{folder}/files", records))
     storage.publish(table.name, data)
-    data, encoded = timed(lambda: encode_manifest(generation.manifest(written, parts, table)))
+    data, encoded = timed(lambda: encode_sealed(generation.manifest(written, parts, table)))
     yield row("make manifest and table", "CPU s", tabled + encoded)
     storage.publish(MANIFEST, data)
     names = storage.list()

@@ -201,8 +201,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         plain objects. Tied tensors are there under all their keys."""
         leaves: dict[str, Any] = {name: self[name] for name in dict.fromkeys((*self, *self.aliases))}
         leaves.update(self.objects)
-        of = self.contents
-        return unflatten({of.path_of(name): leaf for name, leaf in leaves.items()}, of.containers)
+        paths = self.contents.paths_in_order()
+        return unflatten({path: leaves[key] for key, path in paths.items()}, self.contents.containers)
 
     def select(self, globs: str | Iterable[str], *more: str) -> Checkpoint:
         """Return the part of the checkpoint whose keys match a glob, to compare, plan, or

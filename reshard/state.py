@@ -122,6 +122,12 @@ class State(Generic[T]):
         """Where in the nest a key is."""
         return self.paths.get(key, (key,))
 
+    def paths_in_order(self) -> dict[str, KeyPath]:
+        """Where in the nest each key is, in the order in which the state was saved, as far as that is recorded."""
+        keys = dict.fromkeys((*self.tensors, *self.aliases, *self.objects))
+        ordered = [*(key for key in self.paths if key in keys), *(key for key in keys if key not in self.paths)]
+        return {key: self.path_of(key) for key in ordered}
+
     def containers_above(self, paths: Iterable[KeyPath]) -> dict[KeyPath, str]:
         """The kinds of the containers that hold something at these paths, and of those that are there."""
         above = {path[:i] for path in paths for i in range(len(path) + 1)}

@@ -418,7 +418,7 @@ def _check_vacant(
     if foreign is None:
         foreign = writer.ambiguous(storage, names)
     if foreign is None and job.format != "native" and not job.writing.is_one_file:
-        native = (f"files of a native checkpoint ({folder_of(save_id)})" for save_id in generations_in(storage))
+        native = (f"files of a native checkpoint ({folder_of(save_id)})" for save_id in generations_in(names))
         foreign = next(native, None)
     if foreign is None and not job.writing.is_one_file:
         others = {name: size for name, size in names.items() if not name.startswith("convert-")}

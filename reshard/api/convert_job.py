@@ -39,7 +39,7 @@ from reshard.formats.table import NOT_SHARDED, writing_of
 from reshard.live.plain_data import check_text
 from reshard.mapping import Cast, Mapping as StateMapping, apply_dict
 from reshard.mapping.tensors import LOSES, cast, is_floating
-from reshard.native import commit
+from reshard.native import commit, manifest
 from reshard.ranks import liveness
 from reshard.ranks.liveness import KeptLease, WriterLease
 from reshard.storage.base import NOTHING, Storage, temporary_name
@@ -196,7 +196,9 @@ class ConvertJob:
 def _made(onto: Topology, specs: Mapping[str, TensorSpec]) -> StateLayout:
     layout = onto.layout(specs)
     for axis, fqns in onto.unsharded_axes(layout).items():
-        raise LayoutError(f"{unsharded_text(axis, fqns)}: pass rules that match them, or leave out the axis")
+        raise LayoutError(
+            f"{unsharded_text(axis, fqns)}: pass a Topology with rules that match them, or leave out the axis"
+        )
     return layout
 
 
@@ -326,7 +328,7 @@ class FileTasks:
 # convert-<digest>/job           the id of the job: equal jobs find each other by the digest
 # convert-<digest>/<file>.json   a file that is whole: its length and checksum
 #
-# A record ends with a line that has its digest. One that was changed counts as absent.
+# A record ends with its digest. One that was changed counts as absent.
 
 
 T = TypeVar("T")
@@ -379,7 +381,7 @@ class Journal:
         self._lease = KeptLease(self.storage, f"{self.folder}/{_CLAIM}", self._job_id)
         self.holder = self._lease.holder
         if is_new:
-            self.storage.publish(f"{self.folder}/{_HEAD}", _encoded(_Head(self._job_id)))
+            self.storage.publish(f"{self.folder}/{_HEAD}", manifest.encode_sealed(_Head(self._job_id)))
         return self._job_id
 
     def names(self) -> dict[str, int]:
@@ -446,7 +448,7 @@ class Journal:
 
     def add(self, file: str, done: WrittenFile) -> None:
         """Record that this file is complete and durable."""
-        self.storage.publish(f"{self.folder}/{_flat(file)}.json", _encoded(done))
+        self.storage.publish(f"{self.folder}/{_flat(file)}.json", manifest.encode_sealed(done))
 
     def recorded(self, files: Iterable[str]) -> set[str]:
         """Those of the files that have a record, unchecked."""
@@ -497,18 +499,11 @@ def _flat(file: str) -> str:
     return file.replace("/", "~")
 
 
-def _encoded(record: WrittenFile | _Head) -> bytes:
-    text = msgspec.json.encode(record)
-    return b"%s\n%s" % (text, xxhash.xxh3_128_hexdigest(text).encode())
-
-
 def _decoded(storage: Storage, name: str, kind: type[T]) -> T | None:
     """Read a record; None if there is none that is as it was written."""
     try:
-        text, _, digest = storage.read(name).rpartition(b"\n")
-        is_same = digest == xxhash.xxh3_128_hexdigest(text).encode()
-        return msgspec.json.decode(text, type=kind) if is_same else None
-    except (CheckpointNotFoundError, msgspec.MsgspecError):
+        return manifest.decode_sealed(storage.read(name), kind)
+    except (CheckpointNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
 

@@ -319,7 +319,7 @@ def remove_checkpoints(
     places, gone = _places(names), []
     for path in _unlinked(folder, paths):
         inner = open_storage(path)
-        by_id = generations_in(inner)
+        by_id = generations_in(inner.names())
         if any(is_alive(inner, save_id, names) for save_id, names in by_id.items()):
             continue
         if unpublish(inner, by_id, (saves or {}).get(path)):

@@ -69,7 +69,7 @@ def print_text(text: str, head: str = "", style: str = "", screen: Console | Non
 
     screen = screen or console()
     text = "\n".join(map(visible, in_words_of_the_command_line(text).split("\n")))
-    indent = len(head) + 2 if head else len(text) - len(text.lstrip())
+    indent = len(head) + 2 if head else len(text) - len(text.lstrip(" "))
     if screen.is_terminal and 0 < indent < screen.width // 3:
         grid = Table.grid(Column(width=indent), Column(overflow="fold"))
         grid.add_row(Text(head, style), Text(text.lstrip(), "" if head else style))
@@ -97,6 +97,9 @@ _SAID: list[tuple[str, Any]] = [
     (r"leave out step=\d+", "leave out --step"),
     (r"max_shard_bytes", "--max-shard"),
     (r"pass rtol=", "add --rtol "),
+    (r"without rtol= and atol=", "without --rtol and --atol"),
+    (r"pass a Topology with rules that match", "add a --rule that matches"),
+    (r"give it another .* by select=", "--select '!GLOB' leaves names out"),
     (r"ass step=(\d*)", lambda m: f"ass --step {m[1] or 'N'}"),
     (r"use the same names on both sides", "--normalized uses canonical names"),
     (r"leave these out", "--select '!GLOB' leaves names out"),

@@ -31,7 +31,7 @@ from reshard.formats.format import Format, refuse_plan, unopened_text
 from reshard.formats.table import FORMATS, formats
 from reshard.live.garbage_collection import gc_paused
 from reshard.native import reader as native
-from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation, read_manifest, without_claim
+from reshard.native.manifest import HF_INDEX, MANIFEST, decode_sealed, is_generation, read_manifest, without_claim
 from reshard.storage.base import AnyPath, Listing, Storage, is_temporary
 from reshard.storage.local import LocalStorage
 from reshard.storage.opening import StoragePath, open_storage, path_text
@@ -411,9 +411,8 @@ _CONVERTS = (
 )
 
 _REPLACES = (
-    "{} does not open: a conversion to it was stopped while it "
-    "published, or is still running. To complete a stopped one, "
-    "run it again. What is wrong now: {}"
+    "{} does not open: a conversion to it was stopped while it published, or is still running. To complete a stopped "
+    "one, run it again. What is wrong now: {}"
 )
 
 
@@ -432,6 +431,8 @@ def _nothing(storage: Storage, url: str) -> str:
         return f"{url} is an empty folder: it holds no checkpoint"
     while not gone.parent.is_dir():
         gone = gone.parent
+    if gone.exists():
+        return f"there is nothing at {url}, since {gone} is a file: check the path"
     if gone.is_symlink():
         return f"there is nothing at {url}: {gone} is a link to {os.readlink(gone)}, which is not there"
     beside = islice(os.scandir(gone.parent), 5000) if os.access(gone.parent, os.R_OK) else ()
@@ -681,14 +682,14 @@ def records_in(storage: Storage, below: str = "") -> dict[int, StepRecord]:
     Raises CheckpointError if it cannot be read: which steps count is not known then.
     """
     try:
-        return msgspec.json.decode(storage.read(below + LEDGER), type=StepRecords).steps
+        return decode_sealed(storage.read(below + LEDGER), StepRecords).steps
     except CheckpointNotFoundError:
         return {}
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(
             f"{path_below(storage.url, below + LEDGER)} cannot be read: {error}. It contains the metrics of the steps, "
-            "and which of them are discarded: restore it, open a step by its own folder, or delete it to continue from "
-            "the newest one"
+            "and which of them are discarded. Restore the file, or open a step by its own folder. If you delete it, "
+            "the run continues from its newest step, or from one that you pass with discard_newer=True"
         ) from error
 
 

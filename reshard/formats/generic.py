@@ -79,7 +79,7 @@ def _refuse_pieces(saved: StoredOptimizer, what: str) -> None:
         raise NormalizationError(
             f"the optimizer of {what} was saved as 1-D pieces of FSDP1, and no file says how to join them. "
             "Save what FSDP.optim_state_dict(model, optimizer) returns. "
-            "To convert the model alone, pass model_only=True (--model)"
+            "To convert the model alone, pass model_only=True"
         )
 
 

@@ -32,7 +32,7 @@ from reshard.native.manifest import (
     Manifest,
     PartsRecord,
     TableRecord,
-    encode_manifest,
+    encode_sealed,
     encode_table,
     is_generation,
     published,
@@ -131,7 +131,7 @@ class Generation:
                 self.storage.url,
                 format_bytes(arrays),
             )
-        self.storage.publish_while(MANIFEST, encode_manifest(manifest), look)
+        self.storage.publish_while(MANIFEST, encode_sealed(manifest), look)
         # Hugging Face tools initialize what they do not find, so names must be those of a model
         is_model = not (manifest.paths or manifest.per_rank or any(path for path, _ in manifest.containers))
         names = {record.name for record in manifest.files.values()}
@@ -393,31 +393,31 @@ def remove_dead(storage: Storage, *, dry_run: bool = False) -> list[str]:
     A save publishes its manifest before it releases its claim. So where a claim is gone, the manifest that is read
     *after* seeing that names this generation, or one that came later.
     """
-    by_id = generations_in(storage)
+    names = storage.names()
+    by_id = generations_in(names)
     if not dry_run:
         remove_empty(storage)
     removed, running = [], dry_run
-    for save_id, names in by_id.items():
-        if is_alive(storage, save_id, names):
+    for save_id, its in by_id.items():
+        if is_alive(storage, save_id, its):
             running = True
-        elif (counts := published(storage)) != save_id and (counts in by_id or not without_claim(names)):
+        elif (counts := published(storage)) != save_id and (counts in by_id or not without_claim(its)):
             if not dry_run:
-                remove(storage, save_id, names)
+                remove(storage, save_id, its)
             removed.append(save_id)
     if removed and not dry_run and published(storage) is None:
         _remove_index_of(storage, {folder_of(save_id) for save_id in removed})
     if not running:  # of several saves it is not known whose an unfinished manifest is: the last to end cleans up
-        for published_name in (MANIFEST, HF_INDEX):
-            for name in storage.names(f"{published_name}."):
-                if is_temporary(name):
-                    storage.delete(name)
+        for name in filter(is_temporary, names):
+            if name.startswith((MANIFEST, HF_INDEX)):
+                storage.delete(name)
     return removed
 
 
-def generations_in(storage: Storage) -> dict[str, list[str]]:
+def generations_in(names: Iterable[str]) -> dict[str, list[str]]:
     """Save id -> names of the files of its generation; other files with such names are foreign."""
     by_id: dict[str, list[str]] = {}
-    for name in storage.names("data-"):
+    for name in names:
         folder, slash, _ = name.partition("/")
         if slash and is_generation(folder):
             by_id.setdefault(folder.removeprefix("data-"), []).append(name)

@@ -7,7 +7,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -23,7 +23,7 @@ from reshard.version import __version__
 
 __all__ = [
     "BLOCK_BYTES", "FEW_FILES", "HF_INDEX", "MANIFEST", "STAGE_BYTES", "VERSION", "FileRecord",
-    "FileTable", "LinkedRecord", "Manifest", "PartsRecord", "TableRecord", "encode_manifest",
+    "FileTable", "LinkedRecord", "Manifest", "PartsRecord", "TableRecord", "decode_sealed", "encode_sealed",
     "encode_table", "entry_key", "has_digest", "is_generation", "published", "read_manifest", "refuse_newer",
 ]  # fmt: skip
 
@@ -164,10 +164,29 @@ _DIGEST = _DIGEST_FIELD + b'%b"}'
 _DIGEST_BYTES = len(_DIGEST % bytes(32))
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
-    """Return its text. The last field is a digest of all before it."""
-    body = msgspec.json.encode(manifest)[:-1]
+T = TypeVar("T")
+
+
+def encode_sealed(record: msgspec.Struct) -> bytes:
+    """Return the text of a manifest, or of another small file. The last field is a digest of all before it."""
+    body = msgspec.json.encode(record)[:-1]
     return body + _DIGEST % xxhash.xxh3_128_hexdigest(body).encode()
+
+
+def decode_sealed(data: bytes, kind: type[T]) -> T:
+    """Return what `encode_sealed` got. For manifests, see `read_manifest`.
+
+    Raises msgspec.DecodeError; for a file of another kind ValidationError, its subclass.
+    """
+    body = data[:-_DIGEST_BYTES]
+    tail = data[-_DIGEST_BYTES:]
+    if not tail.startswith(_DIGEST_FIELD):
+        msgspec.json.decode(data, type=kind)
+        raise msgspec.DecodeError("its digest is missing")
+    digest = xxhash.xxh3_128_hexdigest(body).encode()
+    if tail != _DIGEST % digest:
+        raise msgspec.DecodeError("it was changed since it was written: its digest differs")
+    return msgspec.json.decode(body + b"}", type=kind)
 
 
 def has_digest(storage: Storage) -> bool:

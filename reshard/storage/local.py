@@ -485,6 +485,7 @@ def _explained(error: OSError, verb: str, name: str, url: str) -> ReshardError:
     elif verb == "read" and os.path.isfile(url):
         explained = StorageError(f"{url} is a file: pass a folder")
     else:
-        explained = StorageError(f"cannot {verb} {name} in {url}: {why}")
+        fix = ": check the path" * (error.errno == errno.ENOTDIR)
+        explained = StorageError(f"cannot {verb} {name} in {url}: {why}{fix}")
     explained.errno = error.errno
     return explained

@@ -324,7 +324,7 @@ class TestScale:
             layout={key: value for key, value in layout.items() if key not in ("reshard", "version")},
         )
         storage = MemoryStorage()
-        storage.publish(native.MANIFEST, native.encode_manifest(manifest))
+        storage.publish(native.MANIFEST, native.encode_sealed(manifest))
         found = {native.MANIFEST: 1}
         for record in files.values():
             found[record.name], found[f"{record.name}.sums"] = MIB, 8

@@ -515,6 +515,23 @@ def test_a_claim_made_while_empty_folders_are_removed_stays(folder, claim, tmp_p
     assert inner.list() == {f"{folder}/{claim}": 2}
 
 
+def test_a_folder_is_listed_once_to_tidy_up(tmp_path, monkeypatch):
+    """In object stores, a list is a request for each thousand names."""
+    reshard.save(STATE, tmp_path)
+    dead, real, listed = claimed(inner := open_storage(tmp_path), **GONE), LocalStorage.list, []
+    inner.publish("manifest.json.~0123456789abcdef.tmp", b"")
+    of_dead = f"{commit.folder_of(dead)}/"
+
+    def noted(storage: LocalStorage, prefix: str = "", *, sized: bool = True) -> dict[str, int]:
+        listed.append(prefix)
+        return real(storage, prefix, sized=sized)
+
+    monkeypatch.setattr(LocalStorage, "list", noted)
+    assert commit.remove_dead(inner, dry_run=True) == commit.remove_dead(inner) == [dead]
+    assert [prefix for prefix in listed if prefix != of_dead] == ["", ""]
+    assert not [name for name in real(inner) if name.startswith((of_dead, "manifest.json."))]
+
+
 def test_a_save_that_counts_does_not_fail_for_want_of_tidying_up(tmp_path, caplog):
     def fault(verb: str, name: str) -> None:
         if verb == "delete":

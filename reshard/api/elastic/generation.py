@@ -37,7 +37,7 @@ from reshard.errors import CheckpointError, CorruptCheckpointError, StorageError
 from reshard.execute.exchange import Exchange, RankWork, round_bytes
 from reshard.execute.reading import on_threads
 from reshard.native.data_file import arrays_of, header_of
-from reshard.native.manifest import MANIFEST, FileRecord, Manifest, read_manifest
+from reshard.native.manifest import MANIFEST, FileRecord, Manifest, decode_sealed, read_manifest
 from reshard.native.reader import NativeFacts
 from reshard.ranks import liveness
 from reshard.ranks.group import Group, device_of_kind, sending_kinds
@@ -229,7 +229,7 @@ def lost_boxes(native: NativeFacts, held: Mapping[str, Sequence[Held]]) -> dict[
 #
 # 00000007-step-100-0192f3c1a8ab-5d2e.../lineage.json        published before anything else of the
 # generation
-#     {"lineage":{"id":"0192f3c0ffee-77ab...","first":4,"earlier":{"0192f3b00a1e-90cd...":3}},"digest":"..."}
+#     {"id":"0192f3c0ffee-77ab...","first":4,"earlier":{"0192f3b00a1e-90cd...":3},"digest":"..."}
 
 
 LINEAGE = "lineage.json"
@@ -249,27 +249,14 @@ class Incarnation(msgspec.Struct, frozen=True):
     up to which this one continues it; 0 if it recovered nothing of it. Incarnations that it knew
     were over when it began: their hosts were its own."""
 
-    def encode(self) -> bytes:
-        """Return the text of its file, with a digest."""
-        text = msgspec.json.encode(self)
-        return msgspec.json.encode(_SealedLineage(msgspec.Raw(text), xxhash.xxh3_128_hexdigest(text)))
-
     @classmethod
     def read(cls, storage: Storage) -> Incarnation | None:
         """Return the incarnation of the generation in `storage`; None if the file is missing or unreadable, as in
         earlier releases."""
         try:
-            sealed = msgspec.json.decode(storage.read(LINEAGE), type=_SealedLineage)
-            if xxhash.xxh3_128_hexdigest(sealed.lineage) != sealed.digest:
-                return None
-            return msgspec.json.decode(sealed.lineage, type=cls)
+            return decode_sealed(storage.read(LINEAGE), cls)
         except (CheckpointError, msgspec.MsgspecError, UnicodeDecodeError):
             return None
-
-
-class _SealedLineage(msgspec.Struct, frozen=True):
-    lineage: msgspec.Raw
-    digest: str
 
 
 # A generation as one checkpoint that a load can read, though each host has only some of

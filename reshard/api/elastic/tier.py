@@ -47,7 +47,7 @@ from reshard.live.fingerprints import add_tallies, pack_tally
 from reshard.native import commit
 from reshard.native.commit import Generation, Written
 from reshard.native.data_file import Entry
-from reshard.native.manifest import BLOCK_BYTES, MANIFEST, FileRecord, encode_manifest
+from reshard.native.manifest import BLOCK_BYTES, MANIFEST, FileRecord, encode_sealed
 from reshard.ranks.group import DEADLINE_S, Group
 from reshard.ranks.progress import current, phase
 from reshard.storage.base import AnyPath, check_name
@@ -247,6 +247,15 @@ class Tier:
             hosts = self._meet(group)
             report, self._incarnation = recover(self.settings, state_dict, fallback, step, options, group, hosts)
             return report
+
+    def _is_empty(self) -> bool:
+        """Collective: return True if no host has a generation that counts."""
+        group = self._group()
+        with group.together("Tier.restore"):
+            self._settle()
+            rows = self._meet(group).gather_kept(group)
+            counts = rows is not None and any(record.made for row in rows for record in row.values())
+            return not group.share(counts, kind=bool)
 
     def clear(self) -> None:
         """Collective: delete all generations of the job, on all hosts. Call it when the job has
@@ -462,7 +471,7 @@ class _KeepJob:
         if told is None:
             return None
         tally = told[1] if self.save.options.fingerprints else None
-        text = encode_manifest(self.save.generation.manifest(dict(told[0]), tally))
+        text = encode_sealed(self.save.generation.manifest(dict(told[0]), tally))
         firsts = {places[0] for places in self.hosts.places.values()}
         return [text if place in firsts else b"" for place in range(self.save.group.world_size)]
 
@@ -503,7 +512,7 @@ def _begin(
                 f"and copies of other hosts. But {hosts.folder} has only {format_bytes(free)} left. Make the file "
                 "system larger, keep fewer copies, or run on more hosts"
             )
-        LocalStorage(hosts.folder / kept.folder).publish(LINEAGE, incarnation.encode())
+        LocalStorage(hosts.folder / kept.folder).publish(LINEAGE, encode_sealed(incarnation))
     group.barrier()
     return kept, incarnation
 

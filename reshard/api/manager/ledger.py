@@ -16,6 +16,7 @@ from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError
 from reshard.formats.detect import LEDGER, StepRecord, StepRecords, path_below, records_in, refuse_first_step, steps_at
 from reshard.native.commit import remove_empty
+from reshard.native.manifest import encode_sealed
 from reshard.ranks import liveness
 from reshard.storage.opening import open_storage, place_of
 
@@ -63,7 +64,7 @@ class Ledger:
 
     def publish(self) -> None:
         """Write the records to storage."""
-        open_storage(self.root).publish(LEDGER, msgspec.json.format(msgspec.json.encode(StepRecords(self.steps))))
+        open_storage(self.root).publish(LEDGER, encode_sealed(StepRecords(self.steps)))
 
     def put(self, step: int, metrics: Mapping[str, float], *, is_based: bool) -> None:
         """Record a step before its save begins. An abandoned checkpoint of that step is removed, also a damaged one.

@@ -479,8 +479,7 @@ class CheckpointManager:
             wanted = None if step is None else checked_step(step, "restore(state, step)")
             group.same_options("restore", {"step": step, "discard_newer": discard_newer})
             known = self._known(group)
-            is_new = isinstance(state, Mapping) and not (known.steps or self._memory)  # state_dict() may step Adam
-            taken = LiveObjects({} if is_new else state, to_fill=True, strict=strict)
+            taken = self._to_fill(state, known, strict)
         options = {"strict": strict, "dtype_policy": dtype_policy, "mapping": mapping}
         report, found = self._newest_whole(known, wanted, taken.state, options)
         if report is None:
@@ -503,6 +502,16 @@ class CheckpointManager:
         if known.ledger is not None:
             self._say_restored(report.step, report.load.outside)
         return report
+
+    def _to_fill(self, state: Any, known: _Known, strict: Any) -> LiveObjects:
+        """Collective: take the state apart.
+
+        If there is nothing, no object is asked for its state: that may step Adam.
+        """
+        is_new = not known.steps and (self._memory is None or self._memory._is_empty())
+        if is_new and isinstance(state, Mapping):
+            state = {}
+        return LiveObjects(state, to_fill=True, strict=strict)
 
     def _say_restored(self, step: int, outside: tuple[str, ...]) -> None:
         _log.info("%s: restored step %d", self.root, step)

@@ -28,7 +28,6 @@ from reshard.formats.format import Writing
 from reshard.formats.torch_save.writer import (
     begin_archive,
     end_archive,
-    paths_in_order,
     pickled_tensor,
     refused_objects,
     tensor_record,
@@ -170,7 +169,7 @@ def as_torch_nests(contents: Contents) -> tuple[Contents, dict[str, tuple[str, s
 
     A tuple that holds tensors is one object for torch, too, pickled with its tensors. Here it becomes a list.
     """
-    paths = paths_in_order(contents)
+    paths = contents.paths_in_order()
     kinds, retyped = builtin_kinds(contents.containers, {*paths.values()})
     tensors = {key: path for key, path in paths.items() if key not in contents.objects}
     apart = _taken_apart(paths.values(), tensors.values(), kinds)

@@ -16,7 +16,7 @@ from planners.geometry.layout import TensorSpec
 from reshard.errors import FormatError
 from reshard.formats.format import Writing
 from reshard.formats.torch_checkpointing.reader import ITEM, METADATA, files_of_items
-from reshard.formats.torch_save.writer import NestsWriter, nest_of, paths_in_order
+from reshard.formats.torch_save.writer import NestsWriter, nest_of
 from reshard.state import KeyPath, plain_key
 from reshard.storage.base import Listing
 from reshard.stored.contents import Contents
@@ -86,7 +86,7 @@ def _items(contents: Contents) -> dict[str, dict[str, KeyPath]]:
 
     Raises FormatError where a section is called as no file of an item may be.
     """
-    paths = paths_in_order(contents)
+    paths = contents.paths_in_order()
     if () in paths.values():
         raise FormatError("the checkpoint is one value, but this format saves dicts")
     bare = {key for key, path in paths.items() if len(path) == 1 and key not in contents.objects}

@@ -42,7 +42,7 @@ from reshard.stored.tensor import Extent
 
 __all__ = [
     "WRITING", "ArchiveWriter", "ArchivesWriter", "NestsWriter", "TensorStub", "TorchSaveWriter", "begin_archive",
-    "end_archive", "needs_code", "nest_of", "paths_in_order", "pickled_state", "pickled_tensor", "refused_objects",
+    "end_archive", "needs_code", "nest_of", "pickled_state", "pickled_tensor", "refused_objects",
     "save_tensor", "tensor_record", "with_sums", "written_crc",
 ]  # fmt: skip
 
@@ -81,7 +81,7 @@ class NestsWriter(ArchivesWriter):
         super().__init__(contents, target)
         self.left_out += tuple(contents.per_rank)
         self.refused = refused_objects(contents.objects)
-        self._kinds, self.retyped = builtin_kinds(contents.containers, {*paths_in_order(contents).values()})
+        self._kinds, self.retyped = builtin_kinds(contents.containers, {*contents.paths_in_order().values()})
 
 
 class TorchSaveWriter(NestsWriter):
@@ -95,7 +95,7 @@ class TorchSaveWriter(NestsWriter):
         """The state as it was nested."""
         contents, aliases = self.contents, self.contents.aliases
         places = {name: numbers[aliases.get(name, name)] for name in (*contents.tensors, *aliases)}
-        return nest_of(contents, paths_in_order(contents), places, self._kinds)
+        return nest_of(contents, contents.paths_in_order(), places, self._kinds)
 
     def finish(self, out: Publication) -> None:
         """Put the file in its place, over an older one."""
@@ -107,13 +107,6 @@ class TorchSaveWriter(NestsWriter):
 
 
 WRITING = Writing(TorchSaveWriter, is_one_file=True)
-
-
-def paths_in_order(contents: Contents) -> dict[str, KeyPath]:
-    """Return where in the nest each key is, in the order in which the state was saved."""
-    keys = dict.fromkeys((*contents.tensors, *contents.aliases, *contents.objects))
-    ordered = [*(key for key in contents.paths if key in keys), *(key for key in keys if key not in contents.paths)]
-    return {key: contents.path_of(key) for key in ordered}
 
 
 def nest_of(

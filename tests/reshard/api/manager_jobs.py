@@ -26,8 +26,8 @@ from reshard.errors import CheckpointError, KeyMismatchError, RankFailedError, S
 from reshard.native.commit import Generation
 
 __all__ = [
-    "Loader", "disagreed", "failing", "failing_in_memory", "failing_to_tidy", "loaders", "one_is_asked",
-    "restored_while_pruned", "staged", "stateless_stages", "trained",
+    "Loader", "disagreed", "failing", "failing_in_memory", "failing_to_tidy", "loaders",
+    "new_in_memory", "one_is_asked", "restored_while_pruned", "staged", "stateless_stages", "trained",
 ]  # fmt: skip
 
 
@@ -270,6 +270,26 @@ def failing_to_tidy(root: str, background: bool) -> list[str]:
                     break
         manager._pending.clear()
         return said
+
+
+def new_in_memory(root: str) -> list[Any]:
+    """A run with memory begins, keeps a step there, and begins again when a host has lost it: how often this rank's
+    object was asked for its state before it had one, and what was restored."""
+    rank, said = dist.get_rank(), []
+    options: dict[str, Any] = {"every": reshard.Every(steps=100), "memory_every": reshard.Every(steps=1)}
+    for _ in range(2):
+        tier = reshard.elastic.Tier(f"{root}/memory", host=f"h{rank}", timeout=20.0)
+        with reshard.CheckpointManager(f"{root}/run", memory=tier, timeout=20.0, **options) as manager:
+            loader = Loader(0, 1)
+            with mock.patch.object(loader, "state_dict", side_effect=loader.state_dict) as asked:
+                report = manager.restore({"data": loader})
+            said += [asked.call_count, report and (report.step, report.from_memory), loader.at]
+            next(loader)
+            manager.save(1, {"data": loader})
+        if rank == 1:
+            shutil.rmtree(f"{root}/memory/h1")
+        dist.barrier()
+    return said
 
 
 def failing_in_memory(root: str) -> str:

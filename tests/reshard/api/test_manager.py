@@ -42,6 +42,7 @@ from reshard.formats import detect
 from reshard.native import commit
 from reshard.native.commit import Generation
 from reshard.ranks import liveness
+from reshard.storage.opening import open_storage
 from tests import gloo
 from tests.reshard.api import manager_jobs as jobs
 from tests.same import assert_same
@@ -294,13 +295,21 @@ def test_nothing_is_restored_where_nothing_is(tmp_path: Path) -> None:
             manager.restore({"w": torch.zeros(3)}, 7)
 
 
-def test_a_new_run_does_not_ask_objects_for_their_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_new_run_does_not_ask_objects_for_their_state(in_memory: bool, tmp_path: Path) -> None:
     """torch's `get_optimizer_state_dict` makes Adam count a step."""
+    options: Any = {"every": Every(steps=1), "background": False}
+    if in_memory:
+        options |= {"memory": reshard.elastic.Tier(tmp_path / "memory", copies=0), "memory_every": Every(steps=1)}
     app = mock.Mock(spec=["state_dict", "load_state_dict"])
-    with reshard.CheckpointManager(tmp_path / "run", every=Every(steps=1)) as manager:
+    app.state_dict.return_value = {"w": torch.zeros(3)}
+    with reshard.CheckpointManager(tmp_path / "run", **options) as manager:
         assert manager.restore({"app": app}) is None
-
-    assert app.mock_calls == []
+        assert app.mock_calls == []
+        manager.save(1, {"app": app})
+        shutil.rmtree(tmp_path / "run" / "step-1")
+        assert (manager.restore({"app": app}) is not None) == in_memory
+    assert len(app.load_state_dict.mock_calls) == in_memory
 
 
 def test_a_new_run_refuses_what_no_run_can_save(tmp_path: Path) -> None:
@@ -829,6 +838,34 @@ def test_where_it_is_not_known_which_steps_are_discarded_none_is_opened_or_prune
     assert reshard.latest_complete(root) == str(root / "step-3")
 
 
+def test_records_of_steps_that_were_changed_are_refused_wherever_that_is(tmp_path: Path) -> None:
+    """A digit of a metric decides which steps stay, and one of a number which are discarded."""
+    root, state = tmp_path / "run", {"w": torch.zeros(3)}
+    run(root, [1, 2, 3], lambda step: {"loss": step / 2})
+    with reshard.CheckpointManager(root, every=Every(steps=1)) as manager:
+        manager.restore(state, 2, discard_newer=True)
+    storage, file = open_storage(root), root / detect.LEDGER
+    text = file.read_bytes()
+    assert detect.discarded_in(storage) == {"step-3"}
+
+    without = text[: text.index(b',"digest"')] + b"}"
+    changed = [text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :] for at in range(len(text))]
+    for damaged in (b"", text[:-1], without, text + text, *changed):
+        file.write_bytes(damaged)
+        for read in (detect.records_in, detect.discarded_in):
+            with pytest.raises(CheckpointError, match=r"manager.json .* delete it"):
+                read(storage)
+    file.write_bytes(text.replace(b"0.5", b"0.6", 1))
+    words = r"manager.json cannot be read: it was changed since .*delete it.*discard_newer=True"
+    for call in (lambda: reshard.CheckpointManager(root, every=Every(steps=1)), lambda: reshard.open(root)):
+        with pytest.raises(CheckpointError, match=words):
+            call()
+    file.unlink()  # as it says
+    with reshard.CheckpointManager(root, every=Every(steps=1)) as manager:
+        assert manager.restore(state, 2, discard_newer=True).step == 2
+        assert manager.all_steps() == [1, 2]
+
+
 def test_the_signature_has_the_options_that_the_manager_takes() -> None:
     known = signature(reshard.CheckpointManager).parameters
     assert {"select", "ranks_per_file", "fingerprints"} < known.keys()
@@ -974,6 +1011,11 @@ def test_ranks_that_disagree_are_told_and_go_on(tmp_path: Path) -> None:
         assert mine[4] == "[1]"
     assert said[0][3].startswith("RankFailedError: rank 1 failed")
     assert said[1][3].startswith("OptionError: metric 'loss' must be a number, got 'low'")
+
+
+@pytest.mark.gloo
+def test_a_new_run_asks_objects_for_their_state_if_any_host_has_a_step_in_memory(tmp_path: Path) -> None:
+    assert gloo.run(jobs.new_in_memory, 2, str(tmp_path)) == [[0, None, 0, 1, (1, True), 1]] * 2
 
 
 @pytest.mark.gloo

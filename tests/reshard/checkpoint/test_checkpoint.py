@@ -481,3 +481,12 @@ def test_two_keys_filled_from_one_saved_value_do_not_share_it(tmp_path: Path) ->
     reshard.load(state, tmp_path / "saved", mapping={"a": "rng", "b": "rng"})
 
     assert state["a"] is not state["b"]
+
+
+def test_a_nest_has_its_keys_in_the_order_in_which_they_were_saved(tmp_path):
+    """Whether they are tensors or not. Only at the top, and for what is empty, no format records it."""
+    inner = {"n": 1, "w": torch.zeros(2), "name": "x", "b": torch.ones(2), "list": [1, torch.zeros(1)]}
+    reshard.save({"run": {"step": 3, "model": inner}}, tmp_path)
+    nest = reshard.open(tmp_path).nested()
+    assert list(nest["run"]) == ["step", "model"]
+    assert list(nest["run"]["model"]) == list(inner)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import pty
@@ -15,10 +16,11 @@ from typing import Any
 import pytest
 import torch
 import typer
+from rich.console import Console
 
 import reshard
 from reshard.cli.app import EXAMPLES, _tell, app
-from reshard.cli.show import columns, in_words_of_the_command_line
+from reshard.cli.show import columns, in_words_of_the_command_line, print_text
 
 RESHARD = [sys.executable, "-m", "reshard"]
 COMMANDS = [command.name for command in app.registered_commands]
@@ -281,6 +283,13 @@ def test_an_empty_argument_is_wrong_usage(say, words, told) -> None:
     assert f"error: {told} is empty: " in said.err
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_blank_line_before_a_text_is_printed(terminal: bool) -> None:
+    screen = Console(file=io.StringIO(), force_terminal=terminal, width=80)
+    print_text("\nNo rule matches.", screen=screen)
+    assert screen.file.getvalue() == "\nNo rule matches.\n"  # type: ignore[attr-defined]
+
+
 def test_words_of_functions_are_those_of_options() -> None:
     for said, told in [
         ("choose another folder, or pass overwrite=True", "choose another folder, or pass --overwrite"),
@@ -294,6 +303,11 @@ def test_words_of_functions_are_those_of_options() -> None:
         ("Pass step= to open one of these", "Pass --step N to open one of these"),
         ("Choose one: pass step=, the path of a step, or x", "pass --step N, the path of a step, or x"),
         ("the run's 'max_shard_bytes': 'pass rtol=' in a", "the run's 'max_shard_bytes': 'pass rtol=' in a"),
+        ("compare without rtol= and atol=", "compare without --rtol and --atol"),
+        (
+            "name: give it another one by mapping=, or leave either out by select=",
+            "name: --select '!GLOB' leaves names out",
+        ),
         ("x's names: pass overwrite=True for 'y'", "x's names: pass --overwrite for 'y'"),
     ]:
         assert in_words_of_the_command_line(said).endswith(told)

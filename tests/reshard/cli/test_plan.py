@@ -536,5 +536,5 @@ def test_a_conversion_onto_an_axis_that_shards_nothing_is_refused(say, checkpoin
 
     assert said.code == 3
     assert "axis 'tp' shards no tensor" in said.err
-    assert "pass rules that match them, or leave out the axis" in said.err
+    assert "add a --rule that matches them, or leave out the axis" in said.err
     assert not (tmp_path / "out").exists()

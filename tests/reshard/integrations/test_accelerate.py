@@ -74,7 +74,7 @@ def test_a_run_goes_on_on_other_numbers_of_processes(tmp_path: Path) -> None:
     assert gloo.run(go_on, 2, str(tmp_path / "run")) == [(2, ["DTensor"] * 4)] * 2
 
     again = prepared()
-    assert same(load_state(again, tmp_path / "run"), {"more": torch.ones(2), "step": 4})
+    assert same(load_state(again, tmp_path / "run"), {"step": 4, "more": torch.ones(2)})
     states = [reshard.get_state_dict(of._models[0], of._optimizers[0].optimizer) for of in (straight, again)]
     assert same(*states)
     assert same(*(of._schedulers[0].state_dict() for of in (straight, again)))

@@ -326,6 +326,9 @@ def test_a_path_that_is_a_file(tmp_path: Path) -> None:
     for call in (storage.create, lambda name: storage.publish(name, b"")):
         with pytest.raises(StorageError, match="a part of the path is a file"):
             call("manifest.json")
+    below = LocalStorage(tmp_path / "model.pt" / "step-1")
+    with pytest.raises(StorageError, match=r"read manifest.json in .*: a part of the path is .*: check the path$"):
+        below.read("manifest.json")
     assert (tmp_path / "model.pt").read_bytes() == b"x"
 
 
