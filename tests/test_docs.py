@@ -57,6 +57,17 @@ def test_every_test_that_is_named_exists(page: str, file: str, function: str) ->
     assert len(defining(file, function)) == 1, f"{page} names {file}::{function}"
 
 
+def test_pages_and_headings_that_the_source_names_exist() -> None:
+    named = set()
+    for file in [*ROOT.glob("reshard/**/*.py"), *ROOT.glob("planners/**/*.py")]:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                named.update(re.findall(r"(?:'([^'\n]+)' in )?(docs/[\w/-]+\.md)", node.value))
+    assert named
+    for heading, page in named:
+        assert f"# {heading}" in TEXTS[page], f"{page} has no heading {heading!r}"
+
+
 def test_every_complaint_has_its_test() -> None:
     assert len(rows(TEXTS["tests/complaints.md"])) > 40
     assert [row for row in rows(TEXTS["tests/complaints.md"]) if not functions(row)] == []

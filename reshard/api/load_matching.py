@@ -37,7 +37,7 @@ from reshard.api.options import RENAMES, DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint, save_of
 from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, fix_lines, format_ranks, visible
 from reshard.live.dtypes import DROPS, dtype_from_name, refused_cast, refused_codes
-from reshard.live.optimizer_state import LazyOptimizerState, with_names
+from reshard.live.optimizer_state import LazyOptimizerState, form_of, with_names
 from reshard.live.plain_data import UNSUPPORTED_TENSORS
 from reshard.live.state import CheckedState, OwnState, Targets, like_fresh
 from reshard.live.tensors import LiveTensor, tensor_class
@@ -306,6 +306,10 @@ class KeyMatch:
         """Note what is gone, or of another class, at and below `key` when `value` takes the place
         of `live`. Numbers count as one class, but not bools, and None stands for any value."""
         if isinstance(live, Mapping):
+            if {saved := form_of(value), own := form_of(live)} == {"nested", "flattened"}:
+                self.mismatched.append(f"{key}: saved {saved}, but the target is {own}")
+                self.advice.append(_ONE_FORM)
+                return
             for name, item in live.items():
                 below = f"{key}.{name}"
                 if isinstance(value, Mapping) and name in value:

@@ -37,8 +37,9 @@ from reshard.live.tree import flatten, leaves_of, map_leaves, unflatten
 from reshard.state import KeyPath, key_of
 
 __all__ = [
-    "SCALARS", "LazyOptimizerState", "PartialState", "Saved", "fill", "flatten_optimizer", "is_flat", "is_flat_key",
-    "is_nested", "listed_in", "lost_state", "materialize", "settings_of", "split_flat_key",
+    "SCALARS", "LazyOptimizerState", "PartialState", "Saved", "fill", "flatten_optimizer", "form_of",
+    "is_flat", "is_flat_key", "is_nested", "listed_in", "lost_state", "materialize", "settings_of",
+    "split_flat_key",
 ]  # fmt: skip
 
 
@@ -534,6 +535,15 @@ def is_flat(keys: Iterable[Any]) -> bool:
     """Return whether these are all keys of an optimizer's flat form."""
     given = list(keys)
     return bool(given) and all(map(is_flat_key, given))
+
+
+def form_of(tree: Any) -> str:
+    """The form of the state dict of an optimizer; empty if this is none."""
+    if not isinstance(tree, Mapping):
+        return ""
+    if "param_groups" in tree:
+        return "nested"
+    return "flattened" if any(map(is_flat_key, tree)) else ""
 
 
 def owner_of(name: str, known: Container[str]) -> str | None:

@@ -199,8 +199,7 @@ def _encoded(key: str, value: Any, tensor_bytes: int = 0) -> Any:
 
 _OF_OPTIMIZERS = frozenset(["state", "param_groups"])
 _IN_OPTIMIZERS = (
-    "if an optimizer has it, let its hooks leave it out or convert it, see 'Objects in optimizers' in "
-    "docs/integrations.md"
+    "if an optimizer has it, let its hooks leave it out or convert it, see 'Limits' in docs/integrations/optimizers.md"
 )
 
 

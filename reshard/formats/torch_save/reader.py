@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -273,6 +274,7 @@ def _unreadable(path: str, keys: list[str]) -> str:
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".th", ".tar")
 _INDEX = ".bin.index.json"
+_ONE_OF_SEVERAL = re.compile(r"-\d+-of-(?!0*1\.)\d+\.bin$")
 
 
 def detect(storage: Storage, names: Listing) -> bool:
@@ -300,7 +302,11 @@ def open(files: Files) -> Contents:
             f"{storage.url} holds {len(found)} files of torch.save and no index that lists them: "
             f"{format_some(sorted(found))}; open one by its path"
         )
-    return open_file("torch_save", files[found[0]])
+    opened = open_file("torch_save", files[found[0]])
+    if not _ONE_OF_SEVERAL.search(found[0]):
+        return opened
+    said = f"{found[0]} is one of several files, and the others were not opened"
+    return replace(opened, warnings=(*opened.warnings, said))
 
 
 def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Contents:

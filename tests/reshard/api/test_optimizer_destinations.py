@@ -154,16 +154,32 @@ def test_the_flat_form_gets_places_of_the_flat_form(kind, tmp_path) -> None:
     assert reshard.compare({"o": reshard.get_optimizer_state_dict(fresh, other, options=FLAT)}, {"o": saved}).ok
 
 
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("saved", [FLAT, None])
 @pytest.mark.parametrize("is_trained", [True, False])
-def test_the_error_of_the_other_form_leads_to_the_places(saved, is_trained, tmp_path) -> None:
-    reshard.save({"optim": reshard.get_optimizer_state_dict(*_trained(), options=saved)}, tmp_path)
+def test_the_error_of_the_other_form_leads_to_the_places(make, saved, is_trained, tmp_path) -> None:
+    reshard.save({"optim": reshard.get_optimizer_state_dict(*_trained(make), options=saved)}, tmp_path)
     fresh = _model(1)
-    pair = _trained() if is_trained else (fresh, torch.optim.AdamW(fresh.parameters()))
+    pair = _trained(make) if is_trained else (fresh, make(fresh.parameters()))
 
     with pytest.raises(KeyMismatchError, match=r"fix: only one side .* load into reshard.optimizer_destinations\("):
         reshard.load({"optim": reshard.get_optimizer_state_dict(*pair, options=None if saved else FLAT)}, tmp_path)
     assert reshard.load({"optim": reshard.optimizer_destinations(*pair, tmp_path)}, tmp_path).ok
+
+
+def test_flat_settings_of_an_optimizer_without_state_are_refused_before_the_model_changes(tmp_path) -> None:
+    model, optimizer = _trained(torch.optim.SGD)
+    saved = reshard.get_state_dict(model, optimizer, options=FLAT)
+    reshard.save({"model": saved[0], "train": {"optim": saved[1], "step": 7}}, tmp_path)
+    fresh = _model(1)
+    state = {"model": fresh, "train": {"optim": torch.optim.SGD(fresh.parameters(), lr=9.0), "step": 0}}
+    before = copy.deepcopy(fresh.state_dict())
+
+    for strict in (True, False):
+        with pytest.raises(KeyMismatchError, match=r"train.optim: saved flattened, but the target is nested"):
+            reshard.load(state, tmp_path, strict=strict)
+    assert reshard.compare(before, dict(fresh.state_dict())).ok
+    assert state["train"]["step"] == 0
 
 
 def test_fields_that_are_several_tensors_get_places_of_the_flat_form(tmp_path) -> None:

@@ -284,6 +284,17 @@ def test_several_files_need_a_choice(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("by_path", [True, False])
+def test_one_of_several_numbered_files_says_that_the_others_are_not_opened(by_path: bool, tmp_path: Path) -> None:
+    for name, warns in {"model-00002-of-00003.bin": True, "model-00001-of-00001.bin": False}.items():
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        torch.save({"w": torch.ones(2)}, folder / name)
+        opened = open_checkpoint(folder / name if by_path else folder)
+        said = f"{name} is one of several files, and the others were not opened"
+        assert opened.warnings == ((said,) if warns else ())
+
+
 def test_pytorch_model_bin_with_an_index(tmp_path: Path) -> None:
     parts = {"a": torch.arange(4.0), "b": torch.arange(6.0).reshape(2, 3)}
     weight_map = {}

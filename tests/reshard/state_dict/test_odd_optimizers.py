@@ -394,9 +394,9 @@ def test_one_matrix_of_another_shape_is_refused_whatever_vectors_have() -> None:
 def test_objects_without_hooks_are_refused_with_the_way_round(tmp_path: Path) -> None:
     model, optimizer = job(OfObjects, 0, 1)
     state = reshard.get_optimizer_state_dict(model, optimizer)
-    with pytest.raises(FormatError, match=r"projector' .*Projector is not plain data.*'Objects in optimizers' in docs"):
+    with pytest.raises(FormatError, match=r"projector' .*Projector is not plain data.*'Limits' in docs"):
         reshard.save({"optim": {"state": state["state"]}}, tmp_path / "x")
-    with pytest.raises(FormatError, match=r"settings' .*Projector is not plain data.*'Objects in optimizers' in docs"):
+    with pytest.raises(FormatError, match=r"settings' .*Projector is not plain data.*'Limits' in docs"):
         reshard.save({"optim": {"param_groups": state["param_groups"]}}, tmp_path / "x")
 
 
