@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from glob import escape
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from planners.geometry.arrays import grouped
+from reshard.api.options import RENAMES, LoadOptions
 from reshard.errors import near_key
+from reshard.live.state import CheckedState
 from reshard.live.wrappers import WRAPPER_SEGMENTS
 from reshard.state import NUMBERED
 
 __all__ = [
-    "OF_NUMBERED", "PrefixDifference", "by_number", "differ_in_form", "has_no_state_yet", "is_of_optimizer",
-    "load_by_name", "named_from_numbers", "prefix_hint", "renaming", "section", "shifted", "without_optimizers",
+    "OF_NUMBERED", "PrefixDifference", "allowing", "by_number", "differ_in_form", "has_no_state_yet", "is_of_optimizer",
+    "load_by_name", "named_from_numbers", "prefix_hint", "section", "shifted", "without_optimizers",
 ]  # fmt: skip
 
 
@@ -24,7 +27,7 @@ _MOST_LINES = 20
 """Of one section; more keys are listed by pattern."""
 _MOST_OF_A_FRONT = 5
 """Keys with a first segment that the other side does not have; more of them take one line."""
-_MOST_GUESSES, _MOST_RULES = 20, 4
+_MOST_GUESSES, _MOST_GLOBS, _MOST_RULES = 20, 3, 4
 _MOST_KNOWN = 5000
 
 
@@ -119,7 +122,25 @@ def _are_most(found: Mapping[str, str], keys: list[str]) -> bool:
     return len(found) * 10 >= len(keys) * 9
 
 
-def renaming(missing: Iterable[str], unexpected: Iterable[str]) -> str:
+def allowing(keys: Sequence[str], unexpected: Sequence[str], root: Any, options: LoadOptions) -> list[str]:
+    """The advice where keys are missing, with a glob for those of each top-level key unless there are too many.
+
+    An optimizer in `root` lacks the state of the same parameters.
+    """
+    states = root.of_optimizers(keys, known=True) if isinstance(root, CheckedState) else []
+    tops = grouped((key.partition(".")[0], key.split(".")) for key in (*keys, *states))
+    globs = []
+    for its in tops.values():
+        same = [parts[0] for parts in takewhile(lambda parts: len({*parts}) == 1, zip(*its))]
+        end = ".*" if same not in its else "*" if len(its) > 1 or ".".join(same) in states else ""
+        globs.append(escape(".".join(same)) + end)
+    allowed = repr(options.strict_also(dict.fromkeys(globs, "partial"), unexpected))
+    allow = options.wording.allow.replace(RENAMES, _renaming(keys, unexpected) or RENAMES)
+    advice = allow.replace("{'some.*': 'partial'}", allowed).split("\n")
+    return [text for text in advice if allowed not in text or len(globs) <= _MOST_GLOBS]
+
+
+def _renaming(missing: Iterable[str], unexpected: Iterable[str]) -> str:
     """Say which mapping finds nearly all missing keys, if the checkpoint has other names for a few levels, such as
     "layers" for "blocks"; else nothing."""
     there: dict[tuple[str, str], list[str]] = {}

@@ -6,11 +6,9 @@ import copy
 import logging
 import socket
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from glob import escape
-from itertools import takewhile
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -23,17 +21,17 @@ from planners.geometry.arrays import grouped
 from planners.geometry.layout import Form, ProductForm, TensorSpec
 from reshard.api.key_suggestions import (
     OF_NUMBERED,
+    allowing,
     by_number,
     differ_in_form,
     has_no_state_yet,
     is_of_optimizer,
     load_by_name,
-    renaming,
     section,
     shifted,
     without_optimizers,
 )
-from reshard.api.options import RENAMES, DtypePolicy, LoadOptions, Wording
+from reshard.api.options import DtypePolicy, LoadOptions, Wording
 from reshard.checkpoint import Checkpoint, save_of
 from reshard.errors import CheckpointError, KeyMismatchError, did_you_mean, fix_lines, format_ranks, visible
 from reshard.live.dtypes import DROPS, dtype_from_name, refused_cast, refused_codes
@@ -633,7 +631,7 @@ class Mismatches:
         if of_another_kind:
             fixes.append(_ITS_KIND)
         if where:
-            fixes += _allowing([*where], unexpected, root, options)
+            fixes += allowing([*where], unexpected, root, options)
         elif unexpected and moved is None:
             fixes.append(options.ignoring(unexpected))
         fixes += self._fixes_of_mismatches(wording)
@@ -661,27 +659,6 @@ def _as_call(fix: str, root: Any, *, is_subset: bool) -> str:
         inner = "".join(f"[{part!r}]" for part in path)
         fix = fix.replace(f"load(state{inner},", "load(reshard.get_model_state_dict(model),")
     return fix.replace("path)", 'path, strict="subset")') if is_subset else fix
-
-
-_MOST_GLOBS = 3
-
-
-def _allowing(keys: Sequence[str], unexpected: Sequence[str], root: Any, options: LoadOptions) -> list[str]:
-    """The advice where keys are missing, with a glob for those of each top-level key unless there are too many.
-
-    An optimizer in `root` lacks the state of the same parameters.
-    """
-    states = root.of_optimizers(keys, known=True) if isinstance(root, CheckedState) else []
-    tops = grouped((key.partition(".")[0], key.split(".")) for key in (*keys, *states))
-    globs = []
-    for its in tops.values():
-        same = [parts[0] for parts in takewhile(lambda parts: len({*parts}) == 1, zip(*its))]
-        end = ".*" if same not in its else "*" if len(its) > 1 or ".".join(same) in states else ""
-        globs.append(escape(".".join(same)) + end)
-    allowed = repr(options.strict_also(dict.fromkeys(globs, "partial"), unexpected))
-    allow = options.wording.allow.replace(RENAMES, renaming(keys, unexpected) or RENAMES)
-    advice = allow.replace("{'some.*': 'partial'}", allowed).split("\n")
-    return [text for text in advice if allowed not in text or len(globs) <= _MOST_GLOBS]
 
 
 def _by_integer_ids(match: KeyMatch, missing: dict[str, str], unexpected: list[str]) -> tuple[str, str] | None:
