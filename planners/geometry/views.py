@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from planners.errors import PlanError
+from planners.geometry.arrays import Array
 from planners.geometry.box import Box, Dims, Range, Shape, arrange, rearranged
 from planners.geometry.layout import BoxesForm, Form, ProductForm, TensorSpec
 from planners.geometry.mesh import Placement, Replicate
@@ -385,10 +385,10 @@ class View:
             placed += _placed(part, patch.target.offsets)
         return _joined(self.spec, placed)
 
-    def apply(self, arrays: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    def apply(self, arrays: Mapping[str, Array]) -> Array:
         """Build the full tensor from full sources by name. For tests and small tensors."""
         given = [arrays[source.fqn] for source in self.sources]
-        out: npt.NDArray[Any] = np.zeros(self.shape, dtype=given[0].dtype if given else np.float64)
+        out: Array = np.zeros(self.shape, dtype=given[0].dtype if given else np.float64)
         for fill in self.fills:
             out[fill.target.slices] = fill.value
         for patch in self.patches:

@@ -15,14 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from reshard.api.options import LoadOptions
-from reshard.errors import (
-    CheckpointError,
-    FormatError,
-    NormalizationError,
-    OptionError,
-    RankFailedError,
-    ReshardError,
-)
+from reshard.errors import CheckpointError, FormatError, NormalizationError, OptionError, RankFailedError, ReshardError
 from reshard.live.state import CheckedState, OwnState, PerRank, in_order, is_long, is_object, put_at, same_value
 from reshard.live.tensors import identity_of, is_sharded, is_tensor
 from reshard.live.tree import flatten, leaves_of, rebuilt
