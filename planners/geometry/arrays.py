@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Flags", "Floats", "Ints", "distinct", "grouped", "outer_sum", "ravel", "unravel"]
+__all__ = [
+    "Array", "Flags", "Floats", "Ints", "distinct", "grouped", "ints", "ones", "outer_sum", "ravel", "running_sums",
+    "unravel", "zeros",
+]  # fmt: skip
 
+Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 K = TypeVar("K")
 V = TypeVar("V")
+
+ints: Callable[[npt.ArrayLike], Ints] = partial(np.asarray, dtype=np.int64)
+zeros = cast(Callable[[int | Sequence[int]], Ints], partial(np.zeros, dtype=np.int64))
+ones = cast(Callable[[int], Ints], partial(np.ones, dtype=np.int64))
+
+
+def running_sums(values: npt.ArrayLike) -> Ints:
+    """0, the first of some numbers, the sum of the first two, and so on up to the sum of all."""
+    return np.concatenate((zeros(1), np.cumsum(values, dtype=np.int64)))
 
 
 def ravel(index: Sequence[int], shape: Sequence[int]) -> int:
@@ -36,7 +50,7 @@ def unravel(position: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 def outer_sum(columns: Iterable[Ints]) -> Ints:
     """The sums of one number of each column, in the order of the product of the columns."""
-    out = np.zeros(1, dtype=np.int64)
+    out = zeros(1)
     for column in columns:
         out = (out[:, None] + column).reshape(-1)
     return out
@@ -56,4 +70,4 @@ def distinct(values: Ints) -> Ints:
     ordered = np.sort(values, axis=None, kind="stable")
     new = np.ones(len(ordered), dtype=bool)
     new[1:] = ordered[1:] != ordered[:-1]
-    return np.asarray(ordered[new], dtype=np.int64)
+    return ints(ordered[new])

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from operator import add, le, sub
-from typing import Any, NamedTuple
-
-import numpy.typing as npt
+from typing import NamedTuple
 
 from planners.errors import PlanError
+from planners.geometry.arrays import Array
 
 __all__ = ["Box", "Dims", "Range", "Shape", "arrange", "flat_boxes", "rearranged"]
 
@@ -228,7 +227,7 @@ def rearranged(box: Box, dims: Dims, fqn: str | None = None) -> Box:
     )
 
 
-def arrange(array: npt.NDArray[Any], dims: Dims) -> npt.NDArray[Any]:
+def arrange(array: Array, dims: Dims) -> Array:
     """Return a numpy view of `array` with its dims rearranged."""
     rest = [d for d in range(array.ndim) if d not in dims]
     turned = array.transpose([*(d for d in dims if d is not None), *rest])

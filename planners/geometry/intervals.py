@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planners.errors import PlanError
-from planners.geometry.arrays import Ints, distinct
+from planners.geometry.arrays import Ints, distinct, ints, running_sums
 from planners.geometry.box import Range
 from planners.geometry.mesh import BlockShard, Shard, StridedShard
 
@@ -39,20 +39,20 @@ class Ownership:
     @cached_property
     def owner_of(self) -> Ints:
         """The owner of each interval."""
-        return np.repeat(np.arange(self.owners, dtype=np.int64), np.diff(self.indptr))
+        return np.repeat(np.arange(self.owners), np.diff(self.indptr))
 
     @cached_property
     def local_starts(self) -> Ints:
         """Where each interval begins in its owner's local dim."""
         lengths = self.stops - self.starts
-        before = np.concatenate(([0], np.cumsum(lengths)))
-        return np.asarray(before[:-1] - before[self.indptr[self.owner_of]], dtype=np.int64)
+        before = running_sums(lengths)
+        return ints(before[:-1] - before[self.indptr[self.owner_of]])
 
     @cached_property
     def local_sizes(self) -> Ints:
         """How many elements each owner has."""
-        before = np.concatenate(([0], np.cumsum(self.stops - self.starts)))
-        return np.asarray(np.diff(before[self.indptr]), dtype=np.int64)
+        before = running_sums(self.stops - self.starts)
+        return ints(np.diff(before[self.indptr]))
 
     def intervals(self, owner: int) -> tuple[Range, ...]:
         """(start, stop) of each interval of `owner`, in local order."""
@@ -93,9 +93,9 @@ def ownership(size: int, cuts: tuple[tuple[Cut, int], ...]) -> Ownership:
     whole = [] if size == 0 else [0]
     own = Ownership(
         size,
-        np.array(whole, dtype=np.int64),
-        np.array([size] * len(whole), dtype=np.int64),
-        np.array([0, len(whole)], dtype=np.int64),
+        ints(whole),
+        ints([size] * len(whole)),
+        ints([0, len(whole)]),
     )
     for i, (placement, parts) in enumerate(cuts):
         own = _cut(own, _bounds(own, placement, parts, first=i == 0))
@@ -114,7 +114,7 @@ def _bounds(own: Ownership, placement: Cut, parts: int, *, first: bool) -> Ints:
         if sum(placement.blocks) != own.size:
             total = sum(placement.blocks)
             raise PlanError(f"the blocks of {placement} add up to {total}, but the dim has {own.size} elements")
-        edges = np.concatenate(([0], np.cumsum(placement.blocks)))[None, :]
+        edges = running_sums(placement.blocks)[None, :]
     else:
         pieces = min(placement.split_factor, max(own.size, 1)) if isinstance(placement, StridedShard) else 1
         step = -(-sizes // pieces)
@@ -122,13 +122,13 @@ def _bounds(own: Ownership, placement: Cut, parts: int, *, first: bool) -> Ints:
     lengths = np.diff(edges, axis=1)
     step = -(-lengths // parts)
     inner = np.minimum(np.arange(parts + 1) * step[..., None], lengths[..., None])
-    return np.asarray(edges[:, :-1, None] + inner, dtype=np.int64)
+    return ints(edges[:, :-1, None] + inner)
 
 
 def _cut(own: Ownership, bounds: Ints) -> Ownership:
     """Every owner c becomes owners (c, k): the parts k of all its pieces, in order of the pieces."""
     owners, pieces, parts = bounds.shape[0], bounds.shape[1], bounds.shape[2] - 1
-    base = np.concatenate(([0], np.cumsum(own.local_sizes)))  # all local dims, one after another
+    base = running_sums(own.local_sizes)  # all local dims, one after another
     ends = np.minimum(bounds[:, :, 1:] + base[:-1, None, None], base[-1])
     begins = bounds[:, :, :-1] + base[:-1, None, None]
     # split the intervals, in the same order, at every boundary
@@ -136,8 +136,8 @@ def _cut(own: Ownership, bounds: Ints) -> Ownership:
     edges = distinct(np.concatenate((begins.reshape(-1), ends.reshape(-1), position, base[-1:])))
     left, right = edges[:-1], edges[1:]
     row = np.searchsorted(position, left, side="right") - 1
-    starts = np.asarray(own.starts[row] + (left - position[row]), dtype=np.int64)
-    stops = np.asarray(starts + (right - left), dtype=np.int64)
+    starts = ints(own.starts[row] + (left - position[row]))
+    stops = ints(starts + (right - left))
     # which (c, j, k) each little interval fell into; empty parts take none
     filled = np.flatnonzero((ends > begins).reshape(-1))
     piece = filled[np.searchsorted(begins.reshape(-1)[filled], left, side="right") - 1]
@@ -155,8 +155,8 @@ def _grouped(size: int, starts: Ints, stops: Ints, owner: Ints, owners: int) -> 
         new[1:] = (starts[1:] != stops[:-1]) | (owner[1:] != owner[:-1])
         last = np.append(np.flatnonzero(new)[1:] - 1, len(starts) - 1)
         starts, stops, owner = starts[new], stops[last], owner[new]
-    indptr = np.concatenate(([0], np.cumsum(np.bincount(owner, minlength=owners))))
-    return Ownership(size, starts, stops, np.asarray(indptr, dtype=np.int64))
+    indptr = running_sums(np.bincount(owner, minlength=owners))
+    return Ownership(size, starts, stops, indptr)
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,7 +236,7 @@ def overlap(saved: Ownership, wanted: Ownership) -> Segments:
     order = np.argsort(w_row, kind="stable")  # rows are grouped by owner, in local order; starts ascend within a row
     starts, stops, s_row, w_row = starts[order], stops[order], s_row[order], w_row[order]
     owner = wanted.owner_of[w_row]
-    indptr = np.concatenate(([0], np.cumsum(np.bincount(owner, minlength=wanted.owners))))
+    indptr = running_sums(np.bincount(owner, minlength=wanted.owners))
     return Segments(
         saved=saved,
         wanted=wanted,
@@ -245,5 +245,5 @@ def overlap(saved: Ownership, wanted: Ownership) -> Segments:
         saved_row=s_row,
         wanted_owner=owner,
         local_starts=wanted.local_starts[w_row] + (starts - wanted.starts[w_row]),
-        indptr=np.asarray(indptr, dtype=np.int64),
+        indptr=indptr,
     )

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from planners.errors import CodecError, PlanError, did_you_mean
-from planners.geometry.arrays import Ints, grouped, outer_sum
+from planners.geometry.arrays import Ints, grouped, ints, ones, outer_sum, zeros
 from planners.geometry.box import Box, Range, Shape, flat_boxes
 from planners.geometry.intervals import Ownership, ownership
 from planners.geometry.mesh import Mesh, Placement, Replicate, axis_names, parse_placements
@@ -126,7 +126,7 @@ class ProductGeometry:
     def replicas(self, owners: Sequence[int]) -> Ints:
         """The ranks that hold the part of these owners (one per dim), replica by replica."""
         base = sum(int(positions[o]) for positions, o in zip(self.dim_positions, owners))
-        return np.asarray(self.mesh.ranks[base + self.replica_positions], dtype=np.int64)
+        return ints(self.mesh.ranks[base + self.replica_positions])
 
     def lowest_rank(self, owners: Shape) -> int:
         """The lowest rank that holds the part of these owners."""
@@ -215,7 +215,7 @@ class ProductForm:
                 raise PlanError(f"{placement} on axis {name!r} shards a dim that the shape {shape} does not have")
 
         def positions(axes: list[int]) -> Ints:
-            return outer_sum(np.arange(mesh.shape[axis], dtype=np.int64) * steps[axis] for axis in axes)
+            return outer_sum(np.arange(mesh.shape[axis]) * steps[axis] for axis in axes)
 
         dims = []
         for size, axes in zip(shape, axes_of):
@@ -236,10 +236,10 @@ class ProductForm:
     def numels(self, shape: Shape) -> Ints:
         """Elements per rank."""
         geometry = self.geometry(shape)
-        held = np.ones(self.mesh.size, dtype=np.int64)
+        held = ones(self.mesh.size)
         for own, owner in zip(geometry.dims, geometry.rank_owners):
             held *= own.local_sizes[owner]
-        out = np.zeros(self.world_size, dtype=np.int64)
+        out = zeros(self.world_size)
         out[self.mesh.ranks] = held
         return out
 
@@ -299,7 +299,7 @@ class _ListedForm(ABC):
                     yield rank, box
 
     def replicas(self, shape: Shape) -> Iterator[Ints]:
-        return (np.array([rank], dtype=np.int64) for rank in self.ranks())
+        return (ints([rank]) for rank in self.ranks())
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +345,7 @@ class BoxesForm(_ListedForm):
         return tuple(Part.of_box(box) for box in self.boxes[at][1])
 
     def numels(self, shape: Shape) -> Ints:
-        out = np.zeros(self.world_size, dtype=np.int64)
+        out = zeros(self.world_size)
         for rank, its in self.boxes:
             out[rank] = sum(box.numel for box in its)
         return out
@@ -391,7 +391,7 @@ class FlatForm(_ListedForm):
         return tuple(parts)
 
     def numels(self, shape: Shape) -> Ints:
-        out = np.zeros(self.world_size, dtype=np.int64)
+        out = zeros(self.world_size)
         for rank, start, stop in self.ranges:
             out[rank] = stop - start
         return out
@@ -691,7 +691,7 @@ class StateLayout(Mapping[str, TensorLayout]):
 
     def rank_bytes(self) -> Ints:
         """Return the bytes that each rank holds, without listing tensors one by one."""
-        total = np.zeros(self.world_size, dtype=np.int64)
+        total = zeros(self.world_size)
         for names in self.geometries().values():
             layout = self._tensors[names[0]]
             held = layout.numels()

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from planners.errors import PlanError
-from planners.geometry.arrays import Ints, grouped, ravel, unravel
+from planners.geometry.arrays import Ints, grouped, ints, ravel, unravel
 from planners.geometry.box import Shape
 
 __all__ = [
@@ -66,7 +66,7 @@ class Mesh:
         self.size = self.world_size = math.prod(self.shape)
         if self.size > 1 << 24:
             raise PlanError(f"a mesh may have at most {1 << 24:,} ranks, got {self.size:,} for {dict(self.axes)}")
-        self.ranks = np.arange(self.size, dtype=np.int64)
+        self.ranks = np.arange(self.size)
         self._index: dict[int, int] | None = None
         if ranks is not None:
             given = np.asarray(ranks).reshape(-1)
@@ -127,7 +127,7 @@ class Mesh:
         if self._index is None:
             return ranks
         order = np.argsort(self.ranks)
-        return np.asarray(order[np.searchsorted(self.ranks, ranks, sorter=order)], dtype=np.int64)
+        return ints(order[np.searchsorted(self.ranks, ranks, sorter=order)])
 
     def coordinate(self, rank: int) -> Shape:
         """Return the coordinate of `rank`, one number per axis. Inverse of `rank_at`. Raises PlanError if the mesh does

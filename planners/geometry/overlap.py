@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planners.errors import CoverageError
-from planners.geometry.arrays import Ints, distinct
+from planners.geometry.arrays import Ints, distinct, ints, ones, zeros
 from planners.geometry.box import Box, Dims, Shape
 from planners.geometry.intervals import Segments, overlap
 from planners.geometry.layout import Form, Found, ProductForm, ProductGeometry, local_boxes
@@ -146,8 +146,8 @@ class Sweep:
         self.dim, self.chunks = 0, table
         if not table or not table[0][1].ndim:
             return
-        lows = np.array([box.offsets for _, box in table], dtype=np.int64)
-        highs = np.array([box.stops for _, box in table], dtype=np.int64)
+        lows = ints([box.offsets for _, box in table])
+        highs = ints([box.stops for _, box in table])
         self.dim = max(range(lows.shape[1]), key=lambda d: len(distinct(lows[:, d])))
         order = np.lexsort((*lows.T[::-1], lows[:, self.dim]))
         self.chunks = [table[i] for i in order.tolist()]
@@ -252,10 +252,10 @@ def tiling_fault(region: Sequence[Box], boxes: Sequence[Box]) -> Fault | None:
     ndim = every[0].ndim
     if ndim == 0:
         return None if len(wanted) == len(given) else Fault((), len(given), len(wanted))
-    lows = np.array([box.offsets for box in every], dtype=np.int64)
-    highs = np.array([box.stops for box in every], dtype=np.int64)
-    signs = np.concatenate((np.full(len(wanted), -1), np.ones(len(given), dtype=np.int64)))
-    return _fault(lows, highs, np.asarray(signs, dtype=np.int64))
+    lows = ints([box.offsets for box in every])
+    highs = ints([box.stops for box in every])
+    signs = np.concatenate((np.full(len(wanted), -1), ones(len(given))))
+    return _fault(lows, highs, ints(signs))
 
 
 def _fault(lows: Ints, highs: Ints, signs: Ints) -> Fault | None:
@@ -296,7 +296,7 @@ def _fault(lows: Ints, highs: Ints, signs: Ints) -> Fault | None:
 
 def _counts(lows: Ints, highs: Ints, signs: Ints, cuts: list[Ints]) -> Ints:
     ndim = lows.shape[1]
-    grid = np.zeros([len(cut) for cut in cuts], dtype=np.int64)
+    grid = zeros([len(cut) for cut in cuts])
     begin = np.stack([np.searchsorted(cut, lows[:, d]) for d, cut in enumerate(cuts)], axis=1)
     end = np.stack([np.searchsorted(cut, highs[:, d]) for d, cut in enumerate(cuts)], axis=1)
     for corner in range(1 << ndim):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from planners.errors import PlanError
+from planners.geometry.arrays import Array
 from planners.geometry.box import Box, Dims, Range, Shape, arrange, rearranged
 from planners.geometry.layout import BoxesForm, Form, ProductForm, TensorSpec
 from planners.geometry.mesh import Placement, Replicate
@@ -256,7 +256,7 @@ class View:
     def crop(self, box: Box) -> View:
         """Return the elements in `box` as a new tensor. Raises PlanError if the box is outside."""
         if not Box.full(self.shape).contains(box):
-            raise PlanError(f"cannot crop a view of shape {self.shape} to {box}", fqn=self.spec.fqn)
+            raise self._error(f"cannot crop a view of shape {self.shape} to {box}")
         back = [-o for o in box.offsets]
         kept = [(part, part.target & box) for part in self.parts]
         return self._made(box.sizes, [part.crop(common).move(back) for part, common in kept if common is not None])
@@ -265,21 +265,21 @@ class View:
         """Slices of step 1, as numpy means them; an integer takes one index and drops the dim."""
         parts = index if isinstance(index, tuple) else (index,)
         if len(parts) > len(self.shape):
-            raise PlanError(f"{len(parts)} indices for a view of shape {self.shape}", fqn=self.spec.fqn)
+            raise self._error(f"{len(parts)} indices for a view of shape {self.shape}")
         offsets, sizes, kept = [], [], []
         for d, size in enumerate(self.shape):
             part = parts[d] if d < len(parts) else slice(None)
             if not isinstance(part, slice):
                 if not hasattr(part, "__index__"):
-                    raise PlanError(f"a view takes integers and slices, got {part!r}", fqn=self.spec.fqn)
+                    raise self._error(f"a view takes integers and slices, got {part!r}")
                 if not -size <= part < size:
-                    raise PlanError(f"index {part} is outside dim {d} of size {size}", fqn=self.spec.fqn)
+                    raise self._error(f"index {part} is outside dim {d} of size {size}")
                 start, stop = part % size, part % size + 1
             else:
                 kept.append(d)
                 start, stop, step = part.indices(size)
                 if step != 1:
-                    raise PlanError(f"slices of a view must have step 1, got {part}", fqn=self.spec.fqn)
+                    raise self._error(f"slices of a view must have step 1, got {part}")
             offsets.append(start)
             sizes.append(max(stop - start, 0))
         return self.crop(Box(offsets, sizes)).rearrange(kept)
@@ -298,15 +298,15 @@ class View:
         """Return the dims in the order `dims`. Default: reversed."""
         order = dims or tuple(reversed(range(len(self.shape))))
         if sorted(order) != list(range(len(self.shape))):
-            raise PlanError(f"{order} is not an order of the dims of shape {self.shape}", fqn=self.spec.fqn)
+            raise self._error(f"{order} is not an order of the dims of shape {self.shape}")
         return self.rearrange(order)
 
     def pad(self, widths: Sequence[tuple[int, int]], value: float = 0) -> View:
         """Add `widths[d][0]` constant elements before and `widths[d][1]` after, in each dim d."""
         if len(widths) != len(self.shape):
-            raise PlanError(f"pad takes a pair per dim of {self.shape}, got {list(widths)}", fqn=self.spec.fqn)
+            raise self._error(f"pad takes a pair per dim of {self.shape}, got {list(widths)}")
         if any(low < 0 or high < 0 for low, high in widths):
-            raise PlanError(f"pad widths must be >= 0, got {list(widths)}; crop takes away", fqn=self.spec.fqn)
+            raise self._error(f"pad widths must be >= 0, got {list(widths)}; crop takes away")
         inner = Box([low for low, _ in widths], self.shape)
         sizes = [low + size + high for (low, high), size in zip(widths, self.shape)]
         parts = [part.move(inner.offsets) for part in self.parts]
@@ -316,9 +316,8 @@ class View:
         """Split `dim` into consecutive pieces, by name. Raises PlanError if the sizes do not add up to the dim."""
         self._check_dim(dim)
         if sum(sizes.values()) != self.shape[dim]:
-            raise PlanError(
-                f"{dict(sizes)} add up to {sum(sizes.values())}, but dim {dim} has {self.shape[dim]} elements",
-                fqn=self.spec.fqn,
+            raise self._error(
+                f"{dict(sizes)} add up to {sum(sizes.values())}, but dim {dim} has {self.shape[dim]} elements"
             )
         out, at = [], 0
         for fqn, size in sizes.items():
@@ -330,7 +329,7 @@ class View:
         """Split `dim` into tensors without that dim, one per index. Raises PlanError for a wrong number of names."""
         self._check_dim(dim)
         if len(names) != self.shape[dim]:
-            raise PlanError(f"{len(names)} names for the {self.shape[dim]} elements of dim {dim}", fqn=self.spec.fqn)
+            raise self._error(f"{len(names)} names for the {self.shape[dim]} elements of dim {dim}")
         rest = [d for d in range(len(self.shape)) if d != dim]
         return tuple(self._along(dim, i, i + 1).rearrange(rest).rename(name) for i, name in enumerate(names))
 
@@ -344,7 +343,7 @@ class View:
         self._check_dim(dim)
         outer, inner = sizes
         if outer * inner != self.shape[dim]:
-            raise PlanError(f"dim {dim} of size {self.shape[dim]} cannot become {outer} x {inner}", fqn=self.spec.fqn)
+            raise self._error(f"dim {dim} of size {self.shape[dim]} cannot become {outer} x {inner}")
         if not outer:
             return self._made((*self.shape[:dim], *sizes, *self.shape[dim + 1 :]), [])
         return stack(self.spec.fqn, [self._along(dim, i * inner, (i + 1) * inner) for i in range(outer)], dim)
@@ -378,18 +377,18 @@ class View:
         for source in self.sources:
             made = inner.get(source.fqn)
             if made is not None and (made.shape, made.spec.dtype) != (source.shape, source.dtype):
-                raise PlanError(f"the source {source} of a view is built with shape {made.shape}", fqn=self.spec.fqn)
-        placed: list[_Placed] = [((), fill, (0,) * len(self.shape)) for fill in self.fills]
+                raise self._error(f"the source {source} of a view is built with shape {made.shape}")
+        placed: list[_Placed] = [((), fill) for fill in self.fills]
         for patch in self.patches:
             source = self.sources[patch.tensor]
             part = inner.get(source.fqn, View.of(source)).crop(patch.source).rearrange(patch.dims)
             placed += _placed(part, patch.target.offsets)
         return _joined(self.spec, placed)
 
-    def apply(self, arrays: Mapping[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    def apply(self, arrays: Mapping[str, Array]) -> Array:
         """Build the full tensor from full sources by name. For tests and small tensors."""
         given = [arrays[source.fqn] for source in self.sources]
-        out: npt.NDArray[Any] = np.zeros(self.shape, dtype=given[0].dtype if given else np.float64)
+        out: Array = np.zeros(self.shape, dtype=given[0].dtype if given else np.float64)
         for fill in self.fills:
             out[fill.target.slices] = fill.value
         for patch in self.patches:
@@ -398,25 +397,26 @@ class View:
 
     def _along(self, dim: int, start: int, stop: int) -> View:
         if not 0 <= start <= stop <= self.shape[dim]:
-            raise PlanError(f"{start}:{stop} is outside dim {dim} of size {self.shape[dim]}", fqn=self.spec.fqn)
+            raise self._error(f"{start}:{stop} is outside dim {dim} of size {self.shape[dim]}")
         return self.crop(Box.full(self.shape).cut(dim, start, stop))
 
     def _heads(self, head_size: int, dim: int) -> range:
         self._check_dim(dim)
         if head_size < 2 or head_size % 2 or self.shape[dim] % head_size:
-            raise PlanError(
-                f"dim {dim} of {self.shape[dim]} elements is not made of heads of an even size {head_size}",
-                fqn=self.spec.fqn,
+            raise self._error(
+                f"dim {dim} of {self.shape[dim]} elements is not made of heads of an even size {head_size}"
             )
         return range(0, self.shape[dim], head_size)
 
     def _check_dim(self, dim: int) -> None:
         if not 0 <= dim < len(self.shape):
-            raise PlanError(f"there is no dim {dim} in the shape {self.shape}", fqn=self.spec.fqn)
+            raise self._error(f"there is no dim {dim} in the shape {self.shape}")
+
+    def _error(self, text: str) -> PlanError:
+        return PlanError(text, fqn=self.spec.fqn)
 
     def _made(self, shape: Sequence[int], parts: Iterable[Patch | Fill]) -> View:
-        spec = TensorSpec(self.spec.fqn, shape, self.spec.dtype)
-        return _joined(spec, [(self.sources, part, (0,) * len(spec.shape)) for part in parts])
+        return _joined(TensorSpec(self.spec.fqn, shape, self.spec.dtype), [(self.sources, part) for part in parts])
 
 
 def concat(fqn: str, views: Sequence[View], dim: int = 0) -> View:
@@ -466,14 +466,14 @@ def inverse(views: Iterable[View], fill: float | None = None) -> tuple[View, ...
     for view in targets:
         for patch in view.patches:
             source = view.sources[patch.tensor]
-            placed[source.fqn].append(((view.spec,), patch.inverse(0), (0,) * len(source.shape)))
+            placed[source.fqn].append(((view.spec,), patch.inverse(0)))
     for fqn, parts in placed.items():
         if fill is None:
             break
         rest = [Box.full(sources[fqn].shape)]
-        for _, part, _ in parts:
+        for _, part in parts:
             rest = [piece for hole in rest for piece in hole - part.target]
-        parts += [((), Fill(box, fill), (0,) * box.ndim) for box in rest]
+        parts += [((), Fill(box, fill)) for box in rest]
     return tuple(_joined(spec, placed[fqn]) for fqn, spec in sources.items())
 
 
@@ -501,12 +501,12 @@ def viewed(views: Iterable[View], specs: Mapping[str, TensorSpec]) -> dict[str, 
     return {**kept, **made}
 
 
-_Placed = tuple[tuple[TensorSpec, ...], Patch | Fill, Sequence[int]]
-"""A part, the sources that it numbers, and by how much it is moved in the target."""
+_Placed = tuple[tuple[TensorSpec, ...], Patch | Fill]
+"""The sources that a part numbers, and the part at its place in the target."""
 
 
 def _placed(view: View, by: Sequence[int]) -> list[_Placed]:
-    return [(view.sources, part, by) for part in view.parts]
+    return [(view.sources, part.move(by)) for part in view.parts]
 
 
 def _joined(spec: TensorSpec, placed: Iterable[_Placed]) -> View:
@@ -515,19 +515,18 @@ def _joined(spec: TensorSpec, placed: Iterable[_Placed]) -> View:
     fills: list[Fill] = []
     numbers: dict[str, int] = {}
     used: list[TensorSpec] = []
-    for sources, part, by in placed:
-        moved = part.move(by)
-        if moved.target.is_empty:
+    for sources, part in placed:
+        if part.target.is_empty:
             continue
-        if isinstance(moved, Fill):
-            fills.append(moved)
+        if isinstance(part, Fill):
+            fills.append(part)
             continue
-        source = sources[moved.tensor]
+        source = sources[part.tensor]
         number = numbers.setdefault(source.fqn, len(numbers))
         used += [source] if number == len(used) else []
         if used[number] != source:
             raise PlanError(f"two sources with the same name differ: {used[number]} and {source}", fqn=spec.fqn)
-        patches.append(Patch(moved.target, number, moved.source, moved.dims))
+        patches.append(Patch(part.target, number, part.source, part.dims))
     return View(spec, tuple(used), merged(patches), tuple(sorted(fills, key=lambda fill: fill.target)))
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from planners.errors import PlanError
-from planners.geometry.arrays import Floats, Ints
+from planners.geometry.arrays import Floats, Ints, ints, zeros
 from planners.geometry.layout import StateLayout
 from planners.geometry.topologies import Topology
 from planners.plans.load import LoadPlan, count_reads, plan_reads
@@ -89,9 +89,9 @@ class Cluster:
     def by_host(self, per_rank: Ints) -> Ints:
         """Return the sums over the ranks of each host."""
         hosts = -(-len(per_rank) // self.ranks_per_host)
-        padded = np.zeros(hosts * self.ranks_per_host, dtype=np.int64)
+        padded = zeros(hosts * self.ranks_per_host)
         padded[: len(per_rank)] = per_rank
-        return np.asarray(padded.reshape(hosts, self.ranks_per_host).sum(axis=1), dtype=np.int64)
+        return ints(padded.reshape(hosts, self.ranks_per_host).sum(axis=1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +206,7 @@ def _estimate_transfers(plan: TransferPlan, cluster: Cluster) -> Estimate:
     traffic, world = plan.traffic(), plan.world_size
     hosts = -(-world // cluster.ranks_per_host)
     giver, taker = traffic.sender // cluster.ranks_per_host, traffic.receiver // cluster.ranks_per_host
-    sums = [np.zeros(hosts, dtype=np.int64) for _ in range(3)]
+    sums = [zeros(hosts) for _ in range(3)]
     far = giver != taker
     np.add.at(sums[0], taker[far], traffic.nbytes[far])
     np.add.at(sums[1], giver[far], traffic.nbytes[far])
@@ -215,14 +215,14 @@ def _estimate_transfers(plan: TransferPlan, cluster: Cluster) -> Estimate:
     seconds = np.maximum(sums[0], sums[1]) / bandwidth + _latency_s(cluster.by_host(peers), cluster)
     if cluster.local_bytes_per_s is not None:
         seconds = seconds + sums[2] / cluster.local_bytes_per_s
-    held = np.zeros(world, dtype=np.int64)
+    held = zeros(world)
     for layout in (plan.before, plan.after):
         held[: layout.world_size] += layout.rank_bytes()
     return Estimate(
         kind="transfer",
         cluster=cluster,
         rank_needed_bytes=plan.received_bytes(),
-        rank_requests=np.asarray(peers, dtype=np.int64),
+        rank_requests=ints(peers),
         rank_bytes=plan.received_bytes(),
         host_in_bytes=sums[0],
         host_out_bytes=sums[1],

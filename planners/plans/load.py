@@ -12,7 +12,7 @@ import numpy as np
 
 from planners.errors import CoverageError, LayoutMismatchError, PlanError, did_you_mean
 from planners.findings import Finding, in_groups
-from planners.geometry.arrays import Ints
+from planners.geometry.arrays import Ints, ints, ones, zeros
 from planners.geometry.box import Box, Dims, rearranged
 from planners.geometry.byte_ranges import ByteRuns, Window
 from planners.geometry.intervals import Segments
@@ -211,7 +211,7 @@ class LoadPlan(Plan[ReadItems]):
         """Return the saved bytes that each rank reads, every needed element once. Does not list items."""
         if self._rank_bytes is not None:
             return self._rank_bytes
-        total = np.zeros(self.world_size, dtype=np.int64)
+        total = zeros(self.world_size)
         groups: dict[tuple[object, ...], list[str]] = {}
         for fqn, wanted in self.wanted.items():
             view = self.views.get(fqn)
@@ -423,7 +423,7 @@ class ReadCounts:
 def count_reads(plan: LoadPlan, max_gap_bytes: int = 0) -> ReadCounts:
     """Items, requests and bytes of every rank, if gaps of up to `max_gap_bytes` within an item are
     read as well."""
-    total = np.zeros((3, plan.world_size), dtype=np.int64)
+    total = zeros((3, plan.world_size))
     for group in plan.groups():
         names = list(group)
         overlap = plan.overlap(names[0])
@@ -433,7 +433,7 @@ def count_reads(plan: LoadPlan, max_gap_bytes: int = 0) -> ReadCounts:
             continue
         for same in overlap.replicas():
             counts = _count_items(plan, plan.tensor_items(names[0], int(same[0])), max_gap_bytes)
-            total[:, same] += np.array(counts, dtype=np.int64)[:, None] * len(names)
+            total[:, same] += ints(counts)[:, None] * len(names)
     for rank, items in plan.explicit.items():
         total[:, rank] = _count_items(plan, items, max_gap_bytes)
     return ReadCounts(*total)
@@ -454,9 +454,9 @@ def _reads(piece: Box, chunk: Sequence[int], itemsize: int, max_gap_bytes: int) 
 def _count_product(overlap: ProductOverlap, itemsize: int, max_gap_bytes: int) -> Ints:
     """(items, requests, bytes) at each position of the wanted mesh, for one tensor."""
     kinds = [_Kinds(segments) for segments in overlap.dims]
-    out = np.zeros((3, overlap.wanted.mesh.size), dtype=np.int64)
+    out = zeros((3, overlap.wanted.mesh.size))
     for combo in itertools.product(*(range(len(kind.sizes)) for kind in kinds)):
-        items = np.ones(overlap.wanted.mesh.size, dtype=np.int64)
+        items = ones(overlap.wanted.mesh.size)
         for kind, k, owner in zip(kinds, combo, overlap.wanted.rank_owners):
             items *= kind.counts[k, owner]
         pairs = [kind.sizes[k] for kind, k in zip(kinds, combo)]
@@ -474,5 +474,5 @@ class _Kinds:
         pairs = np.stack((segments.stops - segments.starts, chunk), axis=1)
         sizes, kind = np.unique(pairs, axis=0, return_inverse=True)
         self.sizes: list[tuple[int, int]] = [(int(p), int(c)) for p, c in sizes]
-        self.counts = np.zeros((len(sizes), segments.wanted.owners), dtype=np.int64)
+        self.counts = zeros((len(sizes), segments.wanted.owners))
         np.add.at(self.counts, (kind.reshape(-1), segments.wanted_owner), 1)

@@ -17,7 +17,7 @@ import numpy as np
 
 from planners.errors import PlanError
 from planners.findings import Finding, Report
-from planners.geometry.arrays import Ints
+from planners.geometry.arrays import Ints, running_sums
 from planners.geometry.box import Box, Shape
 from planners.geometry.intervals import Segments
 from planners.geometry.layout import Part, StateLayout, TensorLayout, check_rank
@@ -287,13 +287,13 @@ def _segments_fault(segments: Segments) -> tuple[int, int, str] | None:
     if len(bad):
         i = bad[0]
         return int(segments.wanted_owner[i]), int(segments.starts[i]), "is not written exactly once"
-    held = np.diff(np.concatenate(([0], np.cumsum(lengths)))[segments.indptr])
+    held = np.diff(running_sums(lengths)[segments.indptr])
     short = np.flatnonzero(held != wanted.local_sizes)
     if len(short):
         owner = int(short[0])
         return owner, wanted.intervals(owner)[0][0], "is not written exactly once, with others of its owner"
     # the global index that a local position stands for, by the wanted side's own table
-    sizes = np.concatenate(([0], np.cumsum(wanted.local_sizes)))
+    sizes = running_sums(wanted.local_sizes)
     position = wanted.local_starts + sizes[wanted.owner_of]
     here = segments.local_starts + sizes[segments.wanted_owner]
     row = np.searchsorted(position, here, side="right") - 1

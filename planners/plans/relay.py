@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from planners.errors import PlanError
-from planners.geometry.arrays import Ints, grouped
+from planners.geometry.arrays import Ints, grouped, zeros
 from planners.geometry.box import Box
 from planners.geometry.layout import BoxesForm, Form, Intervals, Part, ProductForm, StateLayout, TensorLayout
 from planners.geometry.mesh import Mesh, Placement, Replicate, Shard
@@ -75,10 +75,10 @@ def rank_groups(plan: TransferPlan) -> tuple[Ints, ...]:
     """
     out = []
     if plan.ranks_per_host is not None and plan.ranks_per_host < plan.world_size:
-        out.append(np.arange(plan.world_size, dtype=np.int64) // plan.ranks_per_host)
+        out.append(np.arange(plan.world_size) // plan.ranks_per_host)
     givers, takers = (_ranks(state[fqn] for fqn in plan.names) for state in (plan.before, plan.after))
     if takers and givers.isdisjoint(takers):
-        sides = np.zeros(plan.world_size, dtype=np.int64)
+        sides = zeros(plan.world_size)
         sides[sorted(takers)] = 1
         out.append(sides)
     return tuple(out)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from planners.errors import CoverageError
-from planners.geometry.arrays import Flags, Ints, grouped, outer_sum, ravel, unravel
+from planners.geometry.arrays import Flags, Ints, grouped, ints, ones, outer_sum, ravel, running_sums, unravel, zeros
 from planners.geometry.box import Box, Shape
 from planners.geometry.intervals import SegmentRow, Segments
 from planners.geometry.layout import Form, ProductGeometry, StateLayout, TensorLayout, local_boxes
@@ -64,7 +64,7 @@ class Holders:
     @cached_property
     def source_of(self) -> Ints:
         """The source of each entry of `ranks`."""
-        return np.repeat(np.arange(len(self.counts), dtype=np.int64), self.counts)
+        return np.repeat(np.arange(len(self.counts)), self.counts)
 
     @cached_property
     def _keys(self) -> Ints:
@@ -72,10 +72,10 @@ class Holders:
 
     def between(self, sources: Ints, first: Ints, last: Ints) -> tuple[Ints, Ints]:
         """Return where in `ranks` the holders of each source with first <= rank < last begin and end."""
-        base = np.asarray(sources, dtype=np.int64) << 32
+        base = ints(sources) << 32
         return (
-            np.asarray(np.searchsorted(self._keys, base | first), dtype=np.int64),
-            np.asarray(np.searchsorted(self._keys, base | last), dtype=np.int64),
+            ints(np.searchsorted(self._keys, base | first)),
+            ints(np.searchsorted(self._keys, base | last)),
         )
 
     def hold(self, sources: Ints, ranks: Ints) -> Flags:
@@ -109,7 +109,7 @@ class ProductIntersection:
     @cached_property
     def holders(self) -> Holders:
         ranks = self.before.holders(slice(None) for _ in self.shape)
-        return Holders(np.arange(len(ranks) + 1, dtype=np.int64) * ranks.shape[1], ranks.reshape(-1))
+        return Holders(np.arange(len(ranks) + 1) * ranks.shape[1], ranks.reshape(-1))
 
     @cached_property
     def tables(self) -> tuple[_DimTable, ...]:
@@ -146,7 +146,7 @@ class ProductIntersection:
         itself included."""
         source = outer_sum([table.giver * step for table, step in zip(self.tables, _steps(self.shape))])
         base = outer_sum([at[table.taker] for table, at in zip(self.tables, self.after.dim_positions)])
-        numel = np.ones(1, dtype=np.int64)
+        numel = ones(1)
         for table in self.tables:
             numel = (numel[:, None] * table.length).reshape(-1)
         order = np.argsort(source, kind="stable")
@@ -170,19 +170,19 @@ class ProductIntersection:
 
     def counts(self, world_size: int) -> Ints:
         """Return how many boxes each rank has in common with sources, its own included."""
-        numbers = np.ones(self.after.mesh.size, dtype=np.int64)
+        numbers = ones(self.after.mesh.size)
         for segments, owner in zip(self.overlap.dims, self.after.rank_owners):
             numbers *= np.diff(segments.indptr)[owner]
-        out = np.zeros(world_size, dtype=np.int64)
+        out = zeros(world_size)
         out[self.after.mesh.ranks] = numbers
         return out
 
     def local_numels(self, world_size: int) -> Ints:
         """Elements that each rank needs and holds itself."""
-        out = np.zeros(world_size, dtype=np.int64)
+        out = zeros(world_size)
         ranks = np.intersect1d(self.before.mesh.ranks, self.after.mesh.ranks)
         was, will = self.before.mesh.positions(ranks), self.after.mesh.positions(ranks)
-        numel = np.ones(len(ranks), dtype=np.int64)
+        numel = ones(len(ranks))
         for d, table in enumerate(self.tables):
             numel *= table.lengths(self.before.rank_owners[d][was], self.after.rank_owners[d][will])
         out[ranks] = numel
@@ -191,9 +191,9 @@ class ProductIntersection:
     def source_numels(self) -> tuple[Ints, int]:
         """(elements of each source, how many ranks need each), if that is all that there is to
         know, else None."""
-        numel = np.ones(1, dtype=np.int64)
+        numel = ones(1)
         for own, table in zip(self.before.dims, self.tables):
-            wanted = np.zeros(own.owners, dtype=np.int64)
+            wanted = zeros(own.owners)
             np.add.at(wanted, table.giver, table.length)
             numel = (numel[:, None] * wanted).reshape(-1)
         return numel, len(self.after.replica_positions)
@@ -208,7 +208,7 @@ class _DimTable:
         keys, inverse = np.unique(segments.saved_owner * self._takers + segments.wanted_owner, return_inverse=True)
         self._keys = keys
         self.giver, self.taker = np.divmod(keys, self._takers)
-        self.length = np.zeros(len(keys), dtype=np.int64)
+        self.length = zeros(len(keys))
         np.add.at(self.length, inverse, segments.stops - segments.starts)
         self._from = np.searchsorted(self.giver, np.arange(segments.saved.owners + 1))
         self._by_taker = np.argsort(self.taker, kind="stable")
@@ -216,7 +216,7 @@ class _DimTable:
         self._rows: dict[tuple[int, int], list[SegmentRow]] = {}
 
     def takers(self, giver: int) -> Ints:
-        return np.asarray(self.taker[self._from[giver] : self._from[giver + 1]], dtype=np.int64)
+        return ints(self.taker[self._from[giver] : self._from[giver + 1]])
 
     def givers(self, taker: int) -> list[int]:
         rows = self._by_taker[self._to[taker] : self._to[taker + 1]]
@@ -225,10 +225,10 @@ class _DimTable:
     def lengths(self, givers: Ints, takers: Ints) -> Ints:
         """Elements between each giver and the taker beside it; 0 where they do not meet."""
         if not len(self._keys):
-            return np.zeros(len(givers), dtype=np.int64)
+            return zeros(len(givers))
         wanted = givers * self._takers + takers
         at = np.minimum(np.searchsorted(self._keys, wanted), len(self._keys) - 1)
-        return np.asarray(np.where(self._keys[at] == wanted, self.length[at], 0), dtype=np.int64)
+        return ints(np.where(self._keys[at] == wanted, self.length[at], 0))
 
     def rows(self, giver: int, taker: int) -> list[SegmentRow]:
         """Return the segments that `giver` has of what `taker` wants, in the order of the taker's local dim."""
@@ -270,8 +270,8 @@ class SweepIntersection:
         )
         self._sources = list(found)
         self._held = grouped((rank, s) for s, ranks in enumerate(found.values()) for rank in ranks)
-        indptr = np.cumsum([0, *map(len, found.values())], dtype=np.int64)
-        self.holders = Holders(indptr, np.array([r for ranks in found.values() for r in sorted(ranks)], dtype=np.int64))
+        indptr = running_sums([*map(len, found.values())])
+        self.holders = Holders(indptr, ints([r for ranks in found.values() for r in sorted(ranks)]))
         sweep = Sweep((s, box) for s, (box, _, _) in enumerate(self._sources))
         self._commons: dict[int, dict[int, list[Common]]] = {}
         for rank in after.ranks():
@@ -289,10 +289,10 @@ class SweepIntersection:
             if mine:
                 self._commons[rank] = mine
         rows = sorted((s, rank) for rank, mine in self._commons.items() for s in mine)
-        self._source = np.array([s for s, _ in rows], dtype=np.int64)
-        self._receiver = np.array([rank for _, rank in rows], dtype=np.int64)
+        self._source = ints([s for s, _ in rows])
+        self._receiver = ints([rank for _, rank in rows])
         numels = [sum(c.box.numel for c in self._commons[rank][s]) for s, rank in rows]
-        self._numel = np.array(numels, dtype=np.int64)
+        self._numel = ints(numels)
 
     def sources(self, receiver: int) -> Sequence[int]:
         return sorted(self._commons.get(receiver, ()))
@@ -312,13 +312,13 @@ class SweepIntersection:
             yield Deliveries(self._source, self._receiver, self._numel)
 
     def counts(self, world_size: int) -> Ints:
-        out = np.zeros(world_size, dtype=np.int64)
+        out = zeros(world_size)
         for rank, mine in self._commons.items():
             out[rank] = sum(map(len, mine.values()))
         return out
 
     def local_numels(self, world_size: int) -> Ints:
-        out = np.zeros(world_size, dtype=np.int64)
+        out = zeros(world_size)
         own = self.holders.hold(self._source, self._receiver)
         np.add.at(out, self._receiver[own], self._numel[own])
         return out
@@ -467,7 +467,7 @@ class Route:
         first = rank - rank % self._ranks_per_host
         receivers = self.intersection.receivers(source)
         receivers = receivers[(receivers >= first) & (receivers < first + self._ranks_per_host)]
-        needy = receivers[~self.intersection.holders.hold(np.full(len(receivers), source, dtype=np.int64), receivers)]
+        needy = receivers[~self.intersection.holders.hold(np.full(len(receivers), source), receivers)]
         return needy.tolist(), past - near, self.intersection.holders.ranks[near:past].tolist().index(rank)
 
     def _holds(self, source: int, rank: int) -> bool:
@@ -480,7 +480,7 @@ class Route:
     def _near_all(self, sources: Ints, ranks: Ints) -> tuple[Ints, Ints]:
         """Return where among the holders those on the host of each rank begin and end."""
         if self._ranks_per_host is None:
-            nobody = np.zeros(len(ranks), dtype=np.int64)
+            nobody = zeros(len(ranks))
             return nobody, nobody
         first = ranks - ranks % self._ranks_per_host
         return self.intersection.holders.between(sources, first, first + self._ranks_per_host)
@@ -490,7 +490,7 @@ class Route:
         found = self._far.get(source)
         if found is None:
             receivers = self.intersection.receivers(source)
-            sources = np.full(len(receivers), source, dtype=np.int64)
+            sources = np.full(len(receivers), source)
             begin, end = self._near_all(sources, receivers)
             alien = ~self.intersection.holders.hold(sources, receivers) & (begin == end)
             found = self._far[source] = receivers[alien].tolist()
@@ -515,13 +515,13 @@ class Route:
 
     def sent_bytes(self, world_size: int) -> Ints:
         """Bytes that each rank sends to others."""
-        out = np.zeros(world_size, dtype=np.int64)
+        out = zeros(world_size)
         whole = self.intersection.source_numels() if self._alone else None
         if whole is not None:
             numel, needed_by = whole
             out[self.intersection.holders.ranks] = numel * needed_by
             out -= self.intersection.local_numels(world_size)
-            return np.asarray(out * (self._itemsize * self._tensors), dtype=np.int64)
+            return ints(out * (self._itemsize * self._tensors))
         for sender, _, nbytes in self.traffic():
             np.add.at(out, sender, nbytes)
         return out
@@ -563,12 +563,12 @@ class Route:
 def total_traffic(blocks: Iterable[Traffic], world_size: int) -> Traffic:
     """The sum of blocks: every pair of ranks that comes up once, sorted by sender and receiver."""
     if world_size <= _DENSE_RANKS:
-        table = np.zeros(world_size * world_size, dtype=np.int64)
+        table = zeros(world_size * world_size)
         for sender, receiver, nbytes in blocks:
             np.add.at(table, sender * world_size + receiver, nbytes)
         pairs = np.flatnonzero(table)
         return Traffic(pairs // world_size, pairs % world_size, table[pairs])
-    total = Traffic(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
+    total = Traffic(*(zeros(0) for _ in range(3)))
     waiting, entries = [total], 0
     for block in blocks:
         waiting.append(block)
@@ -582,7 +582,7 @@ def total_traffic(blocks: Iterable[Traffic], world_size: int) -> Traffic:
 def _sum(blocks: list[Traffic]) -> Traffic:
     every = np.concatenate([block.sender << 32 | block.receiver for block in blocks])
     pairs, inverse = np.unique(every, return_inverse=True)
-    nbytes = np.zeros(len(pairs), dtype=np.int64)
+    nbytes = zeros(len(pairs))
     np.add.at(nbytes, inverse, np.concatenate([block.nbytes for block in blocks]))
     return Traffic(pairs >> 32, pairs & 0xFFFFFFFF, nbytes)
 

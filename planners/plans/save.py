@@ -12,7 +12,7 @@ import numpy as np
 
 from planners.errors import PlanError
 from planners.findings import Finding
-from planners.geometry.arrays import Flags, Ints, distinct, grouped, unravel
+from planners.geometry.arrays import Flags, Ints, distinct, grouped, ints, running_sums, unravel, zeros
 from planners.geometry.box import Box, Shape
 from planners.geometry.layout import Part, ProductGeometry, StateLayout, TensorLayout, local_boxes
 from planners.geometry.overlap import Sweep, tiling_fault
@@ -72,7 +72,7 @@ class SavePlan(Plan[WriteItems]):
         if divide_above_bytes < 1 or (ranks_per_host is not None and ranks_per_host < 1):
             raise PlanError(f"limits must be >= 1, got {divide_above_bytes=} and {ranks_per_host=}")
         self.layout, self.divide_above_bytes, self.ranks_per_host = layout, divide_above_bytes, ranks_per_host
-        loads = np.zeros(layout.world_size, dtype=np.int64)
+        loads = zeros(layout.world_size)
         order, assignments = [], []
         for names in layout.geometries().values():
             first, held = layout[names[0]], np.zeros_like(loads)
@@ -180,9 +180,9 @@ def plan_writes(
 
 def _effective_loads(loads: Ints, ranks_per_host: int) -> Ints:
     """The loads that count: a rank's own, plus the mean of its host minus that of the least busy host."""
-    hosts = np.arange(len(loads), dtype=np.int64) // ranks_per_host
+    hosts = np.arange(len(loads)) // ranks_per_host
     by_host = np.bincount(hosts, weights=loads).astype(np.int64) // np.bincount(hosts)
-    return np.asarray(loads + (by_host - by_host.min())[hosts], dtype=np.int64)
+    return ints(loads + (by_host - by_host.min())[hosts])
 
 
 # Which holders of its chunks write the tensors of one geometry: the least loaded first, until loads
@@ -211,17 +211,17 @@ class ProductTable:
         holders = product.holders(self.owners)
         index = np.indices(self.shape).reshape(len(self.shape), len(holders))
         columns = [own.local_sizes[owners[i]] for own, owners, i in zip(product.dims, self.owners, index)]
-        self.sizes = np.stack(columns, axis=1) if columns else np.zeros((len(holders), 0), dtype=np.int64)
+        self.sizes = np.stack(columns, axis=1) if columns else zeros((len(holders), 0))
         """Shape of each chunk as a local tensor: (chunks, dims)."""
         self.numels = self.sizes.prod(axis=1)
         """Elements of each chunk."""
-        self.counts = np.full(len(holders), holders.shape[1], dtype=np.int64)
+        self.counts = np.full(len(holders), holders.shape[1])
         """How many ranks hold each chunk."""
         self.ranks = holders.reshape(-1)
         """The rank of each entry, ascending for each chunk."""
-        self.indptr = np.concatenate(([0], np.cumsum(self.counts)))
+        self.indptr = np.arange(len(holders) + 1) * holders.shape[1]
         """Entries of chunk c are `indptr[c]` to `indptr[c + 1]`."""
-        self.indices = np.zeros(len(self.ranks), dtype=np.int64)
+        self.indices = zeros(len(self.ranks))
         """Which of the rank's local tensors the chunk is, for each entry."""
 
     def part(self, chunk: int) -> Part:
@@ -233,7 +233,7 @@ class ProductTable:
         """The chunks that share an element with `box`."""
         if 0 in box.sizes or 0 in self.shape:
             return
-        found = np.zeros(1, dtype=np.int64)
+        found = zeros(1)
         for own, owners, start, stop in zip(self._product.dims, self.owners, box.offsets, box.stops):
             here = distinct(np.searchsorted(owners, own.owner_of[own.meeting(start, stop)]))
             found = (found[:, None] * len(owners) + here).reshape(-1)
@@ -260,14 +260,12 @@ class BoxTable:
                         f"{ranks} hold {box} and {other}, which overlap but are not equal", fqn=layout.fqn, box=common
                     )
         places = [sorted(rows) for rows in held.values()]
-        self.sizes = np.array([box.sizes for box in self.boxes], dtype=np.int64).reshape(
-            len(self.boxes), len(layout.spec.shape)
-        )
+        self.sizes = ints([box.sizes for box in self.boxes]).reshape(len(self.boxes), len(layout.spec.shape))
         self.numels = self.sizes.prod(axis=1)
-        self.counts = np.array([len(rows) for rows in places], dtype=np.int64)
-        self.indptr = np.concatenate(([0], np.cumsum(self.counts)))
-        self.ranks = np.array([rank for rows in places for rank, _ in rows], dtype=np.int64)
-        self.indices = np.array([index for rows in places for _, index in rows], dtype=np.int64)
+        self.counts = ints([len(rows) for rows in places])
+        self.indptr = running_sums(self.counts)
+        self.ranks = ints([rank for rows in places for rank, _ in rows])
+        self.indices = ints([index for rows in places for _, index in rows])
 
     def part(self, chunk: int) -> Part:
         return Part.of_box(self.boxes[chunk])
@@ -378,7 +376,7 @@ def assign(
     """
     listed, counts = isinstance(chunks, BoxTable), chunks.counts
     nbytes = chunks.numels * itemsize
-    dims = chunks.sizes.argmax(axis=1) if chunks.sizes.shape[1] else np.zeros(len(nbytes), dtype=np.int64)
+    dims = chunks.sizes.argmax(axis=1) if chunks.sizes.shape[1] else zeros(len(nbytes))
     longest = chunks.sizes.max(axis=1, initial=1)
     units = np.where((nbytes >= divide_above_bytes) & (counts > 1), longest, 1)
     ranks, indices = chunks.ranks.copy(), chunks.indices.copy()
@@ -398,7 +396,7 @@ def assign(
         unit_bytes = nbytes[rows] // units[rows]
         ends[entries] = _level(loads[ranks[entries]], unit_bytes, units[rows] * len(names))
         if listed:
-            begins = np.concatenate((np.zeros((len(rows), 1), dtype=np.int64), ends[entries][:, :-1]), axis=1)
+            begins = np.concatenate((zeros((len(rows), 1)), ends[entries][:, :-1]), axis=1)
             loads[ranks[entries]] += (ends[entries] - begins) * unit_bytes[:, None]
     return Assignment(names, itemsize, chunks, units, dims, ranks, indices, ends)
 
@@ -410,7 +408,7 @@ def _level(loads: Ints, unit_bytes: Ints, units: Ints) -> Ints:
     Shares are whole units: a holder ends up within one unit of the level.
     """
     total = unit_bytes * units
-    holders = np.arange(1, loads.shape[1] + 1, dtype=np.int64)
+    holders = np.arange(1, loads.shape[1] + 1)
     below = np.cumsum(loads, axis=1)
     filled = total[:, None] + below
     active = np.maximum((filled // holders > loads).sum(axis=1), 1)[:, None]  # the holders below the level

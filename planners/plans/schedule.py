@@ -9,7 +9,7 @@ import numpy as np
 
 from planners.errors import PlanError
 from planners.findings import Finding
-from planners.geometry.arrays import Ints, grouped
+from planners.geometry.arrays import Ints, grouped, ints, running_sums, zeros
 from planners.geometry.box import Box, Shape, flat_boxes
 from planners.geometry.layout import ITEM_SIZES
 from planners.plans.transfer import TransferItem, TransferPlan
@@ -97,7 +97,7 @@ class Schedule:
 
     def round_bytes(self) -> Ints:
         """The largest message of each round in bytes, which determines the round's time."""
-        out = np.zeros(self.rounds, dtype=np.int64)
+        out = zeros(self.rounds)
         np.maximum.at(out, self.round, self.sizes)
         return out
 
@@ -106,9 +106,9 @@ class Schedule:
         world, sizes = self.plan.world_size, self.sizes
         keys = np.concatenate((self.round * world + self.sender, self.round * world + self.receiver))
         spots, inverse = np.unique(keys, return_inverse=True)
-        total = np.zeros(len(spots), dtype=np.int64)
+        total = zeros(len(spots))
         np.add.at(total, inverse, np.concatenate((sizes, sizes)))
-        out = np.zeros(world, dtype=np.int64)
+        out = zeros(world)
         np.maximum.at(out, spots % world, total)
         return out
 
@@ -194,7 +194,7 @@ def schedule(plan: TransferPlan, *, max_inflight_bytes: int = MAX_INFLIGHT_BYTES
     sender, receiver, nbytes = plan.traffic()
     count = -(-nbytes // limit)
     edge = np.repeat(np.arange(len(nbytes)), count)
-    color = np.array(color_edges(sender[edge].tolist(), receiver[edge].tolist()), dtype=np.int64)
+    color = ints(color_edges(sender[edge].tolist(), receiver[edge].tolist()))
     order = np.lexsort((color, edge))  # a stream goes out from its first byte to its last
     edge, color = edge[order], color[order]
     step = np.arange(len(edge)) - np.repeat(np.cumsum(count) - count, count)
@@ -212,7 +212,7 @@ def _cut_stream(
     """Split the stream of all items at these ascending byte positions. Return the pieces between
     each two of them.
     """
-    ends = np.cumsum([item.nbytes for item in items]) if items else np.zeros(0, dtype=np.int64)
+    ends = running_sums([item.nbytes for item in items])[1:]
     for start, stop in cuts:
         pieces: list[TransferItem] = []
         for i in range(int(np.searchsorted(ends, start, side="right")), len(items)):

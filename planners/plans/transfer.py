@@ -11,7 +11,7 @@ import numpy as np
 
 from planners.errors import CoverageError, LayoutMismatchError, PlanError
 from planners.findings import Finding
-from planners.geometry.arrays import Ints
+from planners.geometry.arrays import Ints, ints, zeros
 from planners.geometry.box import Box, Shape
 from planners.geometry.layout import BoxesForm, Form, Part, ProductGeometry, StateLayout, check_rank, local_boxes
 from planners.geometry.overlap import Sweep
@@ -192,7 +192,7 @@ class TransferPlan(Plan[TransferItems]):
         """Senders and receivers per geometry, the largest first, so that the load stays even."""
         groups = pair_groups(self.before, self.after, self.names)
         heavy = sorted(groups, key=lambda group: (-group.before.spec.nbytes * len(group), group.positions[0]))
-        loads, out = np.zeros(self.world_size, dtype=np.int64), []
+        loads, out = zeros(self.world_size), []
         for group in heavy:
             try:
                 intersection = intersection_of(group.before.spec.shape, group.before.form, group.after.form)
@@ -211,14 +211,14 @@ class TransferPlan(Plan[TransferItems]):
 
     def traffic_blocks(self) -> Iterator[Traffic]:
         """Yield the parts that `traffic` sums, in bounded memory. Pairs of ranks may occur several times."""
-        listed = np.array(sorted(self.explicit), dtype=np.int64)
+        listed = ints(sorted(self.explicit))
         for route in self.routes:
             for block in route.traffic():
                 kept = ~np.isin(block.receiver, listed) if len(listed) else slice(None)
                 yield Traffic(*(column[kept] for column in block))
         for items in self.explicit.values():
             rows = [(item.sender, item.receiver, item.nbytes) for item in items if not item.is_local and item.nbytes]
-            yield Traffic(*np.array(rows, dtype=np.int64).reshape(-1, 3).T)
+            yield Traffic(*ints(rows).reshape(-1, 3).T)
 
     def sent_bytes(self) -> Ints:
         """Return the bytes that each rank sends to others. Items are not listed."""
@@ -239,7 +239,7 @@ class TransferPlan(Plan[TransferItems]):
 
     @cached_property
     def _totals(self) -> tuple[Ints, Ints, Ints]:
-        received, local = (np.zeros(self.world_size, dtype=np.int64) for _ in range(2))
+        received, local = (zeros(self.world_size) for _ in range(2))
         for route in self.routes:
             nbytes = route.group.before.spec.itemsize * len(route.group)
             here = route.intersection.local_numels(self.world_size) * nbytes
@@ -287,7 +287,7 @@ class TransferPlan(Plan[TransferItems]):
 
     def item_counts(self) -> Ints:
         """Return the number of items to each rank, including copies within a rank."""
-        total = np.zeros(self.world_size, dtype=np.int64)
+        total = zeros(self.world_size)
         for route in self.routes:
             total += route.intersection.counts(self.world_size) * len(route.group)
         for rank, listed in self.explicit.items():
@@ -384,7 +384,7 @@ def _route_findings(plan: TransferPlan, route: Route) -> Iterator[Finding]:
 
 def _holders_findings(route: Route, before: ProductGeometry) -> Iterator[Finding]:
     """The table of holders against the owners of every rank."""
-    holders, number = route.intersection.holders, np.zeros(before.mesh.size, dtype=np.int64)
+    holders, number = route.intersection.holders, zeros(before.mesh.size)
     for owners, own in zip(before.rank_owners, before.dims):
         number = number * own.owners + owners
     wrong_ranks = holders.ranks[number[before.mesh.positions(holders.ranks)] != holders.source_of]
@@ -465,6 +465,10 @@ class HeldPlace(NamedTuple):
     """In its coordinates."""
 
 
+HeldBox = tuple[HeldPlace, Box]
+"""What a rank holds, and which box of the tensor that is."""
+
+
 class Repeat(NamedTuple):
     """Elements that are in place already, and where they are also wanted."""
 
@@ -492,10 +496,10 @@ def want_once(shape: Shape, forms: tuple[Form, ...]) -> WantedOnce:
     near = _near(shape, forms)
     out: list[Form] = list(forms)
     places: list[Mapping[int, tuple[HeldPlace, ...]] | None] = [None] * len(forms)
-    moved: dict[tuple[int, int], list[tuple[HeldPlace, Box]]] = {}
+    moved: dict[tuple[int, int], list[HeldBox]] = {}
     repeats: dict[int, list[Repeat]] = {}
     for number, form in enumerate(forms):
-        kept: dict[int, list[tuple[HeldPlace, Box]]] = {}
+        kept: dict[int, list[HeldBox]] = {}
         repeated = False
         for rank in form.ranks():
             before = [row for other in near[number] for row in moved.get((other, rank), ())]
@@ -509,7 +513,7 @@ def want_once(shape: Shape, forms: tuple[Form, ...]) -> WantedOnce:
     return WantedOnce(tuple(out), tuple(places), {rank: tuple(its) for rank, its in repeats.items() if its})
 
 
-def _wanted_pieces(number: int, form: Form, shape: Shape, rank: int) -> list[tuple[HeldPlace, Box]]:
+def _wanted_pieces(number: int, form: Form, shape: Shape, rank: int) -> list[HeldBox]:
     """(where it goes, which elements it is) of all that a rank wants of a form."""
     return [
         (HeldPlace(number, index, local), box)
@@ -518,14 +522,12 @@ def _wanted_pieces(number: int, form: Form, shape: Shape, rank: int) -> list[tup
     ]
 
 
-def _new_of(
-    wanted: Sequence[tuple[HeldPlace, Box]], before: Iterable[tuple[HeldPlace, Box]]
-) -> tuple[list[tuple[HeldPlace, Box]], list[Repeat]]:
+def _new_of(wanted: Sequence[HeldBox], before: Iterable[HeldBox]) -> tuple[list[HeldBox], list[Repeat]]:
     """Divide what is wanted into what is new, and what was there before."""
     again: list[Repeat] = []
     rest = list(wanted)
     for there, known in before:
-        left: list[tuple[HeldPlace, Box]] = []
+        left: list[HeldBox] = []
         for place, box in rest:
             common = box & known
             if common is None:

@@ -14,7 +14,7 @@ from importlib import resources
 import numpy as np
 
 from planners.errors import PlanError
-from planners.geometry.arrays import Ints, grouped
+from planners.geometry.arrays import Ints, grouped, zeros
 from planners.geometry.layout import ProductForm, StateLayout, TensorLayout
 from planners.geometry.layout_text import axes_of, in_both_forms, in_sharding_order, legend, short_form
 from planners.geometry.mesh import Replicate, Shard
@@ -226,7 +226,7 @@ def _traffic(story: _Story, ranks_per_host: int) -> str:
     if max(worlds) > _MAX_MATRIX:
         per = ranks_per_host * -(-max(worlds) // (ranks_per_host * _MAX_MATRIX))
         unit = "host"
-    sums = np.zeros([-(-world // per) for world in worlds], dtype=np.int64)
+    sums = zeros([-(-world // per) for world in worlds])
     for sender, receiver, nbytes in story.traffic:
         np.add.at(sums, (sender // per, receiver // per), nbytes)
     hosts = per // ranks_per_host or 1

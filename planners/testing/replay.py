@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from planners.geometry.arrays import Ints
+from planners.geometry.arrays import Array, Ints, zeros
 from planners.geometry.box import Box, Shape, arrange
 from planners.geometry.layout import StateLayout
 from planners.plans.load import LoadPlan
@@ -16,17 +14,17 @@ from planners.plans.transfer import TransferPlan
 
 __all__ = ["element_ids", "local_ids", "replay"]
 
-_Locals = dict[str, tuple[npt.NDArray[Any], ...]]
+_Locals = dict[str, tuple[Array, ...]]
 """The local tensors of a rank, by name."""
 
 
 def element_ids(shape: Shape, box: Box | None = None) -> Ints:
     """Row-major number of every element of a tensor of this shape, or of a box of it."""
     box = Box.full(shape) if box is None else box
-    ids = np.zeros(box.sizes, dtype=np.int64)
+    ids = zeros(box.sizes)
     step = 1
     for d in reversed(range(len(shape))):
-        index = np.arange(box.offsets[d], box.offsets[d] + box.sizes[d], dtype=np.int64) * step
+        index = np.arange(box.offsets[d], box.offsets[d] + box.sizes[d]) * step
         ids += index.reshape([-1 if i == d else 1 for i in range(len(shape))])
         step *= shape[d]
     return ids
@@ -40,7 +38,7 @@ def local_ids(plan: LoadPlan, fqn: str, rank: int) -> tuple[Ints, ...]:
 def _held_ids(layout: StateLayout, fqn: str, rank: int) -> tuple[Ints, ...]:
     shape, out = layout[fqn].spec.shape, []
     for part in layout.parts(fqn, rank) if rank < layout.world_size else ():
-        ids = np.full(part.sizes, -1, dtype=np.int64)
+        ids = np.full(part.sizes, -1)
         for box, local in part.boxes():
             ids[local.slices] = element_ids(shape, box)
         out.append(ids)
@@ -50,7 +48,7 @@ def _held_ids(layout: StateLayout, fqn: str, rank: int) -> tuple[Ints, ...]:
 def _replay_transfers(plan: TransferPlan, rank: int) -> _Locals:
     here = rank < plan.after.world_size
     out: _Locals = {
-        fqn: tuple(np.full(part.sizes, -1, dtype=np.int64) for part in (plan.after.parts(fqn, rank) if here else ()))
+        fqn: tuple(np.full(part.sizes, -1) for part in (plan.after.parts(fqn, rank) if here else ()))
         for fqn in plan.names
     }
     for item in plan.items_to(rank):
@@ -59,7 +57,7 @@ def _replay_transfers(plan: TransferPlan, rank: int) -> _Locals:
     return out
 
 
-def replay(plan: LoadPlan | TransferPlan, rank: int, saved: Mapping[str, npt.NDArray[Any]] | None = None) -> _Locals:
+def replay(plan: LoadPlan | TransferPlan, rank: int, saved: Mapping[str, Array] | None = None) -> _Locals:
     """Return what arrives in the local tensors of `rank`. `saved` contains the full saved tensors, all of one numeric
     kind. Without it, and for transfers, every element is its own row-major index.
 

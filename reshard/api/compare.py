@@ -58,7 +58,7 @@ from reshard.errors import (
     option_error,
 )
 from reshard.live.differences import close, differing, number, same_bytes, wide
-from reshard.live.dtypes import dtype_name
+from reshard.live.dtypes import dtype_name, resolved
 from reshard.live.fingerprints import comparable
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.plain_data import UNSUPPORTED_TENSORS, represent
@@ -793,8 +793,7 @@ def _difference(left: _Side, right: _Side, name: str, within: Box, how: _How) ->
 
 def elements_of(tensor: Any, box: Box) -> torch.Tensor:
     if isinstance(tensor, _HeldBoxes):
-        return tensor.elements(box).detach().resolve_conj().resolve_neg()
+        return resolved(tensor.elements(box))
     if isinstance(tensor, LazyTensor):
         return read_box(tensor.stored, box)
-    piece: torch.Tensor = tensor[box.slices] if box.ndim else tensor
-    return piece.detach().resolve_conj().resolve_neg()
+    return resolved(tensor[box.slices] if box.ndim else tensor)

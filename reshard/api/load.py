@@ -113,7 +113,7 @@ def load(
         options = LoadOptions(
             strict, dtype_policy, mapping, dry_run, check, read_once, threads, memory_budget_bytes, progress
         )
-        return load_with(group, state_dict, path, options, process_group)
+        return load_with(group, state_dict, path, options)
 
 
 @gc_paused()
@@ -122,7 +122,6 @@ def load_with(
     state_dict: dict[str, Any],
     path: CheckpointSource,
     options: LoadOptions,
-    process_group: dist.ProcessGroup | None = None,
     prefetch: Callable[[ReadPlan], None] | None = None,
 ) -> LoadReport:
     """`load` among the ranks of `group`, within a phase of theirs, which is recorded as that of the
@@ -137,7 +136,7 @@ def load_with(
         live = LiveObjects(state_dict, to_fill=True, strict=options.strict)
         if group.world_size == 1:
             live.refuse_sharded()
-        report = load_with(group, live.state, path, options, process_group, prefetch)
+        report = load_with(group, live.state, path, options, prefetch)
         return report if options.dry_run else set_objects(live, report)
     group.same_options("load", options.shared())
     with phase("open"):
@@ -164,7 +163,7 @@ def load_with(
                 match = match_keys(
                     targets, checkpoint, dtype_policy=options.dtype_policy, mapping=names, allowed=allowed
                 )
-            report = _Load(group, process_group, options, match, before, prefetch).run()
+            report = _Load(group, options, match, before, prefetch).run()
         if not options.dry_run and (report.dropped or report.retyped or report.overflowed):
             odd = [*report._first_of_each("dropped", "retyped"), *report._overflows]
             _log.warning("%s was loaded, but the report is not ok: %s", report.path, "; ".join(odd))
@@ -217,7 +216,6 @@ class _Load:
     """A load whose keys are matched. It plans, proves, and then reads."""
 
     group: Group
-    process_group: dist.ProcessGroup | None
     options: LoadOptions
     match: KeyMatch
     before: Checking
@@ -249,7 +247,7 @@ class _Load:
             if not options.dry_run:
                 if shared is not None:
                     with phase("pass on"):
-                        fetch.done.received += shared.pass_on(targets.writable, self.group, self.process_group)
+                        fetch.done.received += shared.pass_on(targets.writable, self.group)
                 with phase("assign"):
                     targets.assign({**match.objects, **per_rank}, written=match.tensors)
         bytes_unchecked = fetch.done.unchecked + checking.bytes_unchecked - self.before.bytes_unchecked

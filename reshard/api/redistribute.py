@@ -93,15 +93,14 @@ class Prepared:
         agreed: Agreed,
         options: TransferOptions,
         group: Group,
-        process_group: Any,
     ) -> None:
         self._source, self._target, self._options = source, target, options
-        self._group, self._process_group = group, process_group
+        self._group = group
         self._device = device_of_kind(agreed.device, self._tensors())
         self._on_device = agreed.on_device or agreed.onto_device
         if self._device.type != "cpu":
             # the backend of a device connects all ranks: the rounds of a transfer may involve only some of them
-            dist.all_reduce(torch.zeros(1, dtype=torch.uint8, device=self._device), group=process_group)
+            dist.all_reduce(torch.zeros(1, dtype=torch.uint8, device=self._device), group=group.process_group)
         self._rank = group.job_rank
         key = (agreed.key, self._rank, digest_of(options))
         found = _cache.get(key)
@@ -160,7 +159,7 @@ class Prepared:
                 do not wait for each other, so other ranks may raise UndefinedTargetsError.
         """
         if self._group.failed:
-            self._group = Group(self._process_group, deadline_s=self._options["timeout"])
+            self._group = Group(self._group.process_group, deadline_s=self._options["timeout"])
         self._moving = False
         with phase("redistribute") as span:
             try:
@@ -195,7 +194,7 @@ class Prepared:
             self._ask(group, waiter)
             self._values.assign(values)
             waiter.settle(self._others)
-            waiter.meet(self._process_group)
+            waiter.meet()
         tell_owners(its.value for key, its in self._target.state.tensors.items() if key in self.pairing.views)
 
     def _ask(self, group: Group, waiter: Waiter) -> None:
@@ -217,7 +216,7 @@ class Prepared:
         for may_repeat in (True, False):
             sent = sum(exchange.sent_bytes for exchange in exchanges)
             wrong = sum(len(exchange.wrong) for exchange in exchanges)
-            totals = waiter.total([sent, wrong], self._process_group)
+            totals = waiter.total([sent, wrong])
             self._crossed = totals[0]
             for exchange in exchanges:
                 exchange.keep(ended_well=True)
@@ -265,7 +264,7 @@ class Prepared:
         sides = [(memory.given, memory.arriving, wires), (memory.arriving, memory.moved, {})]
         kind = partial(DeltaExchange, on_device=self._on_device) if self._options["delta"] else Exchange
         self._exchanges = [
-            kind(work, *ends, wires=cast, device=self._device, process_group=self._process_group)
+            kind(work, *ends, wires=cast, device=self._device, process_group=self._group.process_group)
             for work, (*ends, cast) in zip(self._steps.works, sides)
         ]
         if has_copy_streams(self._device):
@@ -362,8 +361,8 @@ def prepare(
     with phase("prepare") as span, group.together("prepare"):
         with phase("agree"):
             given = complete(options)
-            mine, wanted, agreed = agree(source, target, given, group, process_group)
-        prepared = Prepared(mine, wanted, agreed, given, group, process_group)
+            mine, wanted, agreed = agree(source, target, given, group)
+        prepared = Prepared(mine, wanted, agreed, given, group)
         if given["check_replicas"]:
             with phase("check replicas"):
                 check_replicas(mine, agreed.before, group, on_device=agreed.on_device)
@@ -456,7 +455,7 @@ def verify_live(
     rank = group.job_rank
     with group.together("verify"):
         given = complete(options)
-        mine, wanted, agreed = agree(source, target, given, group, process_group)
+        mine, wanted, agreed = agree(source, target, given, group)
         pairing = agreed.pair(given)
         _refuse_uncounted(pairing)
         there = [held for key in pairing.views for held in _as_it_is(pairing, key, wanted, rank)]

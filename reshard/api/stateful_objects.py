@@ -10,21 +10,13 @@ from operator import getitem
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from reshard.api.options import LoadOptions
-from reshard.errors import (
-    CheckpointError,
-    FormatError,
-    NormalizationError,
-    OptionError,
-    RankFailedError,
-    ReshardError,
-)
+from reshard.errors import CheckpointError, FormatError, NormalizationError, OptionError, RankFailedError, ReshardError
 from reshard.live.state import CheckedState, OwnState, PerRank, in_order, is_long, is_object, put_at, same_value
-from reshard.live.tensors import identity_of, is_sharded, is_tensor
+from reshard.live.tensors import identity_of, is_sharded, is_tensor, world_size
 from reshard.live.tree import flatten, leaves_of, rebuilt
 from reshard.state import KeyPath, key_of
 from reshard.state_dict.api import (
@@ -155,8 +147,7 @@ class LiveObjects:
 
     def refuse_sharded(self) -> None:
         """Raise OptionError, in a job of several ranks, if this one would have to set a sharded model by itself."""
-        in_job = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if in_job and any(map(is_sharded, leaves_of(self.state).values())):
+        if world_size() > 1 and any(map(is_sharded, leaves_of(self.state).values())):
             raise OptionError(
                 "all ranks set a sharded model or optimizer together: leave alone out, or pass their state from "
                 "reshard.get_state_dict"

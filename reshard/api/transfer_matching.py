@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import torch.distributed as dist
 
 from planners.geometry.box import Dims
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
@@ -406,7 +405,6 @@ def agree(
     onto: Mapping[str, Any] | None,
     options: TransferOptions,
     group: Group,
-    process_group: dist.ProcessGroup | None,
 ) -> tuple[TransferSide, TransferSide, Agreed]:
     """Collective: exchange what all ranks hold and want, by digests. Returns also both sides of this rank.
 
@@ -417,7 +415,7 @@ def agree(
     source = TransferSide.read(given, options["source_layouts"], group)
     target = TransferSide.of(onto, options["target_layouts"])
     group.same_options("redistribute", shared(options))
-    devices = _devices([*source.state.tensors.values(), *target.state.tensors.values()], process_group)
+    devices = _devices([*source.state.tensors.values(), *target.state.tensors.values()], group)
     held, wanted = (any_on_device(side.state.tensors.values()) for side in (source, target))
     mine = _TransferDescription(source.describe(), target.describe(), devices, held, wanted)
     found = group.distinct_answers(mine)
@@ -467,12 +465,12 @@ def _join(name: str, parties: list[tuple[_SideDescription, Sequence[int]]]) -> S
         raise LayoutError(f"the ranks disagree about the {name}: {error}") from None
 
 
-def _devices(tensors: list[LiveTensor], process_group: dist.ProcessGroup | None) -> list[str]:
+def _devices(tensors: list[LiveTensor], group: Group) -> list[str]:
     """Return the kinds of device that this rank can send from, the one with most of its bytes first."""
     held = Counter[str]()
     for local in (local for tensor in tensors for local in tensor.local):
         held[local.device.type] += local.nbytes
-    return sorted(sending_kinds(process_group), key=lambda kind: -held[kind])
+    return sorted(sending_kinds(group.process_group), key=lambda kind: -held[kind])
 
 
 def _common_device(found: list[tuple[_TransferDescription, Sequence[int]]]) -> str:

@@ -16,7 +16,7 @@ from planners.plans.transfer import TransferItem
 from reshard.errors import ReshardError
 from reshard.execute.exchange import DEPTH, Exchange, Waiter, go_through
 from reshard.live.copy_streams import batches
-from reshard.live.dtypes import raw_elements
+from reshard.live.dtypes import raw_elements, resolved
 from reshard.live.fingerprints import partials
 from reshard.live.tensors import raw_bytes
 from reshard.ranks.group import Group
@@ -81,7 +81,7 @@ class _ChangedPiece:
 
     def words(self) -> torch.Tensor:
         """The current words in row-major order, in place if the memory has that order."""
-        there = self.elements.to(self.dtype).resolve_conj().resolve_neg()
+        there = resolved(self.elements.to(self.dtype))
         return raw_bytes(raw_elements(there).contiguous()).view(_WORDS[self.dtype.itemsize])
 
 

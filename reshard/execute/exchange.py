@@ -522,33 +522,33 @@ class Waiter:
                 self._look(f"the work on {device}, including messages from other ranks, did not finish", "a rank hangs")
                 time.sleep(_DEVICE_LOOK_S)
 
-    def meet(self, process_group: dist.ProcessGroup | None) -> None:
+    def meet(self) -> None:
         """Wait until all ranks are here, and the device has done its queued work.
 
         By the smallest messages there are: who sleeps in them wakes soonest. Raises as `wait`; a
         DeadlineError names the ranks that are not there.
         """
-        self._sum_up(torch.zeros(1, dtype=torch.uint8, device=self._device), process_group)
+        self._sum_up(torch.zeros(1, dtype=torch.uint8, device=self._device))
         self.settle([self._device])
 
-    def total(self, numbers: Sequence[int], process_group: dist.ProcessGroup | None) -> list[int]:
+    def total(self, numbers: Sequence[int]) -> list[int]:
         """Return the sums of all ranks' numbers. Raises as `meet`."""
         found = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        return [int(number) for number in self._sum_up(found, process_group).tolist()]
+        return [int(number) for number in self._sum_up(found).tolist()]
 
-    def _sum_up(self, numbers: torch.Tensor, process_group: dist.ProcessGroup | None) -> torch.Tensor:
+    def _sum_up(self, numbers: torch.Tensor) -> torch.Tensor:
         if self._group.world_size == 1:
             return numbers
         try:
             if self._blocks:
-                pending = self._worker.begin(self._gathered, numbers, process_group)
+                pending = self._worker.begin(self._gathered, numbers)
                 words = "the last message of rank {} was not delivered"
                 rows: torch.Tensor = self.outcome(pending, lambda: words.format(self._peer), "that rank hangs")
                 self._worker.pending = None
                 self._in_flight.clear()
                 return rows.sum(0)
             try:
-                dist.all_reduce(numbers, group=process_group, async_op=True).wait()
+                dist.all_reduce(numbers, group=self._group.process_group, async_op=True).wait()
             except RuntimeError as error:
                 self._lost(error)
             return numbers
@@ -560,17 +560,17 @@ class Waiter:
                 raise
             raise
 
-    def _gathered(self, numbers: torch.Tensor, process_group: dist.ProcessGroup | None) -> torch.Tensor:
+    def _gathered(self, numbers: torch.Tensor) -> torch.Tensor:
         """A row of each rank, from this one's on: each step doubles them, by those of the rank as far away. On the
         worker's thread."""
         world, ranks, place = self._group.world_size, self._group.ranks, self._group.rank
-        rows, known = numbers.repeat(world, 1), 1
+        rows, known, within = numbers.repeat(world, 1), 1, self._group.process_group
         while known < world and not self._is_over:
             more = min(known, world - known)
             self._peer = ranks[(place + known) % world]
             ops = [
-                dist.P2POp(dist.isend, rows[:more], ranks[(place - known) % world], process_group),
-                dist.P2POp(dist.irecv, rows[known : known + more], self._peer, process_group),
+                dist.P2POp(dist.isend, rows[:more], ranks[(place - known) % world], within),
+                dist.P2POp(dist.irecv, rows[known : known + more], self._peer, within),
             ]
             self._wait_each(self._begun(ops))
             known += more
@@ -587,20 +587,18 @@ def _outlast(messages: deque[tuple[dist.P2POp, Any]]) -> None:
         messages.popleft()
 
 
-def new_group(group: Group, *, is_part: bool) -> dist.ProcessGroup:
+def new_group(group: Group) -> dist.ProcessGroup:
     """Collective: another process group of the same ranks, with gloo, for messages beside those of
     the job.
 
     torch waits for all ranks inside, and cannot be asked or interrupted: so this is done by a
     thread, too.
 
-    Args:
-        is_part: not all ranks of the job are in the group, and only those that are in it come here.
-
     Raises the failure of another rank, ReshardError for a lost connection, DeadlineError when the
     phase's time is up.
     """
     waiter = Waiter(group, torch.device("cpu"))
+    is_part = group.process_group is not None  # and only the ranks that are in it come here
     make = partial(dist.new_group, list(group.ranks), backend="gloo", use_local_synchronization=is_part)
     what = "a process group was not made by all ranks"
     made: dist.ProcessGroup = waiter.outcome(Worker().begin(make), lambda: what, "a rank hangs")
@@ -642,9 +640,7 @@ class SharedReading:
         part of `form`."""
         return [local[own.part][own.box.slices] for own in self._boxes.get(key, ())]
 
-    def pass_on(
-        self, local: Callable[[str], Sequence[torch.Tensor]], group: Group, process_group: dist.ProcessGroup | None
-    ) -> int:
+    def pass_on(self, local: Callable[[str], Sequence[torch.Tensor]], group: Group) -> int:
         """Collective: send the others what they want, once all have read. Return the bytes that
         this rank received.
 
@@ -658,7 +654,7 @@ class SharedReading:
             RankWork.of(rounds, self._rank),
             lambda key: self.parts(key, local(key)),
             local,
-            process_group=process_group,
+            process_group=group.process_group,
         )
         group.barrier()
         exchange.run(group)

@@ -5,12 +5,21 @@ For itself, or together with the other ranks of the host where that touches much
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reshard.execute.reading import ByteCounts, Copy, Workspace, compare_plan, plan_compare, run_copies, wanted_by_file
+from reshard.execute.reading import (
+    ByteCounts,
+    Copy,
+    OnBytes,
+    Workspace,
+    compare_plan,
+    plan_compare,
+    run_copies,
+    wanted_by_file,
+)
 from reshard.ranks.group import Group
 from reshard.stored.source import FileSource, Source
 
@@ -19,8 +28,6 @@ if TYPE_CHECKING:  # reading by segments is imported by those who do it: several
     from reshard.execute.in_place import InPlace
 
 __all__ = ["Fetch"]
-
-_OnBytes = Callable[[int], None]
 
 
 @dataclass
@@ -53,7 +60,7 @@ class Fetch(AbstractContextManager["Fetch"]):
         if self._own is not None:
             self._own.__exit__()
 
-    def check(self, on_bytes: _OnBytes) -> None:
+    def check(self, on_bytes: OnBytes) -> None:
         """Compare all blocks that this rank touches, if it is the one of its host to do it; with `in_place` those
         that can be compared while they are read are left to `read`.
 
@@ -72,7 +79,7 @@ class Fetch(AbstractContextManager["Fetch"]):
             self._host = HostReading.agree(self.copies, self._own, self.group)
         self._check(on_bytes)
 
-    def _check(self, on_bytes: _OnBytes) -> None:
+    def _check(self, on_bytes: OnBytes) -> None:
         near = [copy for copy in self.copies if _is_near(copy.place.source)]
         if not self.is_checked:
             self.done.unchecked = sum(copy.place.window.nbytes for copy in near)
@@ -102,7 +109,7 @@ class Fetch(AbstractContextManager["Fetch"]):
                 self._check(lambda _: self.group.check())
             self.group.barrier()
 
-    def read(self, on_bytes: _OnBytes) -> None:
+    def read(self, on_bytes: OnBytes) -> None:
         """Copy everything into the targets. Raises CorruptCheckpointError for bytes that `check` did not see."""
         self.group.writes = True
         alone, overwritten = self.copies, set[str]()
@@ -126,7 +133,7 @@ class Fetch(AbstractContextManager["Fetch"]):
             on_bytes=on_bytes,
         )
 
-    def _read_by_segments(self, copies: Sequence[Copy], requests: int, on_bytes: _OnBytes) -> Sequence[Copy]:
+    def _read_by_segments(self, copies: Sequence[Copy], requests: int, on_bytes: OnBytes) -> Sequence[Copy]:
         """Copy from storages that have no view of their bytes, where it pays, with this number of
         `requests` at a time; return the other copies.
         """

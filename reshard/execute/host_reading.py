@@ -18,10 +18,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from planners.geometry.arrays import Flags, Ints
+from planners.geometry.arrays import Flags, Ints, ints, zeros
 from planners.geometry.box import Range
 from reshard.errors import DeadlineError, format_ranks
-from reshard.execute.reading import ByteCounts, Copy, Elsewhere, Wanted
+from reshard.execute.reading import ByteCounts, Copy, Elsewhere, OnBytes, Wanted
 from reshard.execute.shared_reads import (
     TAIL_PAGE_BYTES,
     WHOLE_SHARE,
@@ -181,7 +181,7 @@ class HostReading:
             found[source] = Elsewhere(by_others, np.concatenate((self.checks[source], wanted)))
         return found
 
-    def run(self, *, piece_bytes: int, is_checked: bool, on_bytes: Callable[[int], None]) -> ByteCounts:
+    def run(self, *, piece_bytes: int, is_checked: bool, on_bytes: OnBytes) -> ByteCounts:
         """Read and copy everything that is shared, where there is memory.
 
         Args:
@@ -199,7 +199,7 @@ class HostReading:
 
 _Ranges = Mapping[FileSource, Ints]
 """Bytes of files, (n, 2)."""
-_NONE = np.zeros((0, 2), np.int64)
+_NONE = zeros((0, 2))
 
 
 def _by_file(
@@ -240,7 +240,7 @@ def _taken(
 
 def common_bytes(segments: Ints, ranges: Sequence[Range]) -> Ints:
     """Return how many bytes each segment, (n, 2), shares with `ranges`, sorted and disjoint."""
-    starts, stops = np.array([(0, 0), *ranges], np.int64).T
+    starts, stops = ints([(0, 0), *ranges]).T
     last = np.searchsorted(starts, segments, "right") - 1
     below = np.cumsum(stops - starts)[last] - np.maximum(stops[last] - segments, 0)
     return np.asarray(below[:, 1] - below[:, 0])
@@ -301,7 +301,7 @@ class _Turns(NamedTuple):
         rank = np.concatenate([its.rank for its in segments])
         order = np.argsort(rank, kind="stable")
         file = np.repeat(np.arange(len(segments)), [len(its.rank) for its in segments])[order]
-        size = np.array([files[its.label].piece_bytes for its in segments], np.int64)[file]
+        size = ints([files[its.label].piece_bytes for its in segments])[file]
         start, stop = np.concatenate([its.ranges for its in segments])[order].T
         pieces = -(-(stop - start) // size)
         of = np.repeat(np.arange(len(order)), pieces)
@@ -343,7 +343,7 @@ class _HostRun:
         memory: HostSlots,
         piece_bytes: int,
         is_checked: bool,
-        on_bytes: Callable[[int], None],
+        on_bytes: OnBytes,
     ) -> None:
         self._turns, self._memory, self._place = turns, memory, memory.place
         self._files = {source.label: source for source in (*reading.copies, *reading.reads)}
@@ -351,7 +351,7 @@ class _HostRun:
         self._regions = Memory()
         for slots in memory.slots_of:
             self._regions.add(slots)
-        self._tallies = np.zeros(4, np.int64)
+        self._tallies = zeros(4)
         self._told = 0
         self._find_copies(reading.copies)
 
@@ -375,9 +375,9 @@ class _HostRun:
                 else:
                     rows += row
                     bounds.append((copy.place.window.offset, copy.place.window.stop))
-            starts, stops = np.array(bounds, np.int64).reshape(-1, 2).T
+            starts, stops = ints(bounds).reshape(-1, 2).T
             self._in_file[source.label] = first, starts, np.maximum.accumulate(stops)
-        self._copies = np.array(rows, np.int64).view(COPY)
+        self._copies = ints(rows).view(COPY)
 
     def run(self) -> ByteCounts:
         turns, ranks = self._turns, len(self._turns.begins) - 1
@@ -411,8 +411,8 @@ class _HostRun:
         """
         ranks, memory = len(self._turns.begins) - 1, self._memory
         is_end = last > int(self._turns.turn.max())
-        kinds = np.full((last - first + is_end, 5 + 3 * ranks), -1, np.int64)
-        of = np.zeros((*kinds.shape, 7), np.int64)
+        kinds = np.full((last - first + is_end, 5 + 3 * ranks), -1)
+        of = zeros((*kinds.shape, 7))
         digests = self._read_entries(first, last, kinds, of, open_files)
         self._take_entries(first, last, kinds, of)
         kinds[: last - first, -1] = Kind.POST
@@ -648,7 +648,7 @@ class HostSlots:
             file = own.memory if i == place else own.open(address)
             nbytes = _COUNTER_BYTES + address.slots * address.slot_bytes
             self.slots_of.append(np.frombuffer(mmap.mmap(file, nbytes), np.uint8))
-        self._slots, self._slot_bytes = np.array([(each.slots, each.slot_bytes) for each in addresses], np.int64).T
+        self._slots, self._slot_bytes = ints([(each.slots, each.slot_bytes) for each in addresses]).T
         self.slots = own.slots
         """Of this rank; others may have more or fewer, or larger ones."""
         taken = _COUNTER_STEP * TAKEN

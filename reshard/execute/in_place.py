@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from planners.geometry.arrays import Ints, grouped
+from planners.geometry.arrays import Ints, grouped, ints, zeros
 from planners.geometry.box import Range
 from planners.geometry.byte_ranges import merge_ranges, subtract_ranges
 from reshard.errors import CorruptCheckpointError, StorageError, format_names
-from reshard.execute.reading import ComparePlan, Copy, on_threads
+from reshard.execute.reading import ComparePlan, Copy, OnBytes, on_threads
 from reshard.execute.work_list import COPY, ENTRY, Kind, Memory, WorkList
 from reshard.live.fingerprint_arithmetic import kernel
 from reshard.stored.checksums import BlockChecksums
@@ -90,7 +90,7 @@ class InPlace:
             plan.blocks[file] = plan.blocks[file][rows]
         return cls(sorted(chosen, key=lambda row: (row[0].place.source.label, row[0].place.window.offset)))
 
-    def run(self, threads: int, overwritten: set[str], on_bytes: Callable[[int], None]) -> int:
+    def run(self, threads: int, overwritten: set[str], on_bytes: OnBytes) -> int:
         """Read and compare all; returns the bytes that were read.
 
         Args:
@@ -125,7 +125,7 @@ class InPlace:
         bounds = grouped((piece.source, (piece.start, piece.stop)) for piece in pieces)
         for source, its in bounds.items():
             assert isinstance(source.checksums, BlockChecksums)
-            source.checking.add(compared=source.checksums.mark_right(np.array(its, np.int64)))
+            source.checking.add(compared=source.checksums.mark_right(ints(its)))
 
 
 def _pieces(copy: Copy, compared: list[Range]) -> Iterator[_TargetPiece]:
@@ -166,5 +166,5 @@ def _list(pieces: Sequence[_TargetPiece], open_files: ExitStack) -> WorkList:
             size = source.checksums.block_bytes
             entries.append((Kind.COMPARE, (region, at, nbytes, size, base + start // size, 0, 0), piece.compare))
     table = np.array([(kind, of) for kind, of, _ in entries], ENTRY)
-    tallies = np.zeros(0, np.int64)
+    tallies = zeros(0)
     return WorkList(memory, table, np.zeros(0, COPY), np.concatenate(digests), tallies, lambda i: entries[i][2])

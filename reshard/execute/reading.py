@@ -12,10 +12,9 @@ from operator import sub
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from planners.geometry.arrays import Flags, Ints
+from planners.geometry.arrays import Array, Flags, Ints, ints, zeros
 from planners.geometry.box import Box, Range
 from planners.geometry.byte_ranges import Window, merge_ranges
 from planners.plans.load import ReadItem
@@ -27,14 +26,15 @@ from reshard.stored.source import DecodedSource, FileSource, Source
 from reshard.stored.tensor import MAX_BUFFER_BYTES, Extent, StoredTensor, check_cover, copy_place, empty
 
 __all__ = [
-    "ByteCounts", "ComparePlan", "Copy", "Elsewhere", "Staged", "Wanted", "Workspace", "compare_plan",
+    "ByteCounts", "ComparePlan", "Copy", "Elsewhere", "OnBytes", "Staged", "Wanted", "Workspace", "compare_plan",
     "find_copies", "in_pieces", "on_threads", "plan_compare", "run_copies", "wanted_by_file",
 ]  # fmt: skip
 
 
 T = TypeVar("T")
 R = TypeVar("R")
-Array = npt.NDArray[Any]
+OnBytes = Callable[[int], None]
+"""Takes the number of bytes that were processed since the last call."""
 
 MAX_THREADS = 8
 _MIN_PIECE_BYTES = 64 << 10
@@ -192,7 +192,7 @@ def run_copies(
     *,
     space: Workspace,
     compared: Callable[[Source], bool] = lambda _: False,
-    on_bytes: Callable[[int], None] | None = None,
+    on_bytes: OnBytes | None = None,
 ) -> int:
     """Copy everything, file by file in order of position, on several threads. Return the number of bytes copied.
 
@@ -273,17 +273,12 @@ class Wanted:
     windows: list[Window] = field(default_factory=list)
     """What is read with gaps."""
 
-    @property
-    def nbytes(self) -> int:
-        """The number of bytes of elements."""
-        return sum(b - a for a, b in self.ranges) + sum(window.nbytes for window in self.windows)
-
     def without(self, blocks: Flags, sums: BlockChecksums) -> Wanted:
         """Return only what touches other blocks than these."""
         if not blocks.any():
             return self
         bounds = [*self.ranges, *((window.offset, window.stop) for window in self.windows)]
-        left = ~sums.are_among(blocks, *np.array(bounds, np.int64).reshape(-1, 2).T)
+        left = ~sums.are_among(blocks, *ints(bounds).reshape(-1, 2).T)
         windows = compress(self.windows, left[len(self.ranges) :])
         return Wanted(list(compress(self.ranges, left)), list(windows))
 
@@ -344,10 +339,11 @@ def plan_compare(wanted: Mapping[FileSource, Wanted], elsewhere: Mapping[FileSou
     total = 0
     for source in dict.fromkeys((*wanted, *elsewhere)):
         want, shared = wanted.get(source, Wanted()), elsewhere.get(source)
-        total += want.nbytes
+        nbytes = sum(b - a for a, b in want.ranges) + sum(window.nbytes for window in want.windows)
+        total += nbytes
         sums = source.checksums
         if sums is None or not source.checking.enabled:
-            plan.unchecked_bytes += want.nbytes
+            plan.unchecked_bytes += nbytes
             continue
         if isinstance(sums, BlockChecksums) and shared is not None:
             by_others, for_others = map(sums.within, shared)
@@ -370,8 +366,8 @@ def _choose(plan: ComparePlan, rows: Sequence[tuple[FileSource, Ints, Ints]], to
     """Add blocks to a plan, up to what may be read to check `total` bytes, those with the least
     extra bytes first. `rows`: blocks of a file, and the wanted bytes of each."""
     lengths = [blocks[:, 1] - blocks[:, 0] for _, blocks, _ in rows]
-    cost = np.concatenate((np.zeros(0, np.int64), *lengths))
-    lacking = np.maximum(cost - np.concatenate((np.zeros(0, np.int64), *(counts for _, _, counts in rows))), 0)
+    cost = np.concatenate((zeros(0), *lengths))
+    lacking = np.maximum(cost - np.concatenate((zeros(0), *(counts for _, _, counts in rows))), 0)
     order = np.argsort(lacking, kind="stable")
     allowed = np.zeros(len(cost), np.bool_)
     allowed[order] = np.cumsum(cost[order]) <= most_to_check(total)
@@ -386,7 +382,7 @@ def _choose(plan: ComparePlan, rows: Sequence[tuple[FileSource, Ints, Ints]], to
         at += len(blocks)
 
 
-def compare_plan(plan: ComparePlan, threads: int, on_bytes: Callable[[int], None]) -> None:
+def compare_plan(plan: ComparePlan, threads: int, on_bytes: OnBytes) -> None:
     """Read and compare all blocks, without a copy: what was hashed through a view is copied from it, too.
 
     Raises CorruptCheckpointError.

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, TypeVar, cast
 import msgspec
 import numpy as np
 
-from planners.geometry.arrays import Flags, Ints, grouped
+from planners.geometry.arrays import Array, Flags, Ints, grouped, zeros
 from planners.geometry.byte_ranges import Window
 from reshard.errors import CorruptCheckpointError
-from reshard.execute.reading import Array, ByteCounts, Copy, Staged, in_pieces, on_threads
+from reshard.execute.reading import ByteCounts, Copy, OnBytes, Staged, in_pieces, on_threads
 from reshard.live.fingerprint_arithmetic import kernel
 from reshard.stored.checksums import BlockChecksums, add_touched
 from reshard.stored.source import BytesSource, FileSource
@@ -98,7 +98,7 @@ def footprint_of(windows: Iterable[tuple[FileSource, Window]]) -> ReadFootprint:
     files = {}
     for source, its in grouped(windows).items():
         size = segment_bytes(source)
-        counts = np.zeros(-(-source.nbytes // size), np.int64)
+        counts = zeros(-(-source.nbytes // size))
         add_touched(counts, size, its, source.nbytes, max(source.max_gap_bytes, 1))
         used = np.flatnonzero(counts)
         if len(used):
@@ -146,7 +146,7 @@ def assign_segments(ranks: Sequence[ReadFootprint], touch_cost: float = math.inf
         if len({(one.nbytes, one.segment_bytes, one.piece_bytes) for one in known}) > 1:
             continue  # it was replaced meanwhile: not all have the same file under this name
         # the bytes touched, by rank and segment
-        table = np.zeros((len(ranks), -(-file.nbytes // file.segment_bytes)), np.int64)
+        table = zeros((len(ranks), -(-file.nbytes // file.segment_bytes)))
         for row, its in zip(table, theirs):
             if its is not None:
                 counts = np.frombuffer(its.touched, "<u4")
@@ -158,7 +158,7 @@ def assign_segments(ranks: Sequence[ReadFootprint], touch_cost: float = math.inf
         found.append((label, file, table > 0, together & (total >= WHOLE_SHARE * lengths), twice))
     pays = touched - read >= MIN_SAVED_BYTES and touched * touch_cost >= read
     work = SegmentAssignment([], [])
-    loads = np.zeros((2, len(ranks)), np.int64)
+    loads = zeros((2, len(ranks)))
     for label, file, touches, whole, twice in found:
         for out, load, chosen in zip(work, loads, (twice & pays, whole & ~(twice & pays))):
             if chosen.any():
@@ -171,7 +171,7 @@ def assign_segments(ranks: Sequence[ReadFootprint], touch_cost: float = math.inf
 def _in_turns(touches: Flags, load: Ints) -> Ints:
     """Choose a reader for each of some segments, (ranks, segments). Ranks that touch the same
     segments take turns, the one with the fewest first. Adds to `load`."""
-    who = np.zeros(touches.shape[1], np.int64)
+    who = zeros(touches.shape[1])
     if (touches == touches[:, :1]).all():  # as nearly always
         alike = {b"": list(range(len(who)))}
     else:
@@ -392,7 +392,7 @@ class RemoteReading:
         requests: int,
         request_bytes: int,
         piece_bytes: int,
-        on_bytes: Callable[[int], None],
+        on_bytes: OnBytes,
     ) -> ByteCounts:
         """Read, check, and copy everything.
 

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from planners.geometry.arrays import Ints
+from planners.geometry.arrays import Array, Ints, ints
 from planners.geometry.box import Shape
 from planners.geometry.byte_ranges import Window
 from reshard.errors import ReshardError
@@ -41,7 +41,6 @@ from reshard.stored.tensor import copy_view
 
 __all__ = ["COPY", "ENTRY", "MAX_DIMS", "Ending", "Kind", "Memory", "NumpyRun", "WorkList", "copy_row"]
 
-Table = npt.NDArray[Any]
 TURN_S = 0.05
 MAX_DIMS = 8
 """Of a copy, without those of one element."""
@@ -98,23 +97,23 @@ class Memory:
         self._rows: list[int] = []
         self._kept: list[Any] = []
 
-    def add(self, array: npt.NDArray[Any]) -> int:
+    def add(self, array: Array) -> int:
         """Add the memory from the first byte of an array's elements to the last. Strides are not negative."""
         last = sum((n - 1) * step for n, step in zip(array.shape, array.strides))
         self._kept.append(array)
         self._rows += (_address(array), last + array.itemsize if array.size else 0, array.flags.writeable)
         return len(self._kept) - 1
 
-    def table(self) -> Table:
+    def table(self) -> Array:
         """The table in the form that lists use."""
-        return np.array(self._rows, np.int64).view(REGION)
+        return ints(self._rows).view(REGION)
 
 
-def _address(array: npt.NDArray[Any]) -> int:
+def _address(array: Array) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def copy_row(window: Window, region: int, out: npt.NDArray[Any]) -> list[int] | None:
+def copy_row(window: Window, region: int, out: Array) -> list[int] | None:
     """A row of the table of copies: the elements of a window of a file, which fill `out`, a region. None if it has
     too many dims."""
     dims = [(n, a, b) for n, a, b in zip(window.sizes, window.strides, out.strides) if n != 1]
@@ -136,14 +135,14 @@ class WorkList:
     """
 
     memory: Memory
-    entries: Table
-    copies: Table
+    entries: Array
+    copies: Array
     digests: npt.NDArray[np.uint64]
     tallies: Ints
     call: Callable[[int], Callable[[], None] | None] = lambda entry: None
 
     @property
-    def tables(self) -> tuple[Table, Table, Table, Table, Table]:
+    def tables(self) -> tuple[Array, Array, Array, Array, Array]:
         """The tables in the form that both ways of running use."""
         return self.memory.table(), self.entries, self.copies, self.digests, self.tallies
 
@@ -198,13 +197,13 @@ class _Landing(NamedTuple):
     itemsize: int
     sizes: Shape
     strides: Shape
-    out: npt.NDArray[Any]
+    out: Array
 
 
 class NumpyRun:
     """Does what the compiled loop does. Conversions of its numbers are kept for further calls."""
 
-    def __init__(self, regions: Table, entries: Table, copies: Table, digests: Table, tallies: Table) -> None:
+    def __init__(self, regions: Array, entries: Array, copies: Array, digests: Array, tallies: Array) -> None:
         self.regions, self.tallies = regions.tolist(), tallies
         self.kinds, self.of = entries["kind"].tolist(), entries["of"].tolist()
         self.digests = digests.tolist()

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from reshard.live.dtypes import as_array, item_dtype, row_major_bytes
+from planners.geometry.arrays import Array
+from reshard.live.dtypes import as_array, item_dtype, resolved, row_major_bytes
 from reshard.live.garbage_collection import gc_paused
 
 __all__ = [
@@ -188,9 +188,6 @@ def of_caller() -> CopyStreams:
 #
 # read 0 -> slot 0 ... copy to the device ... strided kernel read 1 -> slot 1      ... copy to the
 # device ... strided kernel read 2 ....................... waits until slot 0 has arrived, -> slot 0
-
-
-Array = npt.NDArray[Any]
 
 
 @dataclass
@@ -418,7 +415,7 @@ def _ask(elements: torch.Tensor, room: torch.Tensor, lane: CopyStream) -> None:
     """Elements in row-major order into bytes of the host: strided ones are put in order on the
     device."""
     with torch.no_grad(), lane.use():
-        plain = elements.resolve_conj().resolve_neg().contiguous()
+        plain = resolved(elements).contiguous()
         room.view(plain.dtype).view(plain.shape).copy_(plain, non_blocking=True)
 
 

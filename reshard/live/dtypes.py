@@ -8,15 +8,15 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from planners.geometry.arrays import Array
 from planners.geometry.layout import ITEM_SIZES
 from reshard.errors import FormatError, did_you_mean
 
 __all__ = [
     "DROPS", "SHORT_NAMES", "as_array", "dtype_from_name", "dtype_name", "full_name", "item_dtype", "overflowing",
-    "raw_elements", "refused_cast", "refused_codes", "row_major_bytes", "scales_of",
+    "raw_elements", "refused_cast", "refused_codes", "resolved", "row_major_bytes", "scales_of",
 ]  # fmt: skip
 
 
@@ -163,8 +163,6 @@ def dtype_from_name(name: str) -> torch.dtype:
 # CPU tensors as numpy arrays of raw elements, in which only the bytes matter.
 
 
-Array = npt.NDArray[Any]
-
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -187,13 +185,18 @@ def lacks_memory(local: torch.Tensor) -> bool:
     return is_dense and local.numel() > 0 and not local.untyped_storage().nbytes()
 
 
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its gradient, and with its values in memory; a copy only where they are not yet."""
+    return tensor.detach().resolve_conj().resolve_neg()
+
+
 def as_array(tensor: torch.Tensor) -> Array:
     """A CPU tensor of any dtype and strides as an array of `item_dtype`, sharing memory.
 
     A lazily conjugated or negated tensor is resolved, and then shares none.
     """
     if tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.detach().resolve_conj().resolve_neg()
+        tensor = resolved(tensor)
     itemsize = tensor.element_size()
     if itemsize == 16:
         return tensor.numpy().view("V16")

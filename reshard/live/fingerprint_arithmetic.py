@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from planners.geometry.arrays import distinct
+from planners.geometry.arrays import Array, Floats, Ints, distinct, running_sums, zeros
 from planners.geometry.box import Range
 
 __all__ = [
@@ -43,8 +43,9 @@ LIMB_BITS = 12
 LIMBS = 4
 """A residue in (-PRIME/2, PRIME/2) is written in four digits of 12 bits, each in [-2048, 2048]."""
 
-Residues = npt.NDArray[np.int64]
+Residues = Ints
 """Elements of the field, 0 <= x < PRIME; the first dim is the lane."""
+Ints32 = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Key:
         """The numbers of the BLOCK places within a block of `dim`, (LANES, BLOCK). Read only."""
         return _table(self.secret, b"inner", dim, 0)
 
-    def outer(self, dim: int, blocks: npt.NDArray[np.int64]) -> Residues:
+    def outer(self, dim: int, blocks: Ints) -> Residues:
         """The numbers of these blocks of `dim`, (LANES, len(blocks))."""
         pages = blocks // BLOCK
         numbers = np.empty((LANES, blocks.size), np.int64)
@@ -81,7 +82,7 @@ class Key:
             numbers[:, chosen] = _table(self.secret, b"outer", dim, int(page))[:, blocks[chosen] % BLOCK]
         return numbers
 
-    def at(self, dim: int, index: npt.NDArray[np.int64]) -> Residues:
+    def at(self, dim: int, index: Ints) -> Residues:
         """The numbers of these indices of `dim`, inner times outer, (LANES, len(index))."""
         return multiply(self.inner(dim)[:, index % BLOCK], self.outer(dim, index // BLOCK))
 
@@ -114,7 +115,7 @@ def products(vectors: Sequence[Residues]) -> Residues:
     return result
 
 
-def to_limbs(numbers: Residues) -> npt.NDArray[np.float64]:
+def to_limbs(numbers: Residues) -> Floats:
     """The digits of each number, least first: (LANES * LIMBS, n), digit l of lane k in row k *
     LIMBS + l.
 
@@ -149,7 +150,7 @@ def _table(secret: bytes, use: bytes, dim: int, page: int) -> Residues:
 # An array of words as matrices of rows and columns, and which numbers belong to their places.
 
 
-Words = TypeVar("Words", torch.Tensor, npt.NDArray[Any])
+Words = TypeVar("Words", torch.Tensor, Array)
 Tile = tuple[tuple[int, int], ...]
 """A range of each axis."""
 
@@ -167,9 +168,9 @@ class Axis:
     part: Literal["index", "outer", "inner"] = "index"
 
     @cached_property
-    def starts(self) -> npt.NDArray[np.int64]:
+    def starts(self) -> Ints:
         """Local position of the first index of each interval, and behind them the size."""
-        return np.concatenate(([0], np.cumsum([stop - start for start, stop in self.intervals], dtype=np.int64)))
+        return running_sums([stop - start for start, stop in self.intervals])
 
     @property
     def size(self) -> int:
@@ -185,12 +186,12 @@ class Axis:
             return key.inner(self.dim)[:, index]
         return key.outer(self.dim, index) if self.part == "outer" else key.at(self.dim, index)
 
-    def segments(self) -> list[tuple[int, int, tuple[Axis, ...]]]:
+    def segments(self) -> list[tuple[int, int, Axes]]:
         """The axis in pieces `(start, stop, axes)`: complete blocks become two axes, the rest
         stays one."""
         if self.part != "index":
             return [(0, self.size, (self,))]
-        found: list[tuple[int, int, tuple[Axis, ...]]] = []
+        found: list[tuple[int, int, Axes]] = []
         done = 0
 
         def rest(stop: int) -> None:
@@ -218,14 +219,17 @@ class Axis:
         return Axis(self.dim, tuple(kept), self.part)
 
 
+Axes = tuple[Axis, ...]
+
+
 class Matrix(NamedTuple):
     """One tile of rows and columns: its words, and whose numbers they are multiplied by."""
 
     words: torch.Tensor
     """With as many dims as there are axes, those of the rows first."""
-    row_axes: tuple[Axis, ...]
+    row_axes: Axes
     rows: Tile
-    column_axes: tuple[Axis, ...]
+    column_axes: Axes
     columns: Tile
 
 
@@ -355,7 +359,7 @@ def fold_each(rows: torch.Tensor, axes: Sequence[Axis], key: Key) -> list[Sums]:
     All axes are columns here, so that one product sums up all of them: for small ones the calls are
     what takes time.
     """
-    total = np.zeros((LANES, len(rows)), np.int64)
+    total = zeros((LANES, len(rows)))
     start, loop = 0, kernel()
     for tile in tiles([axis.size for axis in axes], MAX_COLUMNS):
         stop = start + math.prod(end - begin for begin, end in tile)
@@ -388,12 +392,12 @@ def terms(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Iterator[Term]
 
 _KEPT_BYTES = 128 << 20
 _KEPT = 512
-_kept: dict[tuple[Key, tuple[Axis, ...], Tile, torch.device], torch.Tensor] = {}
+_kept: dict[tuple[Key, Axes, Tile, torch.device], torch.Tensor] = {}
 """Digits by what they belong to; those used last come last."""
 _lock = Lock()
 
 
-def _limbs(key: Key, axes: tuple[Axis, ...], tile: Tile, device: torch.device) -> torch.Tensor:
+def _limbs(key: Key, axes: Axes, tile: Tile, device: torch.device) -> torch.Tensor:
     """The digits of the products of the axes' numbers over a tile, (LANES * LIMBS, places of the
     tile), float64."""
     place = key, axes, tile, device
@@ -411,7 +415,7 @@ def _limbs(key: Key, axes: tuple[Axis, ...], tile: Tile, device: torch.device) -
     return found
 
 
-def _products(key: Key, axes: tuple[Axis, ...], tile: Tile) -> Residues:
+def _products(key: Key, axes: Axes, tile: Tile) -> Residues:
     return products([axis.numbers(key, *span) for axis, span in zip(axes, tile)])
 
 
@@ -435,7 +439,7 @@ def _contract(words: torch.Tensor, first: int, row_limbs: torch.Tensor, column_l
     return torch.stack((row_limbs @ low, row_limbs @ high)).flatten().to(torch.int64)
 
 
-def _multiply(words: npt.NDArray[Any], first: int, limbs: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+def _multiply(words: Array, first: int, limbs: Array, out: Array) -> None:
     """words @ limbs into `out`, in one thread: so thin a product numpy's BLAS does faster than torch's."""
     columns, room, done = len(limbs), np.empty(CPU_WORDS), 0
     step = _ONE_THREAD // limbs.size * columns  # at least a row: there are no more than MAX_COLUMNS
@@ -497,22 +501,22 @@ class Kernel(Protocol):
     ENTRY: np.dtype[Any]
     COPY: np.dtype[Any]
 
-    def table(self, numbers: Residues, /) -> npt.NDArray[np.int32]:
+    def table(self, numbers: Residues, /) -> Ints32:
         """Columns' numbers, as the other two want them."""
 
-    def fold(self, words: npt.NDArray[np.int32], columns: npt.NDArray[np.int32], rows: Residues, /) -> tuple[int, int]:
+    def fold(self, words: Ints32, columns: Ints32, rows: Residues, /) -> tuple[int, int]:
         """The sum over words (rows, columns), each row one run of memory."""
 
-    def fold_rows(self, words: npt.NDArray[np.int32], columns: npt.NDArray[np.int32], /) -> Residues:
+    def fold_rows(self, words: Ints32, columns: Ints32, /) -> Residues:
         """The sum of each row by itself, (LANES, rows)."""
 
     def run(
         self,
-        regions: npt.NDArray[Any],
-        entries: npt.NDArray[Any],
-        copies: npt.NDArray[Any],
-        digests: npt.NDArray[Any],
-        tallies: npt.NDArray[Any],
+        regions: Array,
+        entries: Array,
+        copies: Array,
+        digests: Array,
+        tallies: Array,
         first: int,
         limit_ns: int,
         /,
@@ -561,7 +565,7 @@ def fold_matrix(kernel: Kernel, matrix: Matrix, key: Key) -> list[tuple[int, int
 
 
 def _fold_copies(
-    kernel: Kernel, words: torch.Tensor, width: int, columns: npt.NDArray[np.int32], numbers: Residues
+    kernel: Kernel, words: torch.Tensor, width: int, columns: Ints32, numbers: Residues
 ) -> list[tuple[int, int]]:
     """Some rows at a time, in one buffer."""
     leading = next(d for d in range(words.ndim + 1) if math.prod(words.shape[d:]) == width)
@@ -579,7 +583,7 @@ def _fold_copies(
 
 
 @lru_cache(maxsize=64)
-def table(key: Key, axes: tuple[Axis, ...], tile: Tile) -> npt.NDArray[np.int32]:
+def table(key: Key, axes: Axes, tile: Tile) -> Ints32:
     """The products of the axes' numbers over a tile of columns, as the kernel wants them. There
     must be one."""
     loop = kernel()
@@ -588,7 +592,7 @@ def table(key: Key, axes: tuple[Axis, ...], tile: Tile) -> npt.NDArray[np.int32]
 
 
 @lru_cache(maxsize=64)
-def _row_numbers(key: Key, axes: tuple[Axis, ...], tile: Tile) -> Residues:
+def _row_numbers(key: Key, axes: Axes, tile: Tile) -> Residues:
     return np.ascontiguousarray(_products(key, axes, tile))
 
 

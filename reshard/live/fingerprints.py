@@ -19,7 +19,7 @@ from planners.geometry.box import Box, Range, Shape
 from planners.geometry.byte_ranges import merge_ranges
 from planners.geometry.layout import Part, TensorLayout, TensorSpec
 from reshard.errors import FormatError, LayoutError, ReplicaDriftError, format_ranks, format_value
-from reshard.live.dtypes import dtype_from_name, dtype_name
+from reshard.live.dtypes import dtype_from_name, dtype_name, resolved
 from reshard.live.fingerprint_arithmetic import (
     LANES,
     PRIME,
@@ -406,7 +406,7 @@ def words_of(tensor: torch.Tensor, part: Part) -> Iterator[tuple[torch.Tensor, t
     limit = max(1, _COPY_WORDS // words_per_element)
     room = torch.empty(min(limit, tensor.numel()) * words_per_element, dtype=torch.int32, device=device)
     for tile in tiles(tensor.shape, limit):
-        piece = tensor[tuple(slice(*span) for span in tile)].resolve_conj().resolve_neg()
+        piece = resolved(tensor[tuple(slice(*span) for span in tile)])
         piece_axes = [axis.cut(*span) for axis, span in zip(axes, tile)]
         placed = (*piece_axes[:-1], _word_axis(piece_axes[-1], tensor.itemsize))
         words = room[: math.prod(axis.size for axis in placed)].view([axis.size for axis in placed])

@@ -95,7 +95,7 @@ class LazyOptimizerState(PartialState):
         *,
         has_own: bool = False,
     ) -> None:
-        super().__init__(state, {})
+        super().__init__(state, getattr(state, "elsewhere", {}))
         self.parameters = parameters
         self.offered = offered
         self.has_own = has_own

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from reshard.errors import FormatError
-from reshard.live.dtypes import dtype_from_name, dtype_name
+from reshard.live.dtypes import dtype_from_name, dtype_name, resolved
 from reshard.live.tree import MAX_DEPTH, CustomValue, map_leaves, typed
 
 __all__ = [
@@ -87,7 +87,7 @@ class _Tensors:
                 f"a tensor of shape {list(tensor.shape)} is too large to go among plain data ({self.limit_bytes} bytes "
                 "in all); give it a key and a PerRank of its own"
             )
-        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        flat = resolved(tensor.cpu()).contiguous().reshape(-1)
         data = flat.view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
         return {"$tensor": [dtype_name(tensor.dtype), list(tensor.shape), base64.b64encode(data).decode()]}
 

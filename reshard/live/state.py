@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from planners.units import format_count
 from reshard.errors import FormatError, KeyMismatchError, LayoutError, option_error
-from reshard.live.dtypes import raw_elements
+from reshard.live.dtypes import raw_elements, resolved
 from reshard.live.tensors import (
     OVERWRITTEN_BY,
     LiveTensor,
@@ -68,7 +68,7 @@ def _same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
             return True
     if not is_plain(a) or a.layout != torch.strided or a.is_quantized:
         return False
-    return torch.equal(*(raw_elements(one.resolve_conj().resolve_neg()) for one in (a, b)))
+    return torch.equal(*(raw_elements(resolved(one)) for one in (a, b)))
 
 
 def same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

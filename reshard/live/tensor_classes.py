@@ -26,8 +26,7 @@ from reshard.live.tree import class_name, map_leaves
 from reshard.state import KeyPath, key_of
 
 __all__ = [
-    "Follows", "SavedPart", "dequantized", "expanded", "made_of_parts", "register_tensor_class",
-    "registered_classes",
+    "Follows", "SavedPart", "dequantized", "expanded", "made_of_parts", "register_tensor_class", "registered_classes",
 ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from planners.geometry.box import Box, Shape
 from planners.geometry.layout import BoxesForm, Form, ProductForm, StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from reshard.errors import FormatError, LayoutError, OptionError
-from reshard.live.dtypes import NO_MEMORY, dtype_name, lacks_memory
+from reshard.live.dtypes import NO_MEMORY, dtype_name, lacks_memory, resolved
 from reshard.live.tree import class_name, flatten
 from reshard.state import KeyPath, cached_property, key_of
 
@@ -42,6 +42,8 @@ __all__ = [
 
 # Only this module (with the other border modules) knows torch's private names for them.
 
+
+Forms = tuple[ProductForm, ...]
 
 NEWEST_TRIED = (2, 15)
 """The newest release of torch with which all tests were run."""
@@ -168,7 +170,7 @@ class LiveTensor:
         return found
 
     @cached_property
-    def _possible(self) -> tuple[ProductForm, ...]:
+    def _possible(self) -> Forms:
         """What the placements of a DTensor can mean, the likeliest first."""
         tensor: DTensor = self.value
         mesh = tensor.device_mesh
@@ -389,7 +391,7 @@ def _rank() -> int:
 
 
 @lru_cache(maxsize=4096)  # of a state with many tensors, few differ in this
-def _forms_held(forms: tuple[ProductForm, ...], shape: Shape, here: int, local: Shape) -> tuple[ProductForm, ...]:
+def _forms_held(forms: Forms, shape: Shape, here: int, local: Shape) -> Forms:
     """Metadata do not say how a tensor was sharded. What this rank holds, `local`, does."""
     return matching_shards(forms, shape, {here: local} if here in forms[-1].mesh else {})
 
@@ -397,7 +399,7 @@ def _forms_held(forms: tuple[ProductForm, ...], shape: Shape, here: int, local: 
 @lru_cache(maxsize=1024)
 def _readings(
     device_mesh: DeviceMesh, here: int, groups: tuple[str, ...], placements: tuple[object, ...], ndim: int
-) -> tuple[ProductForm, ...]:
+) -> Forms:
     """Return what the placements may mean, the likeliest first.
 
     The same slice of a mesh has other ranks for another process, yet compares equal. `here`
@@ -503,7 +505,7 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def resolved_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of any tensor in row-major order; a copy only where its memory has others."""
-    return raw_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
+    return raw_bytes(resolved(tensor).contiguous())
 
 
 # Which of torch's distributed tensors a value is, by the names of its classes: none is imported to
@@ -575,9 +577,7 @@ def dtensor_like(local: torch.Tensor, model: DTensor) -> DTensor:
 
 
 @lru_cache(maxsize=1024)
-def candidate_layouts(
-    mesh: Mesh, placements: tuple[Placement, ...], kept: frozenset[int] = frozenset()
-) -> tuple[ProductForm, ...]:
+def candidate_layouts(mesh: Mesh, placements: tuple[Placement, ...], kept: frozenset[int] = frozenset()) -> Forms:
     """Return what tensors of these placements may be, the likeliest first, each once: as FSDP2
     shards what tensor parallelism (by `distribute_tensor`) has left, as all axes shard that a
     strided shard leaves for later, and as the placements say. The shapes of local tensors decide
@@ -605,7 +605,7 @@ def candidate_layouts(
     return tuple(dict.fromkeys((_cut_later(literal, outermost), _cut_later(literal, every), literal)))
 
 
-def matching_shards(forms: Sequence[ProductForm], shape: Shape, held: Mapping[int, Shape]) -> tuple[ProductForm, ...]:
+def matching_shards(forms: Sequence[ProductForm], shape: Shape, held: Mapping[int, Shape]) -> Forms:
     """Return the `forms` whose local tensors have the shapes that some ranks hold (rank -> shape),
     in order. Of forms that give every rank the same elements, the last one stays, which says it as
     the placements do."""

@@ -19,8 +19,7 @@ from reshard.errors import FormatError, KeyMismatchError
 from reshard.state import IntKey, KeyPath, key_of, plain_key
 
 __all__ = [
-    "MAX_DEPTH", "CustomValue", "Flat", "builtin_kinds", "class_name", "copy_containers", "flatten",
-    "leaves_of",
+    "MAX_DEPTH", "CustomValue", "Flat", "builtin_kinds", "class_name", "copy_containers", "flatten", "leaves_of",
     "map_leaves", "mapping_kind", "needs_class", "nested", "other_key_of", "rebuilt", "restore_types", "typed",
     "unflatten", "unresolved_class",
 ]  # fmt: skip

@@ -84,6 +84,7 @@ class Group:
         world_size: number of ranks in the group.
         job_rank: this process's rank in the default group, by which plans are numbered.
         ranks: the ranks in the default group of these processes, in group order; messages name these.
+        process_group: as it was given.
         writes: whether a load of the group has begun to write into its targets.
         tag: of the messages over `torch.distributed`. Each group has its own, so that none that a failed one left in
             flight reaches the next. Gloo obeys tags; NCCL does not know them.
@@ -115,7 +116,7 @@ class Group:
         if not (isinstance(allowed_s, int | float) and allowed_s > 0):
             wrong = OptionError(f"timeout must be a positive number of seconds, or a timedelta, got {deadline_s!r:.80}")
             allowed_s = DEADLINE_S
-        self._deadline_s = allowed_s
+        self.process_group, self._deadline_s = process_group, allowed_s
         self._phases: list[_GroupPhase] = []
         self.writes = False
         self._common: Callable[[], BaseException | None] = lambda: None

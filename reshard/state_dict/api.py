@@ -433,16 +433,8 @@ def _awaiting(
         else:
             parameters[one.name] = one.parameter.detach() if one.piece is None else one.piece.value()
     if options.flatten_optimizer_state_dict:
-        return _waiting(state, parameters, offered, has_own)
-    return {**state, "state": _waiting(state["state"], parameters, offered, has_own)}
-
-
-def _waiting(
-    state: Mapping[str, Any], parameters: Mapping[str, Any], offered: Container[str], has_own: bool
-) -> LazyOptimizerState:
-    made = LazyOptimizerState(state, parameters, offered, has_own=has_own)
-    made.elsewhere = getattr(state, "elsewhere", {})
-    return made
+        return LazyOptimizerState(state, parameters, offered, has_own=has_own)
+    return {**state, "state": LazyOptimizerState(state["state"], parameters, offered, has_own=has_own)}
 
 
 def _of_modules(

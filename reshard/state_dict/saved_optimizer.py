@@ -26,9 +26,8 @@ from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedPar
 from reshard.state_dict.options import StateDictOptions
 
 __all__ = [
-    "EXTRA", "GroupWrite", "Misfit", "SavedOptimizer", "StateKind", "elsewhere_of",
-    "extra_of", "is_zero_redundancy", "plan_groups", "read_saved", "saved_by", "tensors_that_part",
-    "with_state_of_others",
+    "EXTRA", "GroupWrite", "Misfit", "SavedOptimizer", "StateKind", "elsewhere_of", "extra_of", "is_zero_redundancy",
+    "plan_groups", "read_saved", "saved_by", "tensors_that_part", "with_state_of_others",
 ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError, framework
 from reshard.storage.base import Storage, Writer, check_name, check_range, exists_already, not_found
@@ -134,10 +134,9 @@ class ObjectStorage(Storage):
 
     def size(self, name: str) -> int:
         check_name(name, self.url)
-        with self._errors("read", name):
-            start = time.monotonic()
-            meta = self._again(lambda: self._api.head(self._store, name))
-            self._took(time.monotonic() - start)
+        start = time.monotonic()
+        meta = self._call("read", name, self._api.head)
+        self._took(time.monotonic() - start)
         self._saw(name, meta)
         return int(meta["size"])
 
@@ -227,8 +226,7 @@ class ObjectStorage(Storage):
 
     def publish(self, name: str, data: Buffer) -> None:
         check_name(name, self.url)
-        with self._errors("publish", name):
-            self._again(lambda: self._api.put(self._store, name, bytes(data), use_multipart=False))
+        self._call("publish", name, self._api.put, bytes(data), use_multipart=False)
 
     def publish_while(self, name: str, data: Buffer, check: Callable[[], None]) -> None:
         from obstore.exceptions import AlreadyExistsError, NotSupportedError, PreconditionError
@@ -236,15 +234,13 @@ class ObjectStorage(Storage):
         check_name(name, self.url)
         mode: Any = "create"
         try:
-            with self._errors("read", name):
-                found = self._again(lambda: self._api.head(self._store, name))
+            found = self._call("read", name, self._api.head)
             mode = {key: found[key] for key in ("e_tag", "version") if found[key] is not None} or "overwrite"
         except CheckpointNotFoundError:
             pass
         check()
         try:
-            with self._errors("publish", name):
-                self._again(lambda: self._api.put(self._store, name, bytes(data), use_multipart=False, mode=mode))
+            self._call("publish", name, self._api.put, bytes(data), use_multipart=False, mode=mode)
         except StorageError as error:
             if isinstance(error.__cause__, NotSupportedError | NotImplementedError):
                 self.publish(name, data)
@@ -256,8 +252,7 @@ class ObjectStorage(Storage):
     def delete(self, name: str) -> None:
         check_name(name, self.url)
         try:
-            with self._errors("delete", name):
-                self._again(lambda: self._api.delete(self._store, name))
+            self._call("delete", name, self._api.delete)
         except CheckpointNotFoundError:  # Google and Azure say so, S3 does not
             return
 
@@ -266,8 +261,7 @@ class ObjectStorage(Storage):
         check_name(other, self.url)
         if not self._exists(name):
             raise not_found(name, self.url)
-        with self._errors("copy", name):
-            self._again(lambda: self._api.copy(self._store, name, other))
+        self._call("copy", name, self._api.copy, other)
         return True
 
     def _exists(self, name: str) -> bool:
@@ -289,8 +283,7 @@ class ObjectStorage(Storage):
         from obstore.exceptions import AlreadyExistsError
 
         try:
-            with self._errors("write", name):
-                self._again(lambda: self._api.put(self._store, name, data, mode="create"))
+            self._call("write", name, self._api.put, data, mode="create")
         except StorageError as error:
             if not isinstance(error.__cause__, AlreadyExistsError):
                 raise
@@ -320,6 +313,11 @@ class ObjectStorage(Storage):
         if seconds < self._latency_s:
             self._latency_s = seconds
             self.max_gap_bytes = choose_gap_bytes(seconds)
+
+    def _call(self, verb: str, name: str, function: Callable[..., _T], *arguments: object, **options: object) -> _T:
+        """What a function of obstore does about an object."""
+        with self._errors(verb, name):
+            return self._again(lambda: function(self._store, name, *arguments, **options))
 
     def _again(self, call: Callable[[], _T]) -> _T:
         """Repeat what failed for a reason that may pass, a few times, ever more slowly."""
@@ -374,22 +372,6 @@ MAX_PARTS = 10_000
 """Of one multipart upload; the limit of S3, the lowest of them."""
 
 
-class UploadTarget(Protocol):
-    """The store that an object is written to."""
-
-    url: str
-    part_bytes: int
-
-    def put_new(self, name: str, data: bytes) -> None:
-        """Store a whole object on condition that there is none of this name."""
-
-    def put_parts(self, name: str, parts: Iterator[bytes]) -> None:
-        """Store an object in parts while the iterator yields them; if it raises, the upload is aborted."""
-
-    def size(self, name: str) -> int:
-        """Bytes of a stored object."""
-
-
 class _Abandoned(Exception):
     """Ends the stream of parts, whereupon the upload is aborted."""
 
@@ -402,7 +384,7 @@ class ObjectWriter(Writer):
     An object of less than one part is put whole, on condition that there is none of its name.
     """
 
-    def __init__(self, store: UploadTarget, name: str) -> None:
+    def __init__(self, store: ObjectStorage, name: str) -> None:
         self._store = store
         self._name = name
         self._gathered = bytearray()

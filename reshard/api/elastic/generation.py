@@ -48,10 +48,9 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 __all__ = [
-    "LINEAGE", "GatherReport", "GenerationFolder", "Held", "Hosts", "Incarnation",
-    "ManifestStamp", "Moves", "Recorded", "Settings", "Survivors", "TierRestoreReport",
-    "TierSaveReport", "blocks_of", "fetched_folder", "free_bytes", "good_ranges", "held_in",
-    "kept_in", "lost_boxes", "meet", "move", "remove",
+    "LINEAGE", "GatherReport", "GenerationFolder", "Held", "Hosts", "Incarnation", "ManifestStamp", "Moves", "Recorded",
+    "Settings", "Survivors", "TierRestoreReport", "TierSaveReport", "blocks_of", "fetched_folder", "free_bytes",
+    "good_ranges", "held_in", "kept_in", "lost_boxes", "meet", "move", "remove",
 ]  # fmt: skip
 
 

@@ -153,7 +153,7 @@ def _first_whole(
         if candidate.kept is None:
             with phase("load"):
                 is_last = candidate is newest_first[-1]
-                load = _load_fallback(settings, state, fallback, options, group, is_last=is_last)
+                load = _load_fallback(state, fallback, options, group, is_last=is_last)
             if isinstance(load, str):
                 passed.append(load)
                 continue
@@ -186,26 +186,18 @@ class _FallbackEnd(NamedTuple):
         return _FallbackEnd(why, any(end.is_final for end in ends))
 
 
-def _load_fallback(
-    settings: Settings,
-    state: Any,
-    fallback: Any,
-    options: LoadOptions,
-    group: Group,
-    *,
-    is_last: bool,
-) -> LoadReport | str:
+def _load_fallback(state: Any, fallback: Any, options: LoadOptions, group: Group, *, is_last: bool) -> LoadReport | str:
     """Collective: load the complete fallback.
 
     If it is damaged, nothing was written, and it is not the last candidate, return the reason.
     """
     if is_last:
-        return load_with(group, state, fallback, options, settings.process_group)
-    own = Group(settings.process_group, deadline_s=group.allowed_s)  # `group` serves on if this fails
+        return load_with(group, state, fallback, options)
+    own = Group(group.process_group, deadline_s=group.allowed_s)  # `group` serves on if this fails
     error, load = None, None
     try:
         with own.together("fallback"):
-            load = load_with(own, state, fallback, options, settings.process_group)
+            load = load_with(own, state, fallback, options)
     except ReshardError as refused:
         error = refused
     is_damaged = isinstance(error, CheckpointError)
@@ -389,7 +381,7 @@ class _CheckedGeneration:
             checkpoint = Checkpoint(replace(mine, tensors=LazyMapping(tensors)), checkpoint.url)  # type: ignore[arg-type]
         prefetch = partial(self._prefetch, others)
         own = replace(options, read_once="rank", check=False)  # all that is read was checked when it was found
-        return load_with(self.group, state, checkpoint, own, self.settings.process_group, prefetch=prefetch)
+        return load_with(self.group, state, checkpoint, own, prefetch)
 
     def _prefetch(self, others: Checkpoint | None, plan: ReadPlan) -> None:
         """Collective: bring what the plans of a host's ranks read, and the host lacks, to the host once."""
@@ -408,7 +400,7 @@ class _CheckedGeneration:
             here = self.storage.here.root.joinpath
             with phase("copy"):
                 self.received = move(
-                    moves, here, self.storage.path_of, self.group, self.settings.process_group,
+                    moves, here, self.storage.path_of, self.group, self.group.process_group,
                     max_inflight_bytes=self.settings.max_inflight_bytes,
                 )  # fmt: skip
             spans = {FileSource(self.storage, name): ranges for name, ranges in got.items()}

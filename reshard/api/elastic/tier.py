@@ -149,7 +149,7 @@ class Tier:
         with phase("Tier.save", path=self.settings.folder), group.together("Tier.save"):
             options = SaveOptions(check_replicas=check_replicas, fingerprints=fingerprints)
             job = self._begun(group, "Tier.save", state_dict, step, options)
-            return job.finish(ToWrite.in_place(job.entries), self.settings.process_group)
+            return job.finish(ToWrite.in_place(job.entries), group.process_group)
 
     @renamed()
     def async_save(
@@ -306,7 +306,7 @@ class Tier:
     def _own_wire(self, group: Group) -> dist.ProcessGroup | None:
         """Collective: the group that sends copies while the job uses the process group for its own messages."""
         if self._wire is None and group.world_size > 1:
-            self._wire = new_group(group, is_part=self.settings.process_group is not None)
+            self._wire = new_group(group)
         return self._wire
 
     def _group(self) -> Group:

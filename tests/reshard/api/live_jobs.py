@@ -565,9 +565,9 @@ def lost_message_job(seconds: float) -> str:
     prepared._group._deadline_s = seconds
     meet, begun = Waiter.meet, Waiter._begun
 
-    def losing(self: Waiter, process_group: Any) -> None:
+    def losing(self: Waiter) -> None:
         with mock.patch.object(Waiter, "_begun", lambda waiter, ops: begun(waiter, [op for op in ops if op.peer != 1])):
-            meet(self, process_group)
+            meet(self)
 
     gone = mock.patch.object(Group, "barrier", side_effect=RankFailedError("rank 0 is gone", rank=0))
     end = ""
