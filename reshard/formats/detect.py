@@ -409,7 +409,6 @@ _CONVERTS = (
     "{} holds no complete checkpoint: a conversion to it was stopped, or is still running. To continue a stopped one, "
     "run it again"
 )
-
 _REPLACES = (
     "{} does not open: a conversion to it was stopped while it published, or is still running. To complete a stopped "
     "one, run it again. What is wrong now: {}"
