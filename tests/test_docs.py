@@ -125,13 +125,26 @@ def test_the_page_of_logs_has_every_line_that_is_logged() -> None:
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             match node:
                 case ast.Call(ast.Attribute(ast.Name("_log"), level), [ast.Constant(str(line)), *_]):
-                    logged.add((level.replace("exception", "error").upper(), re.sub(r"%[.0-9]*[a-z]", "…", line)))
+                    logged.add((level.replace("exception", "error").upper(), line))
                 case ast.Call(ast.Attribute(ast.Name("_log"), "log"), [_, ast.Constant(str(line)), *_]):
-                    logged.add(("WARNING", re.sub(r"%[.0-9]*[a-z]", "…", line)))  # of a level that the call finds
+                    logged.add(("WARNING", line))  # of a level that the call finds
     rows = re.findall(r"^\| (\w+) \| .* \| (.*) \|$", (DOCS / "monitoring.md").read_text(encoding="utf-8"), re.M)
     told = {(level, line) for level, cell in rows for line in re.findall(r"`([^`]+)`", cell)}
     assert len(logged) > 15
-    assert logged - told == {("INFO", "…")}, "what each phase says"
+
+    def is_told(level: str, line: str) -> bool:
+        """The page may have an example, and may end it early, with `…`."""
+        for text in (text for of, text in told if of == level):
+            shown = text.removesuffix("…")
+            ends = [i for i in range(1, len(line) + 1) if text != shown and line[:i].endswith(shown[-4:])] or [
+                len(line)
+            ]
+            starts = (map(re.escape, re.split(r"%[.0-9]*[a-z]", line[:i])) for i in ends)
+            if any(re.fullmatch(".+".join(parts), shown) for parts in starts):
+                return True
+        return False
+
+    assert {line for level, line in logged if not is_told(level, line)} == set()
 
 
 def test_links_and_images_of_the_readme_lead_somewhere_on_a_package_index() -> None:
