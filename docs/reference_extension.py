@@ -43,7 +43,8 @@ class Reference(griffe.Extension):
 
 
 def _without_code(made: griffe.Class) -> None:
-    """Attributes have no value but a default: griffe takes what `__init__` assigns for one."""
+    """Only defaults are values of attributes: griffe takes what `__init__` assigns for one. No private bases."""
+    made.bases = [base for base in made.bases if not str(base).startswith("_")]
     for each in made.members.values():
         if each.is_attribute and "instance-attribute" in each.labels and "class-attribute" not in each.labels:
             each.value = None
