@@ -8,8 +8,7 @@ import pickletools
 import struct
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -162,8 +161,9 @@ def tensor_record(archive: ArchiveWriter, name: str, out: HashingWriter, summed:
         if piece.digest is not None:
             crc = combined(crc, piece.digest, len(piece.data))
 
-    with archive.record_of(name, region.nbytes, lambda: crc):
-        out.copy(region, add)
+    archive.begin(name, region.nbytes)
+    out.copy(region, add)
+    archive.end(lambda: crc)
 
 
 # Writes the zip archives of `torch.save`, tensor by tensor, from a stream: the inverse of
@@ -238,6 +238,8 @@ class ArchiveWriter:
         self._write = write
         self._write_later = write_later or (lambda nbytes, make: write(make()))
         self._entries: list[_ArchiveEntry] = []
+        self._record = b"", 0, 0
+        """Of the record that began last: its name, where it is, and its length."""
         self.nbytes = 0
         """How many bytes were written so far."""
 
@@ -251,21 +253,20 @@ class ArchiveWriter:
 
     def record(self, name: str, nbytes: int, pieces: Iterable[Any]) -> None:
         """A record of `nbytes` bytes. Raises FormatError if the pieces add up to another number."""
+        self.begin(name, nbytes)
         crc = done = 0
-        with self.record_of(name, nbytes, lambda: crc):
-            for piece in pieces:
-                crc = crc32(piece, crc)
-                self._write(piece)
-                done += memoryview(piece).nbytes
-            if done != nbytes:
-                raise FormatError(f"record {name!r} should have {nbytes} bytes, but {done} were written")
+        for piece in pieces:
+            crc = crc32(piece, crc)
+            self._write(piece)
+            done += memoryview(piece).nbytes
+        if done != nbytes:
+            raise FormatError(f"record {name!r} should have {nbytes} bytes, but {done} were written")
+        self.end(lambda: crc)
 
-    @contextmanager
-    def record_of(self, name: str, nbytes: int, crc: Callable[[], int]) -> Iterator[None]:
-        """A record whose `nbytes` bytes are appended in this context by what `write` belongs to. `crc` returns their
-        CRC-32 when they are read."""
-        full = f"archive/{name}".encode()
-        at = self.nbytes
+    def begin(self, name: str, nbytes: int) -> None:
+        """Begin a record. Its `nbytes` bytes are appended next, by what `write` belongs to; then comes `end`."""
+        full, at = f"archive/{name}".encode(), self.nbytes
+        self._record = full, at, nbytes
         big = nbytes >= LIMIT32
         # the extra fields: sizes of 64 bits where needed, then padding up to the alignment of the data
         wide = struct.pack("<HHQQ", 1, 16, 0, 0) if big else b""
@@ -277,8 +278,12 @@ class ArchiveWriter:
                         len(full), len(extra))
             + full + extra
         )  # fmt: skip
-        yield
         self.nbytes += nbytes
+
+    def end(self, crc: Callable[[], int]) -> None:
+        """End the record. `crc` returns the CRC-32 of its bytes when they are read."""
+        full, at, nbytes = self._record
+        big = nbytes >= LIMIT32
         sizes = struct.pack("<QQ" if big else "<II", nbytes, nbytes)
         self._put_later(8 + len(sizes), lambda: struct.pack("<4sI", b"PK\x07\x08", crc()) + sizes)
         numbers = [n for n in (nbytes,) * 2 if n >= LIMIT32] + [n for n in (at,) if n >= LIMIT32]
