@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from glob import escape
@@ -27,7 +26,7 @@ _MOST_LINES = 20
 """Of one section; more keys are listed by pattern."""
 _MOST_OF_A_FRONT = 5
 """Keys with a first segment that the other side does not have; more of them take one line."""
-_MOST_GUESSES, _MOST_GLOBS, _MOST_RULES = 20, 3, 4
+_MOST_GUESSES, _MOST_GLOBS, _MOST_RULES, _MOST_SIMILAR = 20, 3, 4, 8
 _MOST_KNOWN = 5000
 
 
@@ -122,10 +121,12 @@ def _are_most(found: Mapping[str, str], keys: list[str]) -> bool:
     return len(found) * 10 >= len(keys) * 9
 
 
-def allowing(keys: Sequence[str], unexpected: Sequence[str], root: Any, options: LoadOptions) -> list[str]:
+def allowing(
+    keys: Sequence[str], unexpected: Sequence[str], names: Iterable[str], root: Any, options: LoadOptions
+) -> list[str]:
     """The advice where keys are missing, with a glob for those of each top-level key unless there are too many.
 
-    An optimizer in `root` lacks the state of the same parameters.
+    `names`: all that the checkpoint has. An optimizer in `root` lacks the state of the same parameters.
     """
     states = root.of_optimizers(keys, known=True) if isinstance(root, CheckedState) else []
     tops = grouped((key.partition(".")[0], key.split(".")) for key in (*keys, *states))
@@ -135,30 +136,48 @@ def allowing(keys: Sequence[str], unexpected: Sequence[str], root: Any, options:
         end = ".*" if same not in its else "*" if len(its) > 1 or ".".join(same) in states else ""
         globs.append(escape(".".join(same)) + end)
     allowed = repr(options.strict_also(dict.fromkeys(globs, "partial"), unexpected))
-    allow = options.wording.allow.replace(RENAMES, _renaming(keys, unexpected) or RENAMES)
+    allow = options.wording.allow.replace(RENAMES, _renaming(keys, unexpected, names) or RENAMES)
     advice = allow.replace("{'some.*': 'partial'}", allowed).split("\n")
     return [text for text in advice if allowed not in text or len(globs) <= _MOST_GLOBS]
 
 
-def _renaming(missing: Iterable[str], unexpected: Iterable[str]) -> str:
-    """Say which mapping finds nearly all missing keys, if the checkpoint has other names for a few levels, such as
-    "layers" for "blocks"; else nothing."""
+def _renaming(missing: Iterable[str], unexpected: Sequence[str], names: Iterable[str]) -> str:
+    """Say which mapping finds all missing keys, if the checkpoint has other names for a few levels, such as "layers"
+    for "blocks", and no other name of it begins so; else nothing."""
     there: dict[tuple[str, str], list[str]] = {}
-    for name in islice(without_optimizers(unexpected), _MOST_KNOWN):
+    for name in without_optimizers(unexpected):
         for front, level, rest in _levels(name):
             there.setdefault((front, rest), []).append(level)
-    keys, found = without_optimizers(missing), dict[str, Counter[str]]()
-    for key in keys:
-        for front, level, rest in _levels(key):
-            others = there.get((front, rest), [])
-            for other in others if len(others) == 1 else get_close_matches(level, others, 1, 0.4):
-                found.setdefault(front + level, Counter())[front + other] += 1
-    matched = sum(map(Counter.total, found.values()))
-    if not found or len(found) > _MOST_RULES or any(len(of) > 1 for of in found.values()) or matched != len(keys):
+    found: dict[str, str] = {}
+    for key in without_optimizers(missing):
+        pairs = [
+            (front + level, front + other)
+            for front, level, rest in _levels(key)
+            for other in _counterpart(level, there.get((front, rest), []))
+        ]
+        if len(pairs) != 1 or found.setdefault(*pairs[0]) != pairs[0][1] or len(found) > _MOST_RULES:
+            return ""
+    used = {*names}.difference(unexpected)
+    taken = any(name.startswith(f"{old}.") for name in used for old in found.values())
+    if (
+        not found
+        or taken
+        or len({*found.values()}) < len(found)
+        or re.search(r"[{}*?\[\]]", "".join(map("".join, found.items())))
+    ):
         return ""
-    names = {new.removeprefix("model."): min(old).removeprefix("model.") for new, old in found.items()}
-    rules = [f"m.Rename('{old}.{{x+}}', '{new}.{{x+}}')" for new, old in names.items()]
-    return f"mapping=m.Mapping([{', '.join(rules)}]) renames these keys (import reshard.mapping as m)"
+    rules = [
+        f"m.Rename({old.removeprefix('model.') + '.{x+}'!r}, {new.removeprefix('model.') + '.{x+}'!r})"
+        for new, old in found.items()
+    ]
+    mapping = f"mapping=m.Mapping([{', '.join(rules)}])"
+    return f"{mapping} renames these keys, if they are the same tensors (import reshard.mapping as m)"
+
+
+def _counterpart(level: str, others: list[str]) -> list[str]:
+    return (
+        others if len(others) < 2 else get_close_matches(level, others, 1, 0.4) if len(others) <= _MOST_SIMILAR else []
+    )
 
 
 def _levels(key: str) -> Iterator[tuple[str, str, str]]:

@@ -631,7 +631,7 @@ class Mismatches:
         if of_another_kind:
             fixes.append(_ITS_KIND)
         if where:
-            fixes += allowing([*where], unexpected, root, options)
+            fixes += allowing([*where], unexpected, match.names, root, options)
         elif unexpected and moved is None:
             fixes.append(options.ignoring(unexpected))
         fixes += self._fixes_of_mismatches(wording)

@@ -25,7 +25,7 @@ from reshard import __version__
 from reshard.cli import convert, demo, diff, explain, gather, inspect, normalize, plan, prune, verify
 from reshard.cli.arguments import UsageError
 from reshard.cli.show import columns, in_words_of_the_command_line, print_json
-from reshard.errors import OptionError, ReshardError, did_you_mean
+from reshard.errors import OptionError, ReshardError, StorageError, did_you_mean
 
 __all__ = ["EXIT_ERROR", "EXIT_NO", "EXIT_USAGE", "app", "in_a_pipeline", "run"]
 
@@ -222,8 +222,6 @@ def run(arguments: list[str] | None = None) -> None:
             raise  # to main, which says what to install
         if isinstance(error, OSError) and error.filename:
             message = f"cannot open {str(error.filename)!r}: {error.strerror}. Check its folder and your permissions"
-        elif isinstance(error, OSError) and not isinstance(error, ReshardError):
-            message = f"cannot write the output: {error.strerror or error}"
         if is_typers := hasattr(error, "ctx"):  # which is None for an option without its value
             command = getattr(error.ctx, "command_path", f"reshard {words[0]}")
             said = error.format_message()  # type: ignore[attr-defined]
@@ -238,7 +236,7 @@ def run(arguments: list[str] | None = None) -> None:
         message = in_words_of_the_command_line(message)
         if "--json" in words:
             kind = "UsageError" if is_typers else type(error).__name__
-            with suppress(OSError):  # it may be the output that cannot be written
+            with suppress(StorageError):  # it may be the output that cannot be written
                 print_json({"ok": False, "error": {"kind": kind, "message": message}})
         if "--traceback" in given or not (is_typers or isinstance(error, ReshardError | OSError)):  # a bug
             traceback.print_exception(error)
@@ -342,3 +340,5 @@ class _Stream:
         except BrokenPipeError:
             with open(os.devnull, "w") as nowhere:  # also for what is still in its buffer
                 os.dup2(nowhere.fileno(), self._stream.fileno())
+        except OSError as error:
+            raise StorageError(f"cannot write the output: {error.strerror or error}") from error

@@ -395,8 +395,7 @@ def _open_at(
 
 
 def _of_a_hub(url: str) -> str:
-    """Return what to do where a path looks like the name of a model, "owner/name", and there is no
-    such folder of an owner."""
+    """Return what to do where a path looks like the name of a model, "owner/name", and there is no such owner."""
     if not re.fullmatch(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.\-]*", url) or os.path.isdir(url.partition("/")[0]):
         return ""
     return (
@@ -434,8 +433,10 @@ def _nothing(storage: Storage, url: str) -> str:
         return f"there is nothing at {url}, since {gone} is a file: check the path"
     if gone.is_symlink():
         return f"there is nothing at {url}: {gone} is a link to {os.readlink(gone)}, which is not there"
-    beside = islice(os.scandir(gone.parent), 5000) if os.access(gone.parent, os.R_OK) else ()
-    near = did_you_mean(gone.name, [entry.name for entry in beside if entry.is_dir() or gone.suffix])
+    near = ""
+    if os.access(gone.parent, os.R_OK):
+        with os.scandir(gone.parent) as beside:
+            near = did_you_mean(gone.name, [it.name for it in islice(beside, 5000) if it.is_dir() or gone.suffix])
     near = near.replace("mean '", f"mean '{str(gone).removesuffix(gone.name)}")
     since = "" if gone == path else f", since there is no {gone}"
     where = "" if os.path.isabs(url) else f" in {os.getcwd()}"
@@ -661,8 +662,7 @@ class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     is_based: bool = False
     """Whether the save reuses what an earlier one has."""
     is_aside: bool = False
-    """A step that the run did not continue from. It is not restored, and is removed when a later
-    save is complete."""
+    """A step that the run did not continue from. It is not restored, and is removed when a later save is complete."""
     is_skipped: bool = False
     """Whether the run continued from an earlier step because this one could not be read. It may be
     readable later, so it stays until the run has a newer step."""

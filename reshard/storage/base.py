@@ -182,7 +182,8 @@ class Storage(ABC):
 
 
 class Writer(ABC):
-    """An object being written: `with storage.create(name) as out: out.write(data)`.
+    """An object being written: `with storage.create(name) as out: out.write(data)`. One thread at a time calls it, but
+    not always the same one.
 
     A clean exit makes it durable; an exit by an exception, a failed write included, leaves nothing behind.
 

@@ -177,6 +177,7 @@ class Feed:
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="reshard-stream")
         self._pending: deque[tuple[Future[None], int]] = deque()
         self._own = threading.local()
+        self._lock = threading.Lock()
         self._sources: set[FileSource] = set()
         self._read_bytes = 0
         self.on_bytes = on_bytes
@@ -224,13 +225,15 @@ class Feed:
         if len(buffer) < nbytes:
             buffer = self._own.buffer = np.empty(max(nbytes, min(2 * len(buffer), PIECE_BYTES)), np.uint8)
         buffer = buffer[:nbytes]
-        self._sources.update(region.read(box, buffer.view(item_dtype(stored.itemsize)).reshape(box.sizes)))
-        self._read_bytes += nbytes
-        if self._read_bytes >= _RELEASE_BYTES:
-            self._read_bytes = 0
-            sources, self._sources = self._sources, set()
-            for source in sources:
-                source.release()
+        sources = region.read(box, buffer.view(item_dtype(stored.itemsize)).reshape(box.sizes))
+        with self._lock:
+            self._read_bytes += nbytes
+            self._sources |= sources
+            done, is_much = self._sources, self._read_bytes >= _RELEASE_BYTES
+            if is_much:
+                self._read_bytes, self._sources = 0, set()
+        for source in done if is_much else ():
+            source.release()
         data = memoryview(cast("Any", buffer))  # numpy's types know buffers from 3.12 on
         digest = None if region.digest is None else region.digest(data)
         return StreamedRows(box, data, stored.spec.dtype, digest)
