@@ -616,7 +616,7 @@ class Mismatches:
             unexpected = without_optimizers(unexpected)
             fixes.append(_BY_NAME)
         elif is_load and differ_in_form(missing, unexpected):
-            fixes.append(_ONE_FORM)
+            fixes.insert(0, _ONE_FORM)
         elif is_load and not missing and has_no_state_yet(match.targets.paths, unexpected):
             fixes.append(
                 "the optimizer has no state yet: load into reshard.optimizer_destinations(model, optimizer, path)"

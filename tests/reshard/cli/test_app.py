@@ -299,6 +299,7 @@ def test_words_of_functions_are_those_of_options() -> None:
         ("choose another folder, or pass overwrite=True", "choose another folder, or pass --overwrite"),
         ("Give it as a hint: normalized(hints={'shard_ranks': 1}) (how many)", "--hint shard_ranks=1 (how many)"),
         ("normalized(hints={'param_names': ['a', ...]}) (x)", """--hint 'param_names=["a", ...]' (x)"""),
+        ("or keep them: normalized(hints={'keep_x': True})", "or keep them: --hint keep_x=true"),
         ("the hint 'prefix' takes it away", "--hint prefix takes it away"),
         ("for each, such as {'*.w': 'S(0),R'}", "such as --rule '*.w=S(0),R'"),
         ("To leave them out: select=['*', '!a.b']", "--select '*' --select '!a.b'"),
