@@ -392,8 +392,7 @@ def needs_code(kind: str) -> str:
 
 
 class _Below(NamedTuple):
-    """The leaves and containers at or below each path. A path is no dotted key: "a.b" beside "a" is
-    not below it."""
+    """The leaves and containers at or below each path. A path is no dotted key: "a.b" beside "a" is not below it."""
 
     names: dict[KeyPath, list[str]]
     """The names at or below it."""
@@ -655,8 +654,7 @@ class Mismatches:
 
 
 def _as_call(fix: str, root: Any, *, is_subset: bool) -> str:
-    """The fix with the option that it needs, and with the state dict of a model instead of the
-    model itself."""
+    """The fix with the option that it needs, and with the state dict of a model instead of the model itself."""
     for path in root.models if isinstance(root, CheckedState) else ():
         inner = "".join(f"[{part!r}]" for part in path)
         fix = fix.replace(f"load(state{inner},", "load(reshard.get_model_state_dict(model),")

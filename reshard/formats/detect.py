@@ -86,8 +86,7 @@ class _Run(NamedTuple):
         return [unopened_text(self.beside, "next to the steps", where)]
 
     def having(self, number: int | None, path: AnyPath) -> list[RunStep]:
-        """The steps with that number, or all, the newest first. Raises CheckpointNotFoundError if
-        there is none."""
+        """The steps with that number, or all, the newest first. Raises CheckpointNotFoundError if there is none."""
         found = [s for s in reversed(self.steps) if (not s.is_discarded if number is None else number == s.step)]
         if not found and not self.steps:
             raise CheckpointNotFoundError(
@@ -662,8 +661,7 @@ class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     is_based: bool = False
     """Whether the save reuses what an earlier one has."""
     is_aside: bool = False
-    """A step that the run did not continue from. It is not restored, and is removed when a later
-    save is complete."""
+    """A step that the run did not continue from. It is not restored, and is removed when a later save is complete."""
     is_skipped: bool = False
     """Whether the run continued from an earlier step because this one could not be read. It may be
     readable later, so it stays until the run has a newer step."""

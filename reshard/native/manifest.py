@@ -187,17 +187,15 @@ def decode_sealed(data: bytes, kind: type[T], where: str = "", newest: int | Non
     digest = xxhash.xxh3_128_hexdigest(body).encode()
     if tail != _DIGEST % digest:
         raise msgspec.DecodeError("it was changed since it was written: its digest differs")
-    if newest is not None:
-        _refuse_newer_version(data, where, newest)
+    if newest is not None and (version := msgspec.json.decode(data, type=_Version).version) > newest:
+        raise _newer(where, version, newest)
     return msgspec.json.decode(body + b"}", type=kind)
 
 
-def _refuse_newer_version(data: bytes, where: str, newest: int) -> None:
-    version = msgspec.json.decode(data, type=_Version).version
-    if version > newest:
-        raise NewerVersionError(
-            f"{where} has format version {version}, but this reshard reads up to version {newest}: upgrade reshard"
-        )
+def _newer(where: str, version: int, newest: int) -> NewerVersionError:
+    return NewerVersionError(
+        f"{where} has format version {version}, but this reshard reads up to version {newest}: upgrade reshard"
+    )
 
 
 def has_digest(storage: Storage) -> bool:
@@ -228,7 +226,9 @@ def read_manifest(storage: Storage, kind: Any = Manifest) -> Any:
     """
     data, where = storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}"
     try:
-        _refuse_newer_version(data, where, VERSION)
+        version = msgspec.json.decode(data, type=_Version).version
+        if version > VERSION:
+            raise _newer(where, version, VERSION)
         body, tail = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
         if not tail.startswith(_DIGEST_FIELD):
             return msgspec.json.decode(data, type=Manifest)

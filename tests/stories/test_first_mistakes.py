@@ -380,6 +380,7 @@ def test_values_beside_tensors_are_loaded_into_a_dict_that_has_no_tensors(tmp_pa
     assert report.not_requested == ("n.q",)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_tensor_learning_rate_and_a_flat_checkpoint_are_told_of_the_form_first(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
