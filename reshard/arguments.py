@@ -85,6 +85,9 @@ def _refuse_call(what: str, it: Callable[..., Any], args: tuple[Any, ...], given
     for name in given.keys() - {*names}:
         if name in _OF_OTHERS or not rest:
             raise _unexpected(what, name, names, (*given, *names[: len(args)])) from None
+    both = ("state_dict", "path")
+    if tuple(known)[:2] == both and any(isinstance(one, torch.optim.Optimizer) for one in args[1:2]):
+        raise TypeError(f"{what}() takes one dict: write {_fix(what, args[1])}") from None
     by_name = [name for name, each in known.items() if each.kind == each.KEYWORD_ONLY]
     places = [name for name, each in known.items() if each.kind <= each.POSITIONAL_OR_KEYWORD]
     if by_name and len(args) > len(places):
@@ -94,7 +97,6 @@ def _refuse_call(what: str, it: Callable[..., Any], args: tuple[Any, ...], given
         words = f"{what}() takes only {taken} by position, but also got {format_value(extra[0])}"
         more = ". For both states: get_state_dict(model, optimizers)" * (what == "get_model_state_dict")
         raise TypeError(f"{words}: pass all others by name, such as {such}={more}") from None
-    both = ("state_dict", "path")
     half = [*args, *(given[name] for name in both if name in given)]
     if tuple(known)[:2] == both and len(half) == 1 and not isinstance(half[0], Mapping):
         raise TypeError(_half(what, half[0])) from None
@@ -239,8 +241,8 @@ def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> bool:
     """Return whether the state holds models, optimizers, generators, or other objects with
     `state_dict` and `load_state_dict`.
 
-    Raises OptionError for swapped arguments, for what is no path, and for a module or optimizer
-    instead of a dict. `paths` are further classes that stand for a path.
+    Raises OptionError for swapped arguments, for what is no path, and for a module, an optimizer,
+    or a tuple, as of `get_state_dict`, instead of a dict. `paths` are further classes that stand for a path.
     """
     paths = (str, os.PathLike, Storage, *paths)
     if isinstance(state, paths) and not isinstance(path, paths):
@@ -252,9 +254,9 @@ def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> bool:
         raise _refused(f"{verb}(state_dict, path) needs a {kinds}, got {describe_wrong_path(path)}")
     if isinstance(state, FunctionType | MethodType):
         raise _refused(f"the first argument of {verb} is a function or method: call it, {state.__name__}()")
-    if isinstance(state, torch.nn.Module | torch.optim.Optimizer):
-        name = type(state).__name__
-        raise _refused(f"{verb} takes a dict, but the first argument is the {name} itself. Write: {_fix(verb, state)}")
+    if isinstance(state, torch.nn.Module | torch.optim.Optimizer | tuple):
+        name = "a tuple" if isinstance(state, tuple) else f"the {type(state).__name__} itself"
+        raise _refused(f"{verb} takes a dict, but the first argument is {name}. Write: {_fix(verb, state)}")
     from reshard.live.state import is_object  # not needed to open a checkpoint
 
     return isinstance(state, MutableMapping) and is_object(state, within=True)

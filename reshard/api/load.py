@@ -492,7 +492,8 @@ class LoadReport(FilledReport, CheckedReport):
     """Bytes of elements that this rank read from data files, for itself or for other ranks of its
     host."""
     bytes_read_to_check: int
-    """Additional bytes that were read only to verify checksums: headers, and the rest of blocks."""
+    """Additional bytes that were read only to verify checksums: the rest of blocks. Opening a file reads the block
+    of its header as a whole, which is not counted here."""
     bytes_checked: int
     """Bytes that this rank compared with saved checksums, including headers. A rank that reads a
     byte for others also checks it."""

@@ -390,8 +390,7 @@ def needs_code(kind: str) -> str:
 
 
 class _Below(NamedTuple):
-    """The leaves and containers at or below each path. A path is no dotted key: "a.b" beside "a" is
-    not below it."""
+    """The leaves and containers at or below each path. A path is no dotted key: "a.b" beside "a" is not below it."""
 
     names: dict[KeyPath, list[str]]
     """The names at or below it."""
@@ -614,7 +613,7 @@ class Mismatches:
             unexpected = without_optimizers(unexpected)
             fixes.append(_BY_NAME)
         elif is_load and differ_in_form(missing, unexpected):
-            fixes.append(_ONE_FORM)
+            fixes.insert(0, _ONE_FORM)
         elif is_load and not missing and has_no_state_yet(match.targets.paths, unexpected):
             fixes.append(
                 "the optimizer has no state yet: load into reshard.optimizer_destinations(model, optimizer, path)"
@@ -653,8 +652,7 @@ class Mismatches:
 
 
 def _as_call(fix: str, root: Any, *, is_subset: bool) -> str:
-    """The fix with the option that it needs, and with the state dict of a model instead of the
-    model itself."""
+    """The fix with the option that it needs, and with the state dict of a model instead of the model itself."""
     for path in root.models if isinstance(root, CheckedState) else ():
         inner = "".join(f"[{part!r}]" for part in path)
         fix = fix.replace(f"load(state{inner},", "load(reshard.get_model_state_dict(model),")

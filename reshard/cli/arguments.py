@@ -438,11 +438,14 @@ def dtype_name(word: str) -> str:
 def size_in_bytes(text: str) -> int:
     """Return the bytes of a size such as `5GB`, `500MB`, or `2GiB`. Raises UsageError for anything else, also for a
     number below a million without a unit, which is rarely meant."""
-    if re.fullmatch(r"\d{1,6}", text):
+    if re.fullmatch(r"(?!0+$)\d{1,6}", text):
         unit = "GB" if int(text) < 100 else "MB"
         raise UsageError(f"{text!r} has no unit: write {text}{unit}, or {text}B for bytes")
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d+)?)\s*([KMG]?I?B?)\s*", text.upper())
     unit = "" if match is None else match[2] if match[2] in _UNITS else f"{match[2]}B"
     if match is None or unit not in _UNITS:
         raise UsageError(f"{text!r} is not a size: write it like 5GB, 500MB, or 2GiB")
-    return int(float(match[1]) * _UNITS[unit])
+    size = int(float(match[1]) * _UNITS[unit])
+    if not size:
+        raise UsageError(f"{text!r} must be more than 0, such as 5GB")
+    return size

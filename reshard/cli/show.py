@@ -125,8 +125,8 @@ def in_words_of_the_command_line(message: str) -> str:
 
 
 def _as_json(example: str) -> str:
-    """Python's quotes are not those of JSON; what stands for more, such as `...`, is left."""
-    return example.replace("'", '"')
+    """Python's quotes and True are not those of JSON; what stands for more, such as `...`, is left."""
+    return "true" if example == "True" else example.replace("'", '"')
 
 
 def as_given(text: str, path: str) -> str:

@@ -264,7 +264,8 @@ class NameMap:
         if "parametrizations" in bare.split(".") and not self._keep:
             raise NormalizationError(
                 f"{name!r} is part of a parametrization, whose parameter is computed from it and is not stored; remove "
-                "the parametrization before saving, or keep such names by the hint {'keep_parametrizations': True}"
+                "the parametrization before saving, or keep such names: "
+                "normalized(hints={'keep_parametrizations': True})"
             )
         bare = self._wrappers.without_adapter(bare)
         hinted = self._from_hint(bare)

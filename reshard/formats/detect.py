@@ -86,8 +86,7 @@ class _Run(NamedTuple):
         return [unopened_text(self.beside, "next to the steps", where)]
 
     def having(self, number: int | None, path: AnyPath) -> list[RunStep]:
-        """The steps with that number, or all, the newest first. Raises CheckpointNotFoundError if
-        there is none."""
+        """The steps with that number, or all, the newest first. Raises CheckpointNotFoundError if there is none."""
         found = [s for s in reversed(self.steps) if (not s.is_discarded if number is None else number == s.step)]
         if not found and not self.steps:
             raise CheckpointNotFoundError(
@@ -678,15 +677,16 @@ class StepRecords(msgspec.Struct, frozen=True):
 def records_in(storage: Storage, below: str = "") -> dict[int, StepRecord]:
     """What the file says, in the folder of a run; nothing if there is none.
 
-    Raises CheckpointError if it cannot be read: which steps count is not known then.
+    Raises CheckpointError if it cannot be read, or is of a newer version: which steps count is not known then.
     """
+    where = path_below(storage.url, below + LEDGER)
     try:
-        return decode_sealed(storage.read(below + LEDGER), StepRecords).steps
+        return decode_sealed(storage.read(below + LEDGER), StepRecords, where, newest=1).steps
     except CheckpointNotFoundError:
         return {}
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CheckpointError(
-            f"{path_below(storage.url, below + LEDGER)} cannot be read: {error}. It contains the metrics of the steps, "
+            f"{where} cannot be read: {error}. It contains the metrics of the steps, "
             "and which of them are discarded. Restore the file, or open a step by its own folder. If you delete it, "
             "the run continues from its newest step, or from one that you pass with discard_newer=True"
         ) from error

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from planners.geometry.box import Shape
-from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
+from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError, format_names
 from reshard.formats.canonical import (
     Canonical,
     Groups,
@@ -282,6 +282,9 @@ def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
         result.add_model(rename(name), tensor, name)
     for optimizer in saved:
         take_optimizer(result, optimizer, rename)
+    if unread := [key for key in _beside(contents) if key in contents.tensors]:
+        words = "of each rank's file, one model and one optimizer are read"
+        result.notes.append(f"{words}, but not {format_names(unread)}")
     return result
 
 
@@ -297,12 +300,16 @@ def _first_copy(section: str, files: FilesOfRanks, hints: Hints) -> FilesOfRanks
     return {rank: file for rank, file in files.items() if rank < ranks}
 
 
+def _sections(value: Mapping[str, Any]) -> list[str]:
+    """The keys of the model and of the optimizer that are read; "" for one that has none."""
+    return [next((key for key in keys if isinstance(value.get(key), dict)), "") for keys in (_MODELS, _OPTIMIZERS)]
+
+
 def _find(files: FilesOfRanks) -> _RankStates:
     found = _RankStates(files)
     for rank, file in files.items():
         value = file.entries
-        model = next((value[key] for key in _MODELS if isinstance(value.get(key), dict)), None)
-        optim = next((value[key] for key in _OPTIMIZERS if isinstance(value.get(key), dict)), None)
+        model, optim = (value.get(key) for key in _sections(value))
         if model is None and optim is None:
             model, optim = (None, value) if "state" in value and "param_groups" in value else (value, None)
         found.model |= {rank: model} if model is not None else {}
@@ -504,11 +511,24 @@ def _by_pieces(ranks: _RankOptimizers, keys: Sequence[int], groups: Groups, hint
     return saved
 
 
+def _beside(contents: Contents) -> Iterator[str]:
+    """The keys of all but the one model and the one optimizer that are read of each file."""
+    sections = contents.known(Fsdp1Facts).sections
+    read = {
+        f"{name}_{rank}": _sections(file.entries) for name, files in sections.items() for rank, file in files.items()
+    }
+    for key in (*contents.tensors, *contents.objects):
+        file, section, *_ = contents.path_of(key)
+        if any(read[str(file)]) and section not in read[str(file)]:
+            yield key
+
+
 FORMAT = Format(
     "fsdp1",
     checksums=CRC_OF_RECORDS,
     detect=detect,
     open=open,
     is_composite=True,
-    beside=lambda contents: (),
+    beside=_beside,
+    names_ranks=True,
 )

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from reshard.errors import CorruptCheckpointError, FormatError, NormalizationErr
 from reshard.formats.canonical import Canonical, Hints, Tensors
 from reshard.formats.format import Normalizer
 from reshard.formats.generic import normalize_generic
-from reshard.formats.sections import find_sections, walk, with_empty
+from reshard.formats.sections import outside_sections, with_empty
 from reshard.formats.table import find_format, find_normalizer, formats
 from reshard.live.plain_data import encode_plain
 from reshard.state import KeyPath
@@ -183,19 +183,12 @@ def keep_beside(canonical: Contents, source: Contents, *, for_framework: bool) -
 def beside(contents: Contents) -> Iterable[str]:
     """Return the keys of what is neither a part of a model nor of an optimizer."""
     format, contents = find_format(contents.format), with_empty(contents)
-    return _by_names(contents) if format is None or format.beside is None else format.beside(contents)
+    return outside_sections(contents) if format is None or format.beside is None else format.beside(contents)
 
 
 def without_name(contents: Contents) -> tuple[str, ...]:
     """Return the keys of what has no canonical name."""
     return (*contents.per_rank, *beside(contents))
-
-
-def _by_names(contents: Contents) -> Iterator[str]:
-    sections = find_sections(contents)
-    used = {leaf.key for _, leaf in sections.model}
-    used |= {leaf.key for _, tree in sections.optimizers for _, leaf in walk(tree)}
-    yield from (key for key in (*contents.tensors, *contents.objects) if key not in used)
 
 
 def _plain(value: Any) -> tuple[Any, list[str]] | None:

@@ -7,7 +7,7 @@ parameters from 0. The keys are those of each file, behind the file's name.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NoReturn
@@ -29,7 +29,7 @@ from reshard.formats.canonical import (
 )
 from reshard.formats.format import Format
 from reshard.formats.fsdp1 import numbered, refuse_missing
-from reshard.formats.sections import find_sections, is_beside
+from reshard.formats.sections import find_sections, is_beside, outside_sections
 from reshard.formats.torch_save.reader import open_file
 from reshard.state import KeyPath
 from reshard.storage.base import Listing, Storage
@@ -246,6 +246,16 @@ def _claim(contents: Contents) -> Contents | None:
     return None if stages is None else replace(contents, facts=StageFacts(stages))
 
 
+def _beside(contents: Contents) -> Iterator[str]:
+    """The keys of what is neither a part of a stage's model nor of its optimizers."""
+    stages: dict[str, dict[str, KeyPath]] = {}
+    for key in (*contents.tensors, *contents.objects):
+        stage, *inside = contents.path_of(key)
+        stages.setdefault(str(stage), {})[key] = tuple(inside)
+    for paths in stages.values():
+        yield from outside_sections(replace(contents.only(paths), paths=paths, containers={}))
+
+
 FORMAT = Format(
     "pipeline_stages",
     checksums=CRC_OF_RECORDS,
@@ -253,5 +263,6 @@ FORMAT = Format(
     open=open,
     is_composite=True,
     claim=_claim,
-    beside=lambda contents: (),
+    beside=_beside,
+    names_ranks=True,
 )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import msgspec
@@ -80,7 +81,8 @@ def open(files: Files) -> Contents:
         above = storage.url.rpartition("/data-")[0]
         warnings = (f"{found[0]} is one rank's part of {above}: open that for the rest",)
     else:
-        _check_numbers(storage.url, found, files.checking.refuse)
+        variants = [name for name in names if fnmatchcase(name, "*.safetensors.index.*.json")]
+        _check_numbers(storage.url, found, files.checking.refuse, variants)
     opened = open_files(files, found)
     more = (*opened.warnings, *_shards_not_there(found), *not_opened(files, found))
     return replace(opened, warnings=warnings or more)
@@ -113,7 +115,9 @@ def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Co
     return replace(contents, warnings=(*contents.warnings, *not_opened(files, found)))
 
 
-def _check_numbers(url: str, files: list[str], refuse: Callable[[CorruptCheckpointError], None]) -> None:
+def _check_numbers(
+    url: str, files: list[str], refuse: Callable[[CorruptCheckpointError], None], variants: Sequence[str] = ()
+) -> None:
     """Raises or refuses unless the names say that the files are one checkpoint, and all of it."""
     shards = [_SHARD.fullmatch(file) for file in files]
     numbered = [_NUMBERED.fullmatch(file) for file in files]
@@ -129,9 +133,10 @@ def _check_numbers(url: str, files: list[str], refuse: Callable[[CorruptCheckpoi
     elif len(files) > 1 or all(numbered):
         kinds = {(m[1], int(m[3])) for m in numbered if m}
         if len(kinds) != 1 or not all(numbered):
+            more = f", or those of a variant by {format_some(variants)}" if variants else ""
             raise FormatError(
                 f"{url} has {len(files)} safetensors files and no index that lists them: "
-                f"{format_some(files)}; open one by its path"
+                f"{format_some(files)}; open one by its path{more}"
             )
         total = kinds.pop()[1]
         have_numbers = {int(m[2]) for m in numbered if m}

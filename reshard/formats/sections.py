@@ -22,8 +22,8 @@ from reshard.state import IntKey, KeyPath, empty_sequences, key_of, plain_key
 from reshard.stored.contents import Contents
 
 __all__ = [
-    "Sections", "StoredLeaf", "Tree", "find_sections", "is_beside", "is_section", "nest", "resolve", "walk",
-    "with_empty",
+    "Sections", "StoredLeaf", "Tree", "find_sections", "is_beside", "is_section", "nest", "outside_sections", "resolve",
+    "walk", "with_empty",
 ]  # fmt: skip
 
 
@@ -144,6 +144,14 @@ def find_sections(contents: Contents) -> Sections:
         return Sections({"": _names(tree[first])}, [("", one) for _, one in optimizers])
     models = {f"{key}.": _names(_inside(tree[key])) for key in (first, *sorted(others, key=_natural))}
     return Sections(models, [(_model_of(key, first, models), one) for key, one in optimizers])
+
+
+def outside_sections(contents: Contents) -> Iterator[str]:
+    """The keys of what is neither a part of a model nor of an optimizer."""
+    sections = find_sections(contents)
+    used = {leaf.key for _, leaf in sections.model}
+    used |= {leaf.key for _, tree in sections.optimizers for _, leaf in walk(tree)}
+    yield from (key for key in (*contents.tensors, *contents.objects) if key not in used)
 
 
 _NUMBER = re.compile(r"_\d+$")

@@ -173,10 +173,11 @@ def encode_sealed(record: msgspec.Struct) -> bytes:
     return body + _DIGEST % xxhash.xxh3_128_hexdigest(body).encode()
 
 
-def decode_sealed(data: bytes, kind: type[T]) -> T:
+def decode_sealed(data: bytes, kind: type[T], where: str = "", newest: int | None = None) -> T:
     """Return what `encode_sealed` got. For manifests, see `read_manifest`.
 
-    Raises msgspec.DecodeError; for a file of another kind ValidationError, its subclass.
+    Raises msgspec.DecodeError; for a file of another kind ValidationError, its subclass. With
+    `newest`, FormatError for a newer version, which names the file as `where`.
     """
     body = data[:-_DIGEST_BYTES]
     tail = data[-_DIGEST_BYTES:]
@@ -186,7 +187,15 @@ def decode_sealed(data: bytes, kind: type[T]) -> T:
     digest = xxhash.xxh3_128_hexdigest(body).encode()
     if tail != _DIGEST % digest:
         raise msgspec.DecodeError("it was changed since it was written: its digest differs")
+    if newest is not None and (version := msgspec.json.decode(data, type=_Version).version) > newest:
+        raise _newer(where, version, newest)
     return msgspec.json.decode(body + b"}", type=kind)
+
+
+def _newer(where: str, version: int, newest: int) -> NewerVersionError:
+    return NewerVersionError(
+        f"{where} has format version {version}, but this reshard reads up to version {newest}: upgrade reshard"
+    )
 
 
 def has_digest(storage: Storage) -> bool:
@@ -219,9 +228,7 @@ def read_manifest(storage: Storage, kind: Any = Manifest) -> Any:
     try:
         version = msgspec.json.decode(data, type=_Version).version
         if version > VERSION:
-            raise NewerVersionError(
-                f"{where} has format version {version}, but this reshard reads up to version {VERSION}: upgrade reshard"
-            )
+            raise _newer(where, version, VERSION)
         body, tail = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
         if not tail.startswith(_DIGEST_FIELD):
             return msgspec.json.decode(data, type=Manifest)

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -291,6 +292,14 @@ def test_wrong_arguments_are_option_errors_of_the_classes_that_they_had(tmp_path
             FormatError,
             "load takes a dict, but the first argument is the SGD itself. Write: reshard.load({'model': model, 'optim'",
         ),
+        *(
+            (
+                partial(verb, reshard.get_state_dict(NET, optimizer), path),
+                FormatError,
+                f"{named} takes a dict, but the first argument is a tuple. Write: reshard.{named}({{'model': ",
+            )
+            for verb, named in ((reshard.save, "save"), (reshard.async_save, "save"), (reshard.load, "load"))
+        ),
         (lambda: reshard.save(state, path, ranks_per_file=True), OptionError, "must be an integer >= 1, got True"),
         (
             lambda: reshard.convert(path, path, mapping=3),
@@ -385,6 +394,10 @@ def test_misspelled_arguments_are_named(verb: str, given: dict[str, object], mea
         ),
         (lambda: reshard.save({}, "c", compress=True), r"'compress': data are stored uncompressed$"),
         (lambda: reshard.save({}, "c", blocking=False), r"'blocking': reshard.async_save saves in the background$"),
+        (
+            lambda: reshard.save(NET, torch.optim.SGD(NET.parameters()), "c"),
+            r"^save\(\) takes one dict: write reshard.save\(\{'model': model, 'optim': optimizer\}, path\)$",
+        ),
         (lambda: reshard.save({}, "c", 5), r"^save\(\) takes only state_dict, path by position, but also got 5: .*=$"),
         (lambda: reshard.open("c", 5), r"^open\(\) takes only path by .*: pass all others by name, such as step=$"),
         (

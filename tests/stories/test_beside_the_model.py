@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,3 +101,52 @@ def test_there_may_be_nothing_to_compare(tmp_path: Path) -> None:
     assert shown.exit_code
     assert "nothing to compare" in str(shown.exception)
     assert "the same" not in shown.stdout
+
+
+def _raw(scale: float) -> dict[str, Any]:
+    """A rank's raw state of FSDP1's optimizer."""
+    return {"state": {0: {"exp_avg": torch.ones(4) * scale}}, "param_groups": [{"lr": scale, "params": [0]}]}
+
+
+_OPTIMIZER_KEYS = ("state.0.exp_avg", "param_groups.0.lr", "param_groups.0.params")
+_LOST_OF_RANKS = {
+    "fsdp1": [*(f"optimizer.{key}" for key in _OPTIMIZER_KEYS), "epoch"],
+    "fsdp1 and a list": [*(f"more.0.{key}" for key in _OPTIMIZER_KEYS), "epoch"],
+    "pipeline stages": ["critic.w", "epoch"],
+    "deepspeed": ["critic.w", "epoch"],
+    "megatron legacy": ["critic.w"],
+}
+
+
+@pytest.mark.parametrize("kind", _LOST_OF_RANKS)
+def test_files_of_ranks_name_what_of_them_is_not_read(kind: str, tmp_path: Path) -> None:
+    """Such as a second optimizer, or a second model."""
+    files = ["f_0", "f_1"]
+    state: dict[str, Any] = {"critic": {"w": torch.ones(3)}, "epoch": 3}
+    if "fsdp1" in kind:
+        state = {"model": {"w": torch.ones(4)}, "epoch": 3, "optim": _raw(1.0)}
+        state |= {"more": [_raw(2.0)]} if "list" in kind else {"optimizer": _raw(2.0)}
+    elif kind == "pipeline stages":
+        files, state["model"] = ["stage_0", "stage_1"], {"layers.0.w": torch.ones(2)}
+    elif kind == "deepspeed":
+        files, state["module"] = ["mp_rank_00_model_states"], {"w": torch.ones(2)}
+    else:
+        files, state["model"] = ["mp_rank_00/model_optim_rng"], {"w": torch.ones(2)}
+        state |= {"args": {"tensor_model_parallel_size": 1}, "checkpoint_version": 3.0}
+    for file in files:
+        (tmp_path / "c" / file).parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, tmp_path / "c" / f"{file}.pt")
+    opened = reshard.open(tmp_path / "c")
+    assert opened.format.replace("_", " ") == kind.removesuffix(" and a list")
+    hints = {"param_names": ["w"], "param_shapes": {"w": (8,)}} if "fsdp1" in kind else {}
+    fronts = [file.partition("/")[0] for file in files]
+    lost = {f"{front}.{key}" for front in fronts for key in _LOST_OF_RANKS[kind]}
+    found = opened.normalized(hints)
+    assert {*found.omitted} == lost
+    assert ["one model and one optimizer are read" in note for note in found.notes] == ["fsdp1" in kind] * len(
+        found.notes
+    )
+    assert {*opened.canonical(hints).contents.left_out} == lost
+    report = reshard.convert(tmp_path / "c", tmp_path / "n", normalized=True, hints=hints)
+    kept = {*reshard.open(tmp_path / "n").objects}
+    assert {*report.omitted} == lost - kept

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict as state_dict
 from torch import nn
 from typer.testing import CliRunner
 
@@ -376,3 +378,16 @@ def test_values_beside_tensors_are_loaded_into_a_dict_that_has_no_tensors(tmp_pa
 
     assert state == {"n": {"lr": 5, "more": {"a": 1}}}
     assert report.not_requested == ("n.q",)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_tensor_learning_rate_and_a_flat_checkpoint_are_told_of_the_form_first(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
+    flat = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
+    saved = dict(zip(("model", "optim"), state_dict.get_state_dict(model, optimizer, options=flat)))
+    dcp.save(saved, checkpoint_id=tmp_path / "c")
+    with pytest.raises(KeyMismatchError) as refused:
+        reshard.load({"model": model, "optim": optimizer}, tmp_path / "c")
+    text = str(refused.value)
+    assert 0 < text.index("flattened: load into reshard.optimizer_destinations") < text.index("nest the state")

@@ -104,7 +104,7 @@ def open(files: Files) -> Contents:
 
 def beside(contents: Contents) -> Iterator[str]:
     """Keys of what is neither a part of the model nor of the optimizer."""
-    for key in contents.objects:
+    for key in (*contents.tensors, *contents.objects):
         file, *inner = contents.path_of(key)
         if _MODEL_STATES.fullmatch(str(file)) and inner and str(inner[0]) not in OWN:
             yield key

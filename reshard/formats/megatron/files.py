@@ -357,6 +357,14 @@ def _check_grid(ranks: list[RankFiles], files: Files) -> int:
     return etp_size
 
 
+_READ = re.compile(r"model\d*|optimizer|(distrib_)?optim|rng_state")
+
+
+def _beside_legacy(contents: Contents) -> Iterator[str]:
+    """The tensors of no model and no optimizer, such as a program's own."""
+    yield from (key for key in contents.tensors if not _READ.fullmatch(str(contents.path_of(key)[1])))
+
+
 FORMAT = Format(
     "megatron",
     checksums=CRC_OF_RECORDS,
@@ -373,5 +381,5 @@ LEGACY = Format(
     detect=detect_legacy,
     open=open_legacy,
     is_composite=True,
-    beside=lambda contents: (),
+    beside=_beside_legacy,
 )

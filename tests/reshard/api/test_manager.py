@@ -41,6 +41,7 @@ from reshard.errors import (
 from reshard.formats import detect
 from reshard.native import commit
 from reshard.native.commit import Generation
+from reshard.native.manifest import encode_sealed
 from reshard.ranks import liveness
 from reshard.storage.opening import open_storage
 from tests import gloo
@@ -864,6 +865,20 @@ def test_records_of_steps_that_were_changed_are_refused_wherever_that_is(tmp_pat
     with reshard.CheckpointManager(root, every=Every(steps=1)) as manager:
         assert manager.restore(state, 2, discard_newer=True).step == 2
         assert manager.all_steps() == [1, 2]
+
+
+def test_records_of_steps_of_a_newer_version_are_refused(tmp_path: Path) -> None:
+    """Whatever else is in them. Those of another program are none."""
+    root, file = tmp_path / "run", tmp_path / "run" / detect.LEDGER
+    run(root, [1])
+    for steps in ("{}", "[]"):
+        file.write_bytes(encode_sealed(msgspec.Raw(b'{"steps":%s,"version":2}' % steps.encode())))
+        words = rf"{file} has format version 2, but this reshard reads up to version 1: upgrade reshard"
+        for call in (lambda: reshard.CheckpointManager(root, every=Every(steps=1)), lambda: reshard.open(root)):
+            with pytest.raises(FormatError, match=words):
+                call()
+    file.write_bytes(b'{"version":7}')
+    assert reshard.open(root)["w"].shape
 
 
 def test_the_signature_has_the_options_that_the_manager_takes() -> None:

@@ -176,6 +176,10 @@ def test_version(say) -> None:
         (["convert", ".", "out", "--max-shard", "5"], 2, "'5' has no unit: write 5GB, or 5B for bytes"),
         (["convert", ".", "out", "--max-shard", "500"], 2, "'500' has no unit: write 500MB, or 500B for bytes"),
         (["convert", ".", "out", "--step", "3"], 3, "not the folder of a run: leave out --step"),
+        *(
+            (["plan", ".", "fsdp=2", "--read-rate", rate], 2, f"'{rate}' must be more than 0, such as 5GB")
+            for rate in ("0", "0GB", "0.1B")
+        ),
         (["plan", ".", "fsdp=2", "--read-rate", "2"], 2, "'2' has no unit: write 2GB, or 2B for bytes"),
         (["inspect", ".", "--html", "page.txt"], 2, "end its name in .html, or write --html=page.txt"),
         (
@@ -295,6 +299,7 @@ def test_words_of_functions_are_those_of_options() -> None:
         ("choose another folder, or pass overwrite=True", "choose another folder, or pass --overwrite"),
         ("Give it as a hint: normalized(hints={'shard_ranks': 1}) (how many)", "--hint shard_ranks=1 (how many)"),
         ("normalized(hints={'param_names': ['a', ...]}) (x)", """--hint 'param_names=["a", ...]' (x)"""),
+        ("or keep them: normalized(hints={'keep_x': True})", "or keep them: --hint keep_x=true"),
         ("the hint 'prefix' takes it away", "--hint prefix takes it away"),
         ("for each, such as {'*.w': 'S(0),R'}", "such as --rule '*.w=S(0),R'"),
         ("To leave them out: select=['*', '!a.b']", "--select '*' --select '!a.b'"),

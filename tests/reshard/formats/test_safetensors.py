@@ -148,6 +148,21 @@ def test_files_that_nothing_says_belong_together(tmp_path: Path) -> None:
     check_all(open_checkpoint(tmp_path / "two.safetensors"), {"b": A})
 
 
+def test_a_variant_s_index_is_named(tmp_path: Path) -> None:
+    """As diffusers saves one beside the main file."""
+    save_file({"a": A, "b": B}, tmp_path / "model.safetensors")
+    weight_map = {}
+    for i, (key, tensor) in enumerate({"a": A, "b": B}.items(), 1):
+        weight_map[key] = f"model.fp16-0000{i}-of-00002.safetensors"
+        save_file({key: tensor}, tmp_path / weight_map[key])
+    index = tmp_path / "model.safetensors.index.fp16.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(FormatError, match=rf"open one by its path, or those of a variant by {index.name}$"):
+        open_checkpoint(tmp_path)
+    for path in (index, tmp_path / "model.safetensors"):
+        check_all(open_checkpoint(path), {"a": A, "b": B})
+
+
 def test_a_tensor_in_two_files(tmp_path: Path) -> None:
     for i in (1, 2):
         save_file({"a": A}, tmp_path / f"model-0000{i}-of-00002.safetensors")
