@@ -42,8 +42,6 @@ from reshard.formats.safetensors import SafetensorsWriter
 from reshard.mapping import Mapping, Transpose
 from reshard.state import count_objects
 from reshard.storage import MemoryStorage, open_storage
-from reshard.stored import streaming
-from reshard.stored.source import FileSource
 from reshard.stored.streaming import FormatWriter
 from tests import gloo
 from tests.same import assert_same, same
@@ -752,7 +750,7 @@ def test_a_topology_in_words_is_what_it_is_in_python(saved: Path, tmp_path: Path
         (
             {"onto": None, "hints": None, "dtype": "float7"},
             FormatError,
-            "unknown dtype 'float7'(: did you mean '.*'\\?|[.:] [Ww]rite a .*)$",
+            "unknown dtype 'float7'(: did you mean '.*'\\?|[.:] [Ww]rite the name of a .*)$",
         ),
         ({"onto": 8}, OptionError, "StateLayout or Topology, or text such as 'fsdp=4', got 8"),
         ({"workers": "two"}, OptionError, "workers must be an integer >= 1, got 'two'"),
@@ -1009,22 +1007,3 @@ def test_a_section_that_is_no_optimizer_does_not_keep_the_model_from_being_conve
 
     assert report.tensors == 1
     assert torch.equal(reshard.open(tmp_path / "hf")["w"][...], torch.ones(2))
-
-
-def test_one_thread_gives_pages_back_while_another_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files of these pages are kept in one set."""
-    real = FileSource.release
-
-    def slow(source: FileSource) -> None:
-        time.sleep(0.02)
-        real(source)
-
-    monkeypatch.setattr(FileSource, "release", slow)
-    monkeypatch.setattr(streaming, "_RELEASE_BYTES", 1)
-    monkeypatch.setattr(streaming, "_SMALL_BYTES", 1 << 10)
-    state = {f"w{i}": torch.full((64, 64), float(i)) for i in range(20)}
-    reshard.save(state, tmp_path / "native")
-    reshard.convert(tmp_path / "native", tmp_path / "shards", format="safetensors", max_shard_bytes=17_000)
-    reshard.convert(tmp_path / "shards", tmp_path / "one.pt", format="torch_save")
-    found = torch.load(tmp_path / "one.pt")
-    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
