@@ -509,7 +509,10 @@ class HashingWriter:
 
     def write(self, data: Any) -> None:
         """Append a contiguous bytes-like object, which stays as it is until `digest` returns."""
-        self.write_later(memoryview(data).nbytes, lambda: data)
+        nbytes = memoryview(data).nbytes
+        self.write_later(nbytes, lambda: data)
+        if nbytes > _SMALL_BYTES:  # many large objects would wait in memory
+            self._feed.finish()
 
     def write_later(self, nbytes: int, make: Callable[[], Any]) -> None:
         """Append bytes that `make` returns when everything before was read."""
