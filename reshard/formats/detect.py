@@ -671,7 +671,7 @@ class StepRecords(msgspec.Struct, frozen=True):
     """The contents of the file."""
 
     steps: dict[int, StepRecord]
-    version: int = 1
+    version: int = 2
 
 
 def records_in(storage: Storage, below: str = "") -> dict[int, StepRecord]:
@@ -681,7 +681,7 @@ def records_in(storage: Storage, below: str = "") -> dict[int, StepRecord]:
     """
     where = path_below(storage.url, below + LEDGER)
     try:
-        return decode_sealed(storage.read(below + LEDGER), StepRecords, where, newest=1).steps
+        return decode_sealed(storage.read(below + LEDGER), StepRecords, where, newest=2).steps
     except CheckpointNotFoundError:
         return {}
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

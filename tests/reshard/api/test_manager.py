@@ -872,13 +872,21 @@ def test_records_of_steps_of_a_newer_version_are_refused(tmp_path: Path) -> None
     root, file = tmp_path / "run", tmp_path / "run" / detect.LEDGER
     run(root, [1])
     for steps in ("{}", "[]"):
-        file.write_bytes(encode_sealed(msgspec.Raw(b'{"steps":%s,"version":2}' % steps.encode())))
-        words = rf"{file} has format version 2, but this reshard reads up to version 1: upgrade reshard"
+        file.write_bytes(encode_sealed(msgspec.Raw(b'{"steps":%s,"version":3}' % steps.encode())))
+        words = rf"{file} has format version 3, but this reshard reads up to version 2: upgrade reshard"
         for call in (lambda: reshard.CheckpointManager(root, every=Every(steps=1)), lambda: reshard.open(root)):
             with pytest.raises(FormatError, match=words):
                 call()
     file.write_bytes(b'{"version":7}')
     assert reshard.open(root)["w"].shape
+
+
+def test_records_of_steps_of_the_first_version_have_no_digest(tmp_path: Path) -> None:
+    root, state = tmp_path / "run", {"w": torch.zeros(3)}
+    run(root, [1, 2])
+    (root / detect.LEDGER).write_bytes(b'{"steps":{"1":{"metrics":{"loss":0.5}},"2":{"is_aside":true}},"version":1}')
+    with reshard.CheckpointManager(root, every=Every(steps=1)) as manager:
+        assert manager.restore(state).step == 1
 
 
 def test_the_signature_has_the_options_that_the_manager_takes() -> None:
