@@ -247,6 +247,7 @@ class Feed:
                 self.finish()
         finally:
             self._pool.shutdown(cancel_futures=True)
+            self._pending.clear()  # they have the error
             for source in self._sources:
                 source.release()
 
