@@ -46,9 +46,9 @@ __all__ = [
 #     thread 1   read piece 0 | use 0      read piece 2 | use 2
 #     thread 2   read piece 1         | use 1      read piece 3 | use 3
 #
-# The thread that reads a piece also hashes and writes it, from its processor's cache. Memory is one piece for each
-# thread, however large the tensors are. Pieces of files of this machine are smaller than those caches. They are copied
-# and not mapped: pages that are mapped cost more.
+# The thread that reads a piece also hashes and writes it: then it crosses no other processor's cache. Memory is one
+# piece for each thread, however large the tensors are. Pieces of files of this machine are smaller than others, since
+# a read of them takes no request.
 
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -67,7 +67,7 @@ _SMALL_BYTES = 64 << 10
 _SUMMED_TOGETHER = 512
 """The number of small pieces that are summed up together."""
 _NEAR_THREADS, _FAR_THREADS = 2, 3
-"""Pieces in memory: one that is written, and those that are read meanwhile. One file is not written faster by more."""
+"""Each has a piece in memory: one writes, and the others read meanwhile. More do not write one file faster."""
 _QUEUED = 16
 """Pieces that wait for their thread, at most: a thread that asks for each costs more."""
 _RELEASE_BYTES = 64 << 20
