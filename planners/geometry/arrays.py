@@ -9,11 +9,6 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "Array", "Flags", "Floats", "Ints", "distinct", "grouped", "ints", "ones", "outer_sum", "ravel", "running_sums",
-    "unravel", "zeros",
-]  # fmt: skip
-
 Array = npt.NDArray[Any]
 Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]

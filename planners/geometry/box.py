@@ -10,9 +10,6 @@ from typing import NamedTuple
 from planners.errors import PlanError
 from planners.geometry.arrays import Array
 
-__all__ = ["Box", "Dims", "Range", "Shape", "arrange", "flat_boxes", "rearranged"]
-
-
 Shape = tuple[int, ...]
 """A number for each dim: sizes, offsets, strides, or an index."""
 Range = tuple[int, int]

@@ -16,8 +16,6 @@ from operator import add, le, mul
 from planners.errors import PlanError
 from planners.geometry.box import Box, Range, Shape, rearranged
 
-__all__ = ["ByteRuns", "Window", "merge_ranges", "subtract_ranges"]
-
 
 @dataclass(frozen=True, slots=True)
 class Window:

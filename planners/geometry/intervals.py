@@ -13,8 +13,6 @@ from planners.geometry.arrays import Ints, distinct, ints, running_sums
 from planners.geometry.box import Range
 from planners.geometry.mesh import BlockShard, Shard, StridedShard
 
-__all__ = ["Ownership", "SegmentRow", "Segments", "overlap", "ownership"]
-
 Cut = Shard | StridedShard | BlockShard
 
 

@@ -10,11 +10,6 @@ from planners.errors import PlanError
 from planners.geometry.layout import BoxesForm, Form, ProductForm, TensorLayout
 from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, Shard, StridedShard, parse_placements
 
-__all__ = [
-    "axes_of", "chunk_sizes", "in_both_forms", "in_sharding_order", "in_words", "legend", "one_in_words",
-    "parse_layout", "short_form",
-]  # fmt: skip
-
 
 def short_form(layout: TensorLayout | ProductForm) -> str:
     """`"S(0),R on dp=4,tp=2"`, or nothing for a layout on one rank, or without a mesh, which has no short form.

@@ -15,11 +15,6 @@ from planners.errors import PlanError
 from planners.geometry.arrays import Ints, grouped, ints, ravel, unravel
 from planners.geometry.box import Shape
 
-__all__ = [
-    "BlockShard", "Mesh", "Placement", "Replicate", "Shard", "StridedShard", "axis_names", "parse_placement",
-    "parse_placements",
-]  # fmt: skip
-
 
 class Mesh:
     """Named axes with sizes, and the rank at each coordinate (row-major: the last axis varies fastest).

@@ -17,12 +17,6 @@ from planners.geometry.box import Box, Dims, Shape
 from planners.geometry.intervals import Segments, overlap
 from planners.geometry.layout import Form, Found, ProductForm, ProductGeometry, local_boxes
 
-__all__ = [
-    "Fault", "FilledSlot", "Origin", "Overlap", "Piece", "ProductOverlap", "Sweep", "chunks_of",
-    "overlap_of", "tiling_fault",
-]  # fmt: skip
-
-
 # Both kinds answer the same question for a wanted rank: which pieces of which saved chunks go
 # where. A view of saved tensors is a third kind, see `planners.geometry.views`.
 

@@ -20,12 +20,6 @@ from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, Strid
 from planners.notebooks import preformatted
 from planners.units import format_count, format_some
 
-__all__ = [
-    "LLAMA_TP_DIMS", "WORDS", "Globs", "Home", "Rule", "Topology", "ddp", "even_ranges", "expert_parallel",
-    "flat_layouts", "flat_offsets", "fsdp", "fsdp_tp", "hsdp", "looks_like_a_topology", "pipelined", "topology_of",
-]  # fmt: skip
-
-
 # How a tensor is sharded and where it is placed are two questions. A *rule* says how: a glob of names, and
 # one placement per mesh axis. A *home* says where: a glob of names, and coordinates that some axes
 # are fixed at, so that the tensor lives on the submesh of the others (a pipeline stage, an expert's

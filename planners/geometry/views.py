@@ -16,11 +16,6 @@ from planners.geometry.layout import BoxesForm, Form, ProductForm, TensorSpec
 from planners.geometry.mesh import Placement, Replicate
 from planners.geometry.overlap import FilledSlot, Origin, Overlap, Piece, Sweep, chunks_of, tiling_fault
 
-__all__ = [
-    "Fill", "Patch", "TargetSlot", "View", "ViewGeometry", "concat", "filled_slots", "inverse",
-    "merged", "pull_back", "stack", "viewed",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class Patch:

@@ -9,9 +9,6 @@ from typing import Any
 from planners.errors import CodecError
 from planners.geometry.layout import LAYOUT_KINDS, MALFORMED, Kind
 
-__all__ = ["VERSION", "dumps", "from_json", "loads", "to_json"]
-
-
 VERSION = 1
 """Version of the JSON form; texts of a higher one are refused."""
 

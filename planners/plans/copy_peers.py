@@ -23,8 +23,6 @@ from planners.findings import Finding
 from planners.geometry.arrays import grouped
 from planners.units import format_count, format_some
 
-__all__ = ["CopyPlan", "plan_copies"]
-
 
 @dataclass(frozen=True)
 class CopyPlan:

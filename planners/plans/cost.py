@@ -20,9 +20,6 @@ from planners.plans.save import SavePlan
 from planners.plans.transfer import TransferPlan, plan_transfers
 from planners.units import format_bytes, format_count, format_rate, format_seconds
 
-__all__ = ["Cluster", "Comparison", "Estimate", "compare_topologies", "estimate"]
-
-
 _QUESTIONS = {"save": 35, "load": 35}
 """That a rank asks the store of its process group, as counted: see docs/scale.md."""
 

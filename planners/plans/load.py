@@ -32,8 +32,6 @@ from planners.plans.plan import (
 if TYPE_CHECKING:  # imported when there is a view: most plans have none
     from planners.geometry.views import View
 
-__all__ = ["FillItem", "LoadPlan", "ReadItem", "ReadItems", "count_reads", "plan_reads"]
-
 
 class ReadItem(NamedTuple):
     """One box of elements, from a saved chunk to the rank's local tensor."""

@@ -25,11 +25,6 @@ from planners.geometry.overlap import ProductOverlap, tiling_fault
 from planners.notebooks import Pictured
 from planners.units import format_some
 
-__all__ = [
-    "Plan", "PlanItems", "alike", "arrival_findings", "check_states", "global_box", "layout_fault", "listed_findings",
-    "product_findings", "verify",
-]  # fmt: skip
-
 
 class PlanItem(Protocol):
     """One box of elements that a plan moves."""

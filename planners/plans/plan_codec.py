@@ -23,8 +23,6 @@ from planners.plans.save import SavePlan, WriteItem
 from planners.plans.schedule import Schedule, schedule
 from planners.plans.transfer import TransferItem, TransferPlan
 
-__all__ = ["PLAN_KINDS"]
-
 T = TypeVar("T")
 
 

@@ -13,9 +13,6 @@ from planners.geometry.layout import StateLayout, TensorLayout
 from planners.plans.save import SavePlan, plan_writes
 from planners.plans.transfer import TransferPlan, plan_transfers
 
-__all__ = ["OwnBox", "ReadOncePlan", "plan_read_once"]
-
-
 # wanted by 4 ranks, in two replicas:    0 0 1 1      read by     0 2 1 3       then 0 <-> 2 and 1 <-> 3
 #                                        2 2 3 3
 

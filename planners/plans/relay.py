@@ -15,9 +15,6 @@ from planners.geometry.mesh import Mesh, Placement, Replicate, Shard
 from planners.plans.routing import pair_groups
 from planners.plans.transfer import TransferPlan, plan_transfers
 
-__all__ = ["bytes_between", "plan_relay", "rank_groups", "stripe_places", "striped"]
-
-
 # Transfers in two steps: the replicas of one group get a stripe each from outside, and then
 # complete one another.
 #

@@ -18,9 +18,6 @@ from planners.geometry.intervals import SegmentRow, Segments
 from planners.geometry.layout import Form, ProductGeometry, StateLayout, TensorLayout, local_boxes
 from planners.geometry.overlap import ProductOverlap, Sweep, overlap_of
 
-__all__ = ["Route", "Traffic", "intersection_of", "pair_groups", "total_traffic"]
-
-
 # A *source* is a distinct region of the layout before, numbered from 0, with the ranks
 # that hold it. A receiver is a rank of the layout after. Both kinds of intersection
 # have the same methods; the product kind, which is made of the same overlap as loads

@@ -18,9 +18,6 @@ from planners.geometry.layout import Part, ProductGeometry, StateLayout, TensorL
 from planners.geometry.overlap import Sweep, tiling_fault
 from planners.plans.plan import Plan, PlanItems, alike, layout_fault
 
-__all__ = ["DIVIDE_ABOVE_BYTES", "SavePlan", "WriteItem", "WriteItems", "plan_writes"]
-
-
 DIVIDE_ABOVE_BYTES = 8 << 20
 """Chunks of at least this many bytes may be divided among the ranks that hold them."""
 

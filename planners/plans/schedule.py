@@ -14,9 +14,6 @@ from planners.geometry.box import Box, Shape, flat_boxes
 from planners.geometry.layout import ITEM_SIZES
 from planners.plans.transfer import TransferItem, TransferPlan
 
-__all__ = ["Message", "Schedule", "color_edges", "schedule"]
-
-
 # What one rank sends to another is one stream of bytes: the items between the two, in
 # their order, each row-major. A stream is divided into messages that are small enough
 # for the budget, and the messages are assigned to rounds by edge coloring, so that

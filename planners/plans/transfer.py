@@ -30,9 +30,6 @@ from planners.plans.routing import Route, Traffic, intersection_of, pair_groups,
 if TYPE_CHECKING:
     import networkx as nx
 
-__all__ = ["HeldPlace", "Repeat", "TransferItem", "TransferItems", "TransferPlan", "plan_transfers", "want_once"]
-
-
 # Ranks before and after are one numbering: rank 3 before is rank 3 after. The two sides may be the
 # same ranks, share some, or share none. What a receiver holds already it copies; every other byte
 # that it needs crosses to it once.

@@ -18,8 +18,6 @@ from planners.geometry.layout_text import in_both_forms
 from planners.reports.plan_pages import cuts, figures_of, listed, notation, page_of, weights_first
 from planners.units import format_bytes, format_count
 
-__all__ = ["Histogram", "Measure", "SavedFile", "SavedStep", "Shown", "checkpoint_page", "difference_page"]
-
 _DRAWN_BYTES = 1_500_000
 """Of pictures in a page: those of the tensors with the most bytes come first."""
 _MAX_ROWS = 1_000

@@ -14,9 +14,6 @@ from planners.geometry.box import Box
 from planners.geometry.layout import TensorLayout
 from planners.units import format_bytes
 
-__all__ = ["Owners", "draw_cuts", "drawn_dims", "edges"]
-
-
 _MAX_ROWS = 12
 _MAX_HEIGHT = 32
 _MAX_WIDTH = 48

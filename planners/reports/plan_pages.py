@@ -27,9 +27,6 @@ from planners.plans.transfer import TransferPlan
 from planners.reports.cuts import Owners, drawn_dims, edges
 from planners.units import format_bytes, format_seconds, format_some
 
-__all__ = ["to_html"]
-
-
 _READS = """<h2 id="traffic">Bytes read, by saver and reader</h2>
 <p>All ranks read from storage. If several ranks saved the same data, the read is attributed to the lowest rank. On the
 diagonal, ranks or hosts read what they saved."""

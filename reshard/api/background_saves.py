@@ -14,9 +14,6 @@ from reshard.errors import ReshardError
 from reshard.ranks.progress import rest_of_call
 from reshard.storage.opening import open_storage, place_of
 
-__all__ = ["await_saves", "ended_for", "forget_background_save", "saves", "start_in_background"]
-
-
 T = TypeVar("T")
 
 _log = logging.getLogger("reshard")

@@ -77,8 +77,6 @@ from reshard.stored.tensor import LazyTensor, read_box, read_value
 if TYPE_CHECKING:
     from planners.reports.checkpoint_pages import Measure
 
-__all__ = ["WINDOW_BYTES", "CompareReport", "compare", "compare_sides", "elements_of"]
-
 _How = tuple[float, float, bool]
 """The relative and the absolute tolerance, and whether differences are measured."""
 

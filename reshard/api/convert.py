@@ -53,9 +53,6 @@ from reshard.stored.checksums import Checking
 from reshard.stored.contents import Contents
 from reshard.stored.streaming import FormatWriter, Publication
 
-__all__ = ["ConvertReport", "convert"]
-
-
 _log = logging.getLogger("reshard")
 
 IN_REPORT = {"is_in_report": True}

@@ -47,8 +47,6 @@ from reshard.storage.opening import open_storage, path_text
 from reshard.stored.checksums import Checking
 from reshard.stored.streaming import MAX_SHARD_BYTES, FilePlan, FormatWriter, Target, WrittenFile
 
-__all__ = ["ConvertJob", "ConvertWork", "FileTasks", "Journal", "dealt", "is_job", "remove_dead_jobs"]
-
 
 @dataclass(frozen=True)
 class ConvertJob:

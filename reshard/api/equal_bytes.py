@@ -10,9 +10,6 @@ from reshard.api.task_shares import Share
 from reshard.errors import CheckpointError
 from reshard.stored.tensor import ByteRun, LazyTensor, run_of
 
-__all__ = ["equal_as_bytes"]
-
-
 _SMALL_BYTES = 64 << 10
 """Stored tensors up to this size are compared as bytes first, together with their neighbors in the files."""
 _SPAN_BYTES = 1 << 20

@@ -34,9 +34,6 @@ from reshard.storage.base import Storage
 from reshard.stored.streaming import Feed, Region, StreamedRows
 from reshard.stored.tensor import LazyTensor
 
-__all__ = ["Exchange", "fingerprint", "holdings", "join"]
-
-
 Exchange = Callable[[bytes], Sequence[bytes]]
 """Sends this rank's bytes to all ranks and returns those of all ranks, in rank order."""
 

@@ -16,12 +16,6 @@ from reshard.live.state import CheckedState
 from reshard.live.wrappers import WRAPPER_SEGMENTS
 from reshard.state import NUMBERED
 
-__all__ = [
-    "OF_NUMBERED", "PrefixDifference", "allowing", "by_number", "differ_in_form", "has_no_state_yet", "is_of_optimizer",
-    "load_by_name", "named_from_numbers", "prefix_hint", "section", "shifted", "without_optimizers",
-]  # fmt: skip
-
-
 _MOST_LINES = 20
 """Of one section; more keys are listed by pattern."""
 _MOST_OF_A_FRONT = 5

@@ -47,9 +47,6 @@ if TYPE_CHECKING:
     from reshard.execute.exchange import SharedReading
     from reshard.mapping import Mapping as StateMapping
 
-__all__ = ["LoadReport", "ReadPlan", "load", "load_with", "own_values", "saved_in", "set_objects"]
-
-
 _log = logging.getLogger("reshard")
 
 

@@ -56,8 +56,6 @@ from reshard.state import NUMBERED, KeyPath, is_selected, key_of, plain_key
 from reshard.stored.contents import unknown_class
 from reshard.stored.tensor import LazyTensor, StoredTensor
 
-__all__ = ["KeyMatch", "gather_mismatches", "match_keys", "needs_code"]
-
 _log = logging.getLogger("reshard")
 
 

@@ -23,8 +23,6 @@ from reshard.state import NUMBERED, key_of
 from reshard.state_dict.api import get_model_state_dict, get_optimizer_state_dict
 from reshard.state_dict.live_model import Models
 
-__all__ = ["optimizer_destinations"]
-
 
 @renamed()
 def optimizer_destinations(

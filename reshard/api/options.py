@@ -22,12 +22,6 @@ if TYPE_CHECKING:  # imported by calls that map, or transfer
     from planners.geometry.views import View
     from reshard.mapping import Mapping as StateMapping
 
-__all__ = [
-    "DEFAULTS", "DtypePolicy", "LoadOptions", "Mode", "ReadOnce", "SaveKeywords", "SaveOptions", "TransferOptions",
-    "Wording", "complete", "digest_of", "shared",
-]  # fmt: skip
-
-
 Mode = Literal["strict", "subset", "partial"]
 """Which keys only one side may have: none; the checkpoint may have more; both may."""
 DtypePolicy = Literal["error", "cast", "saved"]

@@ -15,8 +15,6 @@ from reshard.live.dtypes import as_array
 from reshard.live.state import same_value
 from reshard.live.tensors import LiveTensor
 
-__all__ = ["filled_once", "refuse_overlaps"]
-
 # Two keys of one memory can only be filled from two stored tensors if these are equal; two views
 # that overlap otherwise would each overwrite a part of the other. Either would depend on which is
 # written last.

@@ -13,9 +13,6 @@ import msgspec
 from reshard.errors import StorageError
 from reshard.ranks.timespans import Span
 
-__all__ = ["RankPhases", "trace_of", "write_trace"]
-
-
 _SKEW_NS = 50_000_000
 """Clocks of hosts that are further apart than this are set by the moment at which the ranks met. For smaller
 differences, the clocks are as good as the meeting."""

@@ -21,8 +21,6 @@ from reshard.errors import FormatError, LayoutError, StorageError, option_error
 from reshard.storage.base import AnyPath, Storage
 from reshard.storage.opening import describe_wrong_path
 
-__all__ = ["is_layout_file", "names_topology", "plan", "read_layout_file", "unsharded_text"]
-
 
 @renamed()
 def plan(

@@ -38,9 +38,6 @@ from reshard.ranks.group import Group, device_of_kind
 from reshard.ranks.progress import phase
 from reshard.ranks.timespans import Span
 
-__all__ = ["Prepared", "TransferReport", "prepare", "redistribute", "verify_live"]
-
-
 _log = logging.getLogger("reshard")
 
 

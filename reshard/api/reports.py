@@ -20,8 +20,6 @@ from reshard.ranks.group import Group
 from reshard.ranks.progress import EPOCH_NS
 from reshard.ranks.timespans import Span
 
-__all__ = ["CheckedReport", "FilledReport", "HostsReport", "TimedReport", "WrittenReport", "overflows"]
-
 
 @dataclass(frozen=True, repr=False)
 class TimedReport(Tabled):

@@ -36,11 +36,6 @@ from reshard.native.reader import NativeFacts, detect
 from reshard.storage import AnyPath, Storage, open_storage
 from reshard.storage.opening import place_of
 
-__all__ = [
-    "Keep", "Seen", "Step", "complete", "files_of", "is_count", "latest_complete", "leftovers", "prune", "published",
-    "remove_checkpoints", "steps",
-]  # fmt: skip
-
 
 def is_count(value: object, least: int = 1) -> bool:
     return type(value) is int and value >= least

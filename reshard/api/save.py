@@ -51,9 +51,6 @@ from reshard.state import NUMBERED, count_objects
 from reshard.storage.base import Storage
 from reshard.storage.opening import StoragePath, open_storage, place_of
 
-__all__ = ["SaveReport", "agreed_plan", "async_save", "save"]
-
-
 T = TypeVar("T")
 A = TypeVar("A")
 

@@ -43,11 +43,6 @@ from reshard.ranks.progress import Progress
 from reshard.storage.base import AnyPath, Storage
 from reshard.storage.opening import open_storage, path_text, place_of
 
-__all__ = [
-    "Choice", "SaveJob", "alike", "base_at", "choose_base", "doubtful", "entries_of", "file_group_of",
-    "file_groups", "holdings_of", "open_base", "summed_up", "write",
-]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class SaveJob:

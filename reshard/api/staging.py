@@ -17,9 +17,6 @@ from reshard.live.fingerprints import Partial, partials
 from reshard.native.data_file import Entry
 from reshard.ranks.progress import phase
 
-__all__ = ["Stage", "ToWrite", "check_stage", "staged"]
-
-
 Stage = Literal["host", "device"]
 """Where an `async_save` copies tensors of devices: into pinned host memory, or on the device
 itself."""

@@ -31,8 +31,6 @@ from reshard.state_dict.api import (
 from reshard.state_dict.live_model import Stage
 from reshard.state_dict.options import StateDictOptions
 
-__all__ = ["LiveObjects", "parameters_of", "refuse_objects", "saved_state"]
-
 _Set = Callable[[Any], object]
 
 

@@ -17,9 +17,6 @@ from reshard.errors import CorruptCheckpointError, StorageError
 from reshard.formats.detect import local_path
 from reshard.stored.streaming import windows
 
-__all__ = ["SHARE_BYTES", "Opening", "Share", "absolute", "files_of", "is_about", "naming", "shares"]
-
-
 SHARE_BYTES = 256 << 20
 """What a task reads of tensors, of each side; a window at a time."""
 _SHARE_TENSORS = 2000

@@ -40,9 +40,6 @@ from reshard.arguments import check_options
 from reshard.errors import CheckpointError, OptionError, ReshardError
 from reshard.version import __version__
 
-__all__ = ["Processes", "Work", "check_executor", "engine", "run_tasks"]
-
-
 _log = logging.getLogger("reshard")
 
 T = TypeVar("T")

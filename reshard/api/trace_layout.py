@@ -25,8 +25,6 @@ from reshard.live.wrappers import forget_meshes
 from reshard.ranks.global_layout import Described, describe, join_layouts
 from reshard.state_dict import get_model_state_dict
 
-__all__ = ["trace_layout"]
-
 
 @renamed()
 def trace_layout(build: Callable[[], Any], *, world_size: int, ranks: Iterable[int] | None = None) -> StateLayout:

@@ -37,8 +37,6 @@ from reshard.ranks.global_layout import Described, describe, join_aliases, join_
 from reshard.ranks.global_state import agree_on_values, any_on_device
 from reshard.ranks.group import Group, sending_kinds
 
-__all__ = ["Agreed", "TensorMatches", "TensorTransfer", "TransferSide", "Values", "agree", "check_replicas"]
-
 
 @dataclass(frozen=True)
 class TensorTransfer:

@@ -24,9 +24,6 @@ from reshard.live.dtypes import dtype_name
 from reshard.live.state import Targets, same_memory
 from reshard.live.tensors import LiveTensor, reach_bytes
 
-__all__ = ["Steps", "TransferMemory", "held_parts", "part_tensors", "plan_steps", "refuse_shared_memory", "turned"]
-
-
 _Parts = Sequence[torch.Tensor]
 """The local tensors of a rank."""
 

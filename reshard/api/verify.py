@@ -37,8 +37,6 @@ from reshard.stored.source import FileSource
 from reshard.stored.streaming import windows
 from reshard.stored.tensor import LazyTensor, StoredTensor
 
-__all__ = ["verify"]
-
 _SMALL_BYTES = 16 << 10
 """Pieces up to this size are summed up together: a call costs more than their bytes."""
 

@@ -25,9 +25,6 @@ from reshard.mapping.mapping import Mapping as StateMapping
 from reshard.ranks.global_state import take_global_state
 from reshard.ranks.group import DEADLINE_S, Group
 
-__all__ = ["ChangedElements", "SinceLastPass", "WeightBucket", "WeightPlace", "WeightSource", "marked_last"]
-
-
 T = TypeVar("T")
 
 _BATCH = "number of the batch"

@@ -27,9 +27,6 @@ from reshard.cli.arguments import UsageError
 from reshard.cli.show import columns, in_words_of_the_command_line, print_json
 from reshard.errors import OptionError, ReshardError, StorageError, did_you_mean
 
-__all__ = ["EXIT_ERROR", "EXIT_NO", "EXIT_USAGE", "app", "in_a_pipeline", "run"]
-
-
 EXIT_NO = 1
 """The command ran, and the answer is no: no proof, damage, or differences."""
 EXIT_USAGE = 2

@@ -33,15 +33,6 @@ if TYPE_CHECKING:
     from reshard.checkpoint import Checkpoint
     from reshard.mapping import Mapping as StateMapping
 
-__all__ = [
-    "AsJson", "Config", "Depth", "HintOption", "Html", "Legend", "Model", "Names", "Naming", "Normalized", "On",
-    "Rules", "Select", "Sides", "Source", "Step", "UsageError", "Workers", "both_sides", "choice", "dequantized",
-    "dtype_name", "executor_on",
-    "mapping_of", "newest", "read_hints", "rules_of", "side", "size_in_bytes",
-    "stored_hints", "unmapped", "writable",
-]  # fmt: skip
-
-
 # Arguments and options that several commands share.
 
 

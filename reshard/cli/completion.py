@@ -7,8 +7,6 @@ from pathlib import Path
 
 import typer
 
-__all__ = ["dtypes", "formats", "namings", "one_of", "tensor_names", "topologies"]
-
 _MOST_BYTES = 64 << 20
 """Of metadata that is read for names: more would keep a shell waiting."""
 

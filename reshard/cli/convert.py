@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from reshard.formats.table import FormatName
     from reshard.mapping import Mapping
 
-__all__ = ["convert"]
-
-
 _Format = Annotated[
     str,
     Option(

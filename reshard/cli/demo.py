@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
     from reshard.cli.demo_job import Plans, Result
 
-__all__ = ["demo"]
-
 
 def demo(
     out: Annotated[

@@ -30,8 +30,6 @@ from reshard.errors import ReshardError
 from reshard.live.tree import leaves_of
 from reshard.state import key_of
 
-__all__ = ["BEFORE", "Change", "Plans", "RankResult", "Result", "run_demo"]
-
 
 @dataclass(frozen=True)
 class Degrees:

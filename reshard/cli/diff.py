@@ -42,9 +42,6 @@ if TYPE_CHECKING:
     from planners.findings import Coverage, Finding
     from reshard.api.compare import CompareReport
 
-__all__ = ["diff"]
-
-
 _Rtol = Annotated[
     float,
     Option(

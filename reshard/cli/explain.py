@@ -16,8 +16,6 @@ from reshard.cli.show import axes_as_json, console, counted, print_json, print_l
 if TYPE_CHECKING:
     from planners.geometry.layout import ProductForm
 
-__all__ = ["explain"]
-
 _ALL_SIGNS = "tp,dp: S(0),_S(0, 2),B(0, 1+2),R on dp.cp=4,world=2 @0,1"
 _DRAWN_RANKS = 64
 _DRAWN_DIMS = 63

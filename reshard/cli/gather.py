@@ -10,8 +10,6 @@ from typer import Argument, Option
 from reshard.cli.arguments import AsJson, On, executor_on
 from reshard.cli.show import counted, print_json, print_text, size
 
-__all__ = ["gather"]
-
 
 def gather(
     folders: Annotated[list[str], Argument(metavar="HOST_FOLDER...", help="One folder per host.")],

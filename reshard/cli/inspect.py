@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from reshard.api import retention
     from reshard.checkpoint import Checkpoint
 
-__all__ = ["inspect"]
-
 _Map = Annotated[
     str | None,
     Option(

@@ -8,8 +8,6 @@ from reshard.cli.arguments import AsJson, Depth, HintOption, Select, Source, Ste
 from reshard.cli.show import PrintedLeaf, counted, print_json, print_text, print_tree, short, size
 from reshard.errors import format_names
 
-__all__ = ["normalize"]
-
 
 def normalize(
     path: Source,

@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from planners.plans.cost import Cluster
     from planners.plans.load import LoadPlan
 
-__all__ = ["plan"]
-
-
 _Planned = Annotated[str, Argument(metavar="CHECKPOINT", help="A checkpoint, layout file, plan file, or topology.")]
 _Onto = Annotated[
     str,

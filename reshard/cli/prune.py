@@ -11,8 +11,6 @@ from reshard.cli.arguments import AsJson, On, executor_on
 from reshard.cli.show import counted, print_json, print_text, size, some
 from reshard.errors import ReshardError
 
-__all__ = ["prune"]
-
 
 def prune(
     run: Annotated[str, Argument(metavar="RUN", help="The folder or URL of a run.")],

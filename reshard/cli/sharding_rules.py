@@ -14,8 +14,6 @@ from planners.geometry.layout import StateLayout
 from planners.geometry.mesh import Placement, Replicate, Shard, StridedShard
 from planners.geometry.topologies import Globs, Rule, Topology
 
-__all__ = ["as_options", "example_rules", "recorded_rules"]
-
 _MOST_KINDS = 2_000
 """Of names; more are no model's, and comparing each with each would take long."""
 

@@ -23,9 +23,6 @@ from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError, Norm
 if TYPE_CHECKING:
     from planners.findings import Coverage, Report
 
-__all__ = ["verify"]
-
-
 _UNREAD = re.compile("""(['"].*?) cannot be read: """)
 """What readers say of values that they have no use for, such as sparse tensors."""
 _SHALLOW = (

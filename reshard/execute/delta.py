@@ -21,9 +21,6 @@ from reshard.live.fingerprints import partials
 from reshard.live.tensors import raw_bytes
 from reshard.ranks.group import Group
 
-__all__ = ["BLOCK", "DeltaExchange"]
-
-
 # A sender keeps what it sent last of each piece, and compares. A piece is looked at in blocks of
 # 65,536 elements:
 #

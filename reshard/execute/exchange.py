@@ -28,11 +28,6 @@ from reshard.ranks.global_layout import describe, join_layouts
 from reshard.ranks.group import Group
 from reshard.ranks.store import Answer, Worker
 
-__all__ = [
-    "DEPTH", "LARGE_BYTES", "Exchange", "RankWork", "SharedReading", "Waiter", "go_through", "new_group", "round_bytes",
-]  # fmt: skip
-
-
 # Large pieces that are one run of memory are sent from where they are to where they go. All
 # others are packed, those of a message one after another, into a buffer that is made once. Two
 # rounds are in flight at a time:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:  # reading by segments is imported by those who do it: several
     from reshard.execute.host_reading import HostReading, OwnMemory
     from reshard.execute.in_place import InPlace
 
-__all__ = ["Fetch"]
-
 
 @dataclass
 class Fetch(AbstractContextManager["Fetch"]):

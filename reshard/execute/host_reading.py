@@ -51,9 +51,6 @@ from reshard.ranks.liveness import machine
 from reshard.stored.checksums import BlockChecksums
 from reshard.stored.source import FileSource
 
-__all__ = ["Address", "HostReading", "HostSlots", "OwnMemory", "slots_for"]
-
-
 #     rank 0   read segment 0 into its slot | take my part of segments 0, 1 | read segment 2 ...
 #     rank 1   read segment 1 into its slot | take my part of segments 1, 0 | read segment 3 ...
 #

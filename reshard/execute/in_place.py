@@ -20,8 +20,6 @@ from reshard.live.fingerprint_arithmetic import kernel
 from reshard.stored.checksums import BlockChecksums
 from reshard.stored.source import FileSource
 
-__all__ = ["InPlace"]
-
 #     READ a piece of a file into its target | COMPARE its blocks there | READ the next piece ...
 #
 # So each byte comes from memory once, where checking before writing takes it from there twice.

@@ -25,12 +25,6 @@ from reshard.stored.checksums import BlockChecksums, most_to_check
 from reshard.stored.source import DecodedSource, FileSource, Source
 from reshard.stored.tensor import MAX_BUFFER_BYTES, Extent, StoredTensor, check_cover, copy_place, empty
 
-__all__ = [
-    "ByteCounts", "ComparePlan", "Copy", "Elsewhere", "OnBytes", "Staged", "Wanted", "Workspace", "compare_plan",
-    "find_copies", "in_pieces", "on_threads", "plan_compare", "run_copies", "wanted_by_file",
-]  # fmt: skip
-
-
 T = TypeVar("T")
 R = TypeVar("R")
 OnBytes = Callable[[int], None]

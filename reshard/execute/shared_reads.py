@@ -24,14 +24,6 @@ from reshard.stored.checksums import BlockChecksums, add_touched
 from reshard.stored.source import BytesSource, FileSource
 from reshard.stored.tensor import Extent, copy_view
 
-__all__ = [
-    "LARGE_FILE_BYTES", "LOCAL_SEGMENT_BYTES", "REMOTE_SEGMENT_BYTES", "TAIL_PAGE_BYTES", "WHOLE_SHARE", "Check",
-    "FileFootprint", "OneOrMany", "ReadFootprint", "RemoteReading", "SegmentPart", "SharedSegments", "assign_segments",
-    "compare_segment", "copy_parts", "footprint_of", "has_whole_blocks", "parts_between", "parts_by_segment",
-    "read_segment", "segment_bytes", "segment_end", "touch_cost", "unchecked_bytes",
-]  # fmt: skip
-
-
 # Files are divided into segments of equal size. A rank says how many bytes of each its reading
 # touches, in the grain in which the storage gives them: who wants one column of every row
 # touches every page. From what all ranks of the host say, each finds the same answer:

@@ -39,8 +39,6 @@ from reshard.live.dtypes import item_dtype
 from reshard.live.fingerprint_arithmetic import Kernel
 from reshard.stored.tensor import copy_view
 
-__all__ = ["COPY", "ENTRY", "MAX_DIMS", "Ending", "Kind", "Memory", "NumpyRun", "WorkList", "copy_row"]
-
 TURN_S = 0.05
 MAX_DIMS = 8
 """Of a copy, without those of one element."""

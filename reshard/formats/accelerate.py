@@ -24,9 +24,6 @@ from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import NO_FACTS, Contents, Facts, LazyMapping, merge
 from reshard.stored.source import Files, FileSource
 
-__all__ = ["FORMAT", "detect", "open"]
-
-
 _NAME = "accelerate"
 
 _FOLDER = re.compile(

@@ -39,13 +39,6 @@ from reshard.stored.checksums import CRC_OF_RECORDS, EVERY_BLOCK, Checking
 from reshard.stored.contents import DATA_FILE, Contents, has_dcp, name_checkpoint
 from reshard.stored.source import Files
 
-__all__ = [
-    "BECOMES_FOLDER", "FILE_SUFFIXES", "JOB_FOLDER", "LEDGER", "Look", "RunStep", "StepRecord", "StepRecords",
-    "discarded_in", "has_ended", "kind_beside", "look_at", "look_in", "open_contents", "path_below", "records_in",
-    "refuse_first_step", "refuse_run", "run_in", "step_of", "step_path", "steps_at",
-]  # fmt: skip
-
-
 _OF_TREES = {tree for row in FORMATS for tree in row.trees}
 """Files of formats that have folders of their own below them, of any names."""
 

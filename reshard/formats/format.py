@@ -23,12 +23,6 @@ if TYPE_CHECKING:
     from reshard.stored.streaming import FormatWriter, Target
     from reshard.stored.tensor import StoredTensor
 
-__all__ = [
-    "Format", "Normalizer", "Widen", "Writing", "as_shape", "at_top", "check_index", "indexes_in", "missing_files",
-    "not_opened", "read_index", "refuse_plan", "unopened_text",
-]  # fmt: skip
-
-
 Normalizer: TypeAlias = "Callable[[Contents, Hints, str], Canonical]"
 """(contents, hints, what names the checkpoint in messages) -> the same under canonical names."""
 

@@ -52,9 +52,6 @@ from reshard.stored.source import Files
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import concat, cut, unflatten
 
-__all__ = ["FLAT", "FORMAT", "cut_flat", "normalize", "numbered", "refuse_missing"]
-
-
 # The inside of flat parameters: where each parameter is in one.
 
 

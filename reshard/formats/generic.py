@@ -24,8 +24,6 @@ from reshard.stored.contents import Contents
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import concat, narrow, stack
 
-__all__ = ["normalize_generic"]
-
 
 def normalize_generic(contents: Contents, hints: Hints, what: str) -> Canonical:
     """The state under canonical names.

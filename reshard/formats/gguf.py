@@ -27,12 +27,6 @@ from reshard.stored.contents import Contents, Facts, LazyMapping, Makers
 from reshard.stored.source import Files, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 
-__all__ = [
-    "BLOCKS", "FORMAT", "PLAIN", "Block", "DequantizedSource", "GgufFacts", "GgufHeader",
-    "GgufTensor", "detect", "open", "read_header",
-]  # fmt: skip
-
-
 # A block is some elements of one row with a scale of their own, sometimes an offset, and sub-blocks
 # with small integer scales of theirs. What is computed is what ggml computes, operation by
 # operation in float32.

@@ -10,9 +10,6 @@ from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents, has_dcp, merge
 from reshard.stored.source import Files
 
-__all__ = ["FORMAT", "detect", "open"]
-
-
 _NAME = "lightning"
 
 

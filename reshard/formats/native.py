@@ -6,9 +6,6 @@ from reshard.formats.format import Format
 from reshard.native.reader import detect, open
 from reshard.stored.checksums import EVERY_BLOCK
 
-__all__ = ["FORMAT"]
-
-
 FORMAT = Format(
     "native",
     checksums=EVERY_BLOCK,

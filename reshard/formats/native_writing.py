@@ -5,7 +5,4 @@ from __future__ import annotations
 from reshard.formats.format import Writing
 from reshard.native.writer import NativeWriter
 
-__all__ = ["WRITING"]
-
-
 WRITING = Writing(NativeWriter, is_sharded=True, is_split=True)

@@ -25,9 +25,6 @@ from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents, LazyMapping
 from reshard.stored.source import Files
 
-__all__ = ["FORMAT", "detect", "open"]
-
-
 _NAME = "nemo"
 
 _CONFIG = "model_config.yaml"

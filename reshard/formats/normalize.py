@@ -23,8 +23,6 @@ from reshard.state import KeyPath
 from reshard.stored.contents import Contents, unknown_class
 from reshard.stored.tensor import StoredTensor
 
-__all__ = ["beside", "canonical_contents", "keep_beside", "normalize", "without_name"]
-
 
 def normalize(
     contents: Contents,

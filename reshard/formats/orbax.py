@@ -29,9 +29,6 @@ from reshard.stored.contents import Contents, ContentsBuilder, merge
 from reshard.stored.source import DecodedSource, Files
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 
-__all__ = ["FORMAT", "normalize"]
-
-
 _NAME = "orbax"
 
 _TREE = "_METADATA"

@@ -39,9 +39,6 @@ from reshard.stored.source import Files
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import copies
 
-__all__ = ["FORMAT", "is_later_stage", "normalize"]
-
-
 _FILE = re.compile(r"(.*[\W\d_])?(stage|pp|pp_?rank|pipe(line)?_?(rank)?)", re.IGNORECASE)
 
 

@@ -39,9 +39,6 @@ from reshard.stored.contents import Contents, ContentsBuilder
 from reshard.stored.source import Files, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 
-__all__ = ["FORMAT", "Section", "holds_parts", "open_sections", "sections_of", "with_others"]
-
-
 _VERL = re.compile(r"(?P<section>.+?)_world_size_(?P<world>\d+)_rank_(?P<rank>\d+)\.(?:pt|pth|bin)")
 _ACCELERATE = re.compile(r"(?P<section>.+?)_rank_?(?P<rank>\d+)\.(?:pt|pth|bin)")
 _OTHERS = (".pt", ".pth", ".bin", ".pkl", ".safetensors")

@@ -36,9 +36,6 @@ from reshard.stored.streaming import (
 )
 from reshard.stored.tensor import StoredChunk, StoredTensor
 
-__all__ = ["FORMAT", "WRITING", "HuggingFaceFacts", "SafetensorsWriter", "detect", "open", "open_files", "tied_names"]
-
-
 # The index says which file holds which tensor, and is not believed: the files' headers must agree.
 # DCP's shards say the offset of each chunk but no global shapes, which are inferred; a missing region shows
 # when a tensor is read or checked.

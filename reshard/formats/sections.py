@@ -21,11 +21,6 @@ from reshard.live.tree import unflatten
 from reshard.state import IntKey, KeyPath, empty_sequences, key_of, plain_key
 from reshard.stored.contents import Contents
 
-__all__ = [
-    "Sections", "StoredLeaf", "Tree", "find_sections", "is_beside", "is_section", "nest", "outside_sections", "resolve",
-    "walk", "with_empty",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class StoredLeaf:

@@ -11,11 +11,6 @@ from reshard.errors import FormatError, did_you_mean, option_error
 if TYPE_CHECKING:
     from reshard.formats.format import Format, Normalizer, Writing
 
-__all__ = [
-    "ALSO_CALLED", "FORMATS", "NOT_SHARDED", "WRITTEN", "FormatName", "FormatRow", "find_format", "find_normalizer",
-    "formats", "writing_of",
-]  # fmt: skip
-
 
 class FormatRow(NamedTuple):
     """What must be known of a format before it is imported."""

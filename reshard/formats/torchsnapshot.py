@@ -37,9 +37,6 @@ from reshard.stored.contents import Contents, ContentsBuilder
 from reshard.stored.source import Files, FileSource
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 
-__all__ = ["FORMAT", "detect", "open"]
-
-
 _MANIFEST = ".snapshot_metadata"
 _CONTAINERS = {"dict", "OrderedDict", "list"}
 _TENSORS = {"Tensor", "ChunkedTensor"}

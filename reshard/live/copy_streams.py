@@ -19,12 +19,6 @@ from planners.geometry.arrays import Array
 from reshard.live.dtypes import as_array, item_dtype, resolved, row_major_bytes
 from reshard.live.garbage_collection import gc_paused
 
-__all__ = [
-    "ALIGNED_BYTES", "CopyStream", "CopyStreams", "HostMemory", "Uploads", "batches", "device_module", "fetch",
-    "has_copy_streams", "of_caller", "pinned", "row_major_pieces", "to_host", "wait_for",
-]  # fmt: skip
-
-
 # Of any accelerator that torch knows: all is asked of the device module of a tensor's own device
 # (`torch.cuda`, `torch.xpu`, ...). Devices whose module has no streams are waited for once, and
 # then copied to and from as memory is.

@@ -9,12 +9,6 @@ import torch
 
 from reshard.errors import NormalizationError
 
-__all__ = [
-    "HOW_TO_GET", "HOW_TO_SAVE", "HOW_TO_SET", "WHOSE_OPTIMIZERS", "gather_partitioned",
-    "is_partitioned", "whole_shape",
-]  # fmt: skip
-
-
 # Such a parameter is an empty tensor; DeepSpeed puts its number, shape and this rank's part on it
 # as `ds_id`, `ds_shape` and `ds_tensor`. What is inside `GatheredParameters` is whole, and a
 # parameter like any other.

@@ -12,8 +12,6 @@ from reshard.live.dtypes import dtype_name, raw_elements
 from reshard.live.fingerprints import float64_is_exact
 from reshard.live.tensors import raw_bytes
 
-__all__ = ["close", "differing", "number", "same_bytes", "wide"]
-
 
 def number(element: torch.Tensor) -> Any:
     """The number that an element is; the bits of a packed one, such as float4."""

@@ -14,12 +14,6 @@ from planners.geometry.arrays import Array
 from planners.geometry.layout import ITEM_SIZES
 from reshard.errors import FormatError, did_you_mean
 
-__all__ = [
-    "DROPS", "SHORT_NAMES", "as_array", "dtype_from_name", "dtype_name", "full_name", "item_dtype", "overflowing",
-    "raw_elements", "refused_cast", "refused_codes", "resolved", "row_major_bytes", "scales_of",
-]  # fmt: skip
-
-
 DROPS = "a cast would drop fractions or imaginary parts"
 BY_NAME: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_SIZES if hasattr(torch, name)}
 _BY_DTYPE: dict[torch.dtype, str] = {dtype: name for name, dtype in BY_NAME.items()}

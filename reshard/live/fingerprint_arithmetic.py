@@ -22,12 +22,6 @@ import torch
 from planners.geometry.arrays import Array, Floats, Ints, distinct, running_sums, zeros
 from planners.geometry.box import Range
 
-__all__ = [
-    "BLOCK", "LANES", "LIMBS", "LIMB_BITS", "PRIME", "PUBLIC", "Axis", "Kernel", "Key", "Sums", "Term", "add_sums",
-    "fold", "fold_each", "kernel", "known", "multiply", "terms", "tiles", "to_limbs",
-]  # fmt: skip
-
-
 # Sums over this field do not depend on their order, which is what lets every rank add up its own
 # part. The numbers come from SHAKE-256, so any index can be computed directly, and without
 # the key they look like random ones.

@@ -37,12 +37,6 @@ from reshard.live.fingerprint_arithmetic import (
 )
 from reshard.live.garbage_collection import gc_paused
 
-__all__ = [
-    "Fingerprinter", "HeldSums", "Holding", "Partial", "add_holdings", "add_tallies", "comparable", "conclude",
-    "digests_of", "pack_tally", "partial", "partials", "sum_up",
-]  # fmt: skip
-
-
 K = TypeVar("K")
 
 _VERSION = "rf1"

@@ -22,12 +22,6 @@ from reshard.live.tree import copy_containers, leaves_of
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "FlatCut", "FlatPiece", "cut_of", "fill_absent", "flat_pieces", "group_of", "is_flat",
-    "join_state", "remade_like", "split_state",
-]  # fmt: skip
-
-
 # reads FSDP1's private names.
 #
 # Each FSDP1 unit puts its original parameters one after another into one flat tensor, padded so that

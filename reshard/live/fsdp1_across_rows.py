@@ -11,9 +11,6 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor  # type: ignor
 
 from reshard.errors import LayoutError
 
-__all__ = ["CutAcrossRows"]
-
-
 _Local = Callable[[torch.Tensor], torch.Tensor]
 
 

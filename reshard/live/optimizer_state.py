@@ -36,13 +36,6 @@ from reshard.live.tensors import (
 from reshard.live.tree import flatten, leaves_of, map_leaves, unflatten
 from reshard.state import KeyPath, key_of
 
-__all__ = [
-    "SCALARS", "LazyOptimizerState", "PartialState", "Saved", "fill", "flatten_optimizer", "form_of",
-    "is_flat", "is_flat_key", "is_nested", "listed_in", "lost_state", "materialize", "settings_of",
-    "split_flat_key",
-]  # fmt: skip
-
-
 SCALARS = frozenset(["step", "eta", "mu", "mu_product"])
 """State that torch's optimizers keep in tensors without dims, which are never DTensors."""
 

@@ -23,11 +23,6 @@ from reshard.errors import FormatError
 from reshard.live.dtypes import dtype_from_name, dtype_name, resolved
 from reshard.live.tree import MAX_DEPTH, CustomValue, map_leaves, typed
 
-__all__ = [
-    "UNSUPPORTED_TENSORS", "are_equal", "array_bytes", "check_text", "decode_plain", "encode_plain", "represent",
-]  # fmt: skip
-
-
 _LONG_INT_BITS = 4096
 
 

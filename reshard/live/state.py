@@ -36,12 +36,6 @@ from reshard.live.tensors import (
 from reshard.live.tree import Flat, flatten, rebuilt
 from reshard.state import IntKey, KeyPath, State, containers_around, is_selected, key_of, plain_key
 
-__all__ = [
-    "AFTER_WRITES", "LiveState", "OwnState", "PerRank", "Targets", "is_long", "is_object",
-    "like_fresh", "put_at", "same_memory", "same_value", "take_apart", "tell_owners",
-]  # fmt: skip
-
-
 _LONG = 1000
 """Sequences with at least this many numbers are one value."""
 

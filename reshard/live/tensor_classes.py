@@ -25,11 +25,6 @@ from reshard.live.tensors import (
 from reshard.live.tree import class_name, map_leaves
 from reshard.state import KeyPath, key_of
 
-__all__ = [
-    "Follows", "SavedPart", "dequantized", "expanded", "made_of_parts", "register_tensor_class", "registered_classes",
-]  # fmt: skip
-
-
 # {"w": Quantized(data, scale)}    ->    w.data, w.scale
 #
 # What the class says beside its tensors is code, and stays with the target: a load fills the inner tensors of a target

@@ -30,16 +30,6 @@ if TYPE_CHECKING:
     )
     from typing_extensions import TypeIs
 
-__all__ = [
-    "OVERWRITTEN_BY", "UNSHARDED", "LiveTensor", "agreed_form", "candidate_layouts", "class_kinds", "dtensor_like",
-    "dtensor_of", "dtype_of", "explain_ambiguity", "forget_derived", "global_shape", "held_tensors", "holder",
-    "identity_of", "inner_names", "is_dtensor", "is_pending", "is_plain", "is_sharded", "is_sharded_tensor",
-    "is_strided_shard", "is_tensor", "layout_of", "lines_of", "mark_overwritten", "matching_shards", "mesh_line",
-    "raw_bytes", "reach_bytes", "resolved_bytes", "settled", "state_instead_of", "tensor_class", "this_rank",
-    "warn_if_untried", "with_local", "world_size", "wrapped_like", "wrappers",
-]  # fmt: skip
-
-
 # Only this module (with the other border modules) knows torch's private names for them.
 
 

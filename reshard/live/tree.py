@@ -18,13 +18,6 @@ import torch
 from reshard.errors import FormatError, KeyMismatchError
 from reshard.state import IntKey, KeyPath, key_of, plain_key
 
-__all__ = [
-    "MAX_DEPTH", "CustomValue", "Flat", "builtin_kinds", "class_name", "copy_containers", "flatten", "leaves_of",
-    "map_leaves", "mapping_kind", "needs_class", "nested", "other_key_of", "rebuilt", "restore_types", "typed",
-    "unflatten", "unresolved_class",
-]  # fmt: skip
-
-
 _MAX_INT_KEY = 1 << 256
 _MOST_ABSENT = 1 << 16
 """A sequence that lacks more items than this closes up: a checkpoint can claim any place."""

@@ -15,12 +15,6 @@ from torch.distributed import device_mesh
 
 from reshard.live.fsdp1 import FlatPiece, flat_pieces
 
-__all__ = [
-    "CERTAIN_SEGMENTS", "EXTRA_STATE", "WRAPPER_SEGMENTS", "ModuleReader", "WrapperNames", "as_parameter",
-    "assign_tensor", "copy_all", "forget_meshes", "has_torchs_setstate", "loads_itself", "of_version",
-]  # fmt: skip
-
-
 # Everything that needs a private name of theirs is a small function here, so that the rest of the
 # package reads only public ones.
 

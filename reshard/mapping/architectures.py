@@ -16,8 +16,6 @@ from typing import Any
 from planners.units import format_some
 from reshard.errors import CheckpointNotFoundError, NormalizationError, did_you_mean
 
-__all__ = ["ARCHITECTURES", "ENGINES", "Architecture", "Decoder", "undone"]
-
 ENGINES = {"vllm": "fused_qkv_a_proj", "sglang": "fused_qkv_a_proj_with_mqa"}
 """The name that each inference engine gives to the fused first projections of latent attention."""
 

@@ -35,8 +35,6 @@ from reshard.state import KeyPath
 from reshard.stored.contents import Contents, LazyMapping, Makers
 from reshard.stored.tensor import LazyTensor, StoredTensor
 
-__all__ = ["Mapping", "apply_dict", "between"]
-
 
 class Mapping:
     """Rules that rename, split, or join the tensors of a checkpoint. `inverse()` returns the way back."""

@@ -10,8 +10,6 @@ from reshard.errors import NormalizationError
 from reshard.live.dtypes import scales_of
 from reshard.mapping.rules import Concat, Rope, Rule, Split
 
-__all__ = ["check_plain"]
-
 _PARTS = re.compile(
     r"qweight|qzeros|scales|g_idx|SCB|absmax"
     r"|(weight|input|output|k|v)_(packed|shape|g_idx|zero_point|(global_)?scale.*)"

@@ -28,13 +28,6 @@ from reshard.live.dtypes import full_name
 from reshard.mapping.tensors import cast, dequantized, is_floating, mxfp4, offset
 from reshard.stored.tensor import StoredTensor
 
-__all__ = [
-    "Cast", "Computing", "Concat", "Dequantize", "Drop", "Mxfp4", "Offset", "Pattern", "Rename", "Reshape",
-    "Resize", "Rope", "Rule", "Rules", "Site", "Split", "Stack", "States", "Transpose", "Unstack", "renames", "sites",
-    "views_of",
-]  # fmt: skip
-
-
 Names = Sequence[str] | str
 
 

@@ -18,9 +18,6 @@ from reshard.live.tensors import raw_bytes
 from reshard.stored.source import BytesSource, Source
 from reshard.stored.tensor import Extent, LazyTensor, StoredChunk, StoredTensor, read_box
 
-__all__ = ["LOSES", "assembled", "cast", "constant", "dequantized", "is_floating", "mxfp4", "offset"]
-
-
 # Rows that a view takes at even distances, such as those of a rotary permutation, are one chunk
 # with a longer stride:
 #

@@ -28,8 +28,6 @@ from reshard.errors import NormalizationError
 from reshard.mapping.mapping import Mapping
 from reshard.mapping.rules import Concat, Rename, Reshape, Rope, Rule, Rules, Split, Transpose, renames
 
-__all__ = ["FAMILIES", "in_memory", "qwen3_experts", "to_decoder", "to_megatron"]
-
 _LLAVA = "language_model.model.", "language_model."
 _ON_DISK = {
     family: before

@@ -22,12 +22,6 @@ from reshard.native.manifest import BLOCK_BYTES, STAGE_BYTES, FileRecord, entry_
 from reshard.storage.base import PlacedWriter, Storage, Writer
 from reshard.stored.safetensors_header import MAX_HEADER_BYTES, encode_header, encode_rows, framed
 
-__all__ = [
-    "BlockDigests", "BlockSums", "BlockTable", "CommonFile", "Digests", "Entry", "FileGroup", "arrays_of", "blocks_of",
-    "header_of", "probe_of", "read_blocks", "recorded", "write_common_file", "write_file", "write_pieces",
-]  # fmt: skip
-
-
 _OnBytes = Callable[[int], None] | None
 _AT_ONCE_BYTES = 512 << 10
 """So much is hashed before it is written: it is still in a cache then."""

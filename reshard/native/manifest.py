@@ -21,13 +21,6 @@ from reshard.errors import CheckpointNotFoundError, CorruptCheckpointError, Newe
 from reshard.storage.base import Storage
 from reshard.version import __version__
 
-__all__ = [
-    "BLOCK_BYTES", "FEW_FILES", "HF_INDEX", "MANIFEST", "STAGE_BYTES", "VERSION", "FileRecord",
-    "FileTable", "LinkedRecord", "Manifest", "PartsRecord", "TableRecord", "decode_sealed", "encode_sealed",
-    "encode_table", "entry_key", "has_digest", "is_generation", "published", "read_manifest", "refuse_newer",
-]  # fmt: skip
-
-
 #     manifest.json                              what is here: specs, layouts, files, objects
 #     data-<save id>/00000.safetensors           what rank 0 wrote
 #     data-<save id>/00000.safetensors.sums      a checksum for each MiB of it

@@ -42,12 +42,6 @@ from reshard.stored.contents import Contents, Facts, LazyMapping, PlainValues
 from reshard.stored.source import Files, FileSource
 from reshard.stored.tensor import Extent, LazyChunks, StoredChunk, StoredTensor
 
-__all__ = [
-    "ALL", "ArrayPart", "NativeFacts", "Share", "checksums", "compare_ranges", "detect",
-    "is_replaced", "look_for_files", "name", "open", "read_parts", "write_parts",
-]  # fmt: skip
-
-
 name = "native"
 checksums = EVERY_BLOCK
 

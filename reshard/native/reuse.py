@@ -37,9 +37,6 @@ from reshard.native.reader import ArrayPart, NativeFacts
 from reshard.storage.base import Storage
 from reshard.stored.contents import LazyMapping
 
-__all__ = ["Base", "Reused", "reuse"]
-
-
 LEAST_LIVE = 0.25
 """A file of which less would be in use is let go, and what it had is written again: so the files of
 a checkpoint take at most about four times the bytes of its elements."""

@@ -39,8 +39,6 @@ from reshard.stored.streaming import (
 )
 from reshard.stored.tensor import StoredTensor
 
-__all__ = ["NativeWriter"]
-
 
 class NativeWriter(FormatWriter):
     """Full tensors in files of limited size, or the files that the ranks of `onto` would have written."""

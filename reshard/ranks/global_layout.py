@@ -32,8 +32,6 @@ from reshard.errors import KeyMismatchError, LayoutError, format_ranks
 from reshard.live.tensors import LiveTensor, agreed_form
 from reshard.state import KeyPath, State, key_of
 
-__all__ = ["STAGES_DIFFER", "Described", "check_nests", "describe", "join_aliases", "join_layouts", "resolve_layouts"]
-
 
 class _DescribedTensor(msgspec.Struct, frozen=True, array_like=True):
     dtype: str

@@ -35,12 +35,6 @@ from reshard.ranks.global_layout import (
 from reshard.ranks.group import Group
 from reshard.state import KeyPath, State, key_of, path_from_json, path_to_json
 
-__all__ = [
-    "OWN_TENSOR_BYTES", "DigestTable", "GlobalState", "LocalState", "ValueDigests", "agree_on_values", "any_on_device",
-    "check_globs", "global_state_of", "joined_objects", "per_rank_name", "take_global_state",
-]  # fmt: skip
-
-
 # Each rank describes what it was given. Where all descriptions are equal, as under
 # FSDP, one digest per rank is all that travels; where they differ, as between pipeline
 # stages, each distinct one travels once. Every rank then puts the same descriptions

@@ -37,12 +37,6 @@ from reshard.ranks.progress import phase
 if TYPE_CHECKING:  # imported where there is more than one rank
     from reshard.ranks.rounds import Rounds
 
-__all__ = [
-    "DEADLINE_S", "DistinctValues", "Group", "device_of_kind", "digest_of", "either", "pack_flags",
-    "sending_device", "sending_kinds", "unpack_flags",
-]  # fmt: skip
-
-
 T = TypeVar("T")
 S = TypeVar("S")
 

@@ -17,12 +17,6 @@ import msgspec
 from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
 from reshard.storage.base import Storage
 
-__all__ = [
-    "Gone", "KeptLease", "PeerWatch", "WriterLease", "check_fences", "is_gone", "is_kept", "machine", "may_be_alive",
-    "read_lease", "release_lease", "set_fence", "start_of", "take_lease",
-]  # fmt: skip
-
-
 _log = logging.getLogger("reshard")
 
 

@@ -42,9 +42,6 @@ from reshard.ranks.store import (
     decode_outcome,
 )
 
-__all__ = ["FAN", "Combine", "Rounds"]
-
-
 FAN = 128
 """The number of ranks, or of pools of theirs, that are joined at a time."""
 _BOX_RANKS = 1024

@@ -22,12 +22,6 @@ from torch.distributed.distributed_c10d import PrefixStore
 from reshard.errors import DeadlineError, RankFailedError, ReshardError
 from reshard.ranks.liveness import PeerWatch
 
-__all__ = [
-    "PART_BYTES", "Failure", "LogEntry", "Outcome", "RoundOutcome", "SharedStore",
-    "StaleKeys", "StoreClient", "Worker", "decode_outcome", "store_of",
-]  # fmt: skip
-
-
 # `ProcessGroup.get_group_store` is there in newer releases of torch and undocumented;
 # older ones (2.6 on) have only
 # `torch.distributed.distributed_c10d._get_process_group_store`. Opening a store of our

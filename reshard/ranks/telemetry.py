@@ -9,9 +9,6 @@ from opentelemetry import metrics, trace
 
 from reshard.ranks.timespans import Span
 
-__all__ = ["tell"]
-
-
 # Made by whatever the program has set up, or sets up later.
 _tracer = trace.get_tracer("reshard")
 _meter = metrics.get_meter("reshard")

@@ -6,8 +6,6 @@ import msgspec
 
 from planners.units import format_seconds
 
-__all__ = ["Span"]
-
 
 class Span(msgspec.Struct):
     """One timed operation on this rank, and the operations inside it."""

@@ -27,12 +27,6 @@ from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedPar
 from reshard.state_dict.options import OptimizerReport, SetReport, StateDictOptions, as_options
 from reshard.state_dict.saved_optimizer import StateKind, elsewhere_of, read_saved
 
-__all__ = [
-    "get_model_state_dict", "get_optimizer_state_dict", "get_state_dict", "set_model_state_dict",
-    "set_optimizer_state_dict", "set_state_dict",
-]  # fmt: skip
-
-
 Optimizers = Optimizer | Iterable[Optimizer]
 _SWAPPED = "model_state_dict and optim_state_dict are swapped"
 

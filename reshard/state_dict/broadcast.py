@@ -30,9 +30,6 @@ from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedPar
 from reshard.state_dict.options import StateDictOptions
 from reshard.state_dict.saved_optimizer import read_saved
 
-__all__ = ["expect_model", "receive_optimizer", "setting"]
-
-
 Boxes = list[tuple[Shape, Shape]]
 _SETTING = "setting a state dict"
 

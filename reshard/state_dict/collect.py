@@ -39,8 +39,6 @@ from reshard.state_dict.optimizer_parameters import LiveOptimizers
 from reshard.state_dict.options import StateDictOptions, as_options
 from reshard.state_dict.saved_optimizer import is_zero_redundancy
 
-__all__ = ["collect_model", "collect_optimizer", "iter_full"]
-
 
 def collect_model(state: dict[str, Any], options: StateDictOptions) -> dict[str, Any]:
     """Return the state dict that the options request. With `full_state_dict`, this is collective

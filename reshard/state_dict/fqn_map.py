@@ -11,8 +11,6 @@ from reshard.arguments import renamed
 from reshard.state_dict.live_model import LiveModel, Models, Stage, StateEntry
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter
 
-__all__ = ["FqnEntry", "FqnMap", "fqn_map"]
-
 
 @dataclass(frozen=True)
 class FqnEntry:

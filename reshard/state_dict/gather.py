@@ -33,9 +33,6 @@ from reshard.ranks.group import Group, sending_device
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = ["as_chunks", "exchange_rows", "gather", "joint_ranks", "member_ranks", "parts_of", "place_of", "scatter"]
-
-
 # Which rank holds which elements comes from the layout, which every rank computes in the same way; only bytes
 # are sent.
 

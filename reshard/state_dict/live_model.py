@@ -27,8 +27,6 @@ from reshard.live.fsdp1 import FlatPiece, is_flat
 from reshard.live.tensors import is_dtensor
 from reshard.live.wrappers import EXTRA_STATE, ModuleReader
 
-__all__ = ["LiveModel", "Models", "SelfLoadingModule", "Stage", "StateEntry", "where"]
-
 
 @dataclass(frozen=True)
 class Stage:

@@ -46,11 +46,6 @@ from reshard.state_dict.gather import exchange_rows, gather, scatter
 from reshard.state_dict.live_model import LiveModel, SelfLoadingModule, StateEntry, where
 from reshard.state_dict.options import Cast, SetReport, StateDictOptions
 
-__all__ = [
-    "ALIGNED_BYTES", "Spans", "all_apart", "apart", "apply_model", "is_expanded", "like", "listed", "overlapping",
-    "overwritten", "part_of", "plan_model", "read_model", "spans_of", "write_all",
-]  # fmt: skip
-
 
 def read_model(live: LiveModel, *, whole: bool = False) -> dict[str, Any]:
     """The canonical state dict: {name: tensor or extra state}; tensors share memory with the live

@@ -21,8 +21,6 @@ from reshard.live.optimizer_state import is_flat, is_nested, settings_of
 from reshard.live.wrappers import CERTAIN_SEGMENTS, EXTRA_STATE, WrapperNames
 from reshard.state_dict.saved_optimizer import extra_of
 
-__all__ = ["NormalizeReport", "Normalized", "normalize"]
-
 
 @dataclass(frozen=True)
 class NormalizeReport:

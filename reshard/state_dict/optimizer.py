@@ -46,10 +46,6 @@ from reshard.state_dict.optimizer_parameters import (
 from reshard.state_dict.options import OptimizerReport, StateDictOptions
 from reshard.state_dict.saved_optimizer import GroupWrite, Misfit, SavedOptimizer, StateKind, plan_groups, read_saved
 
-__all__ = [
-    "OptimizerWrites", "apply_optimizers", "initial_state", "plan_optimizers", "read_optimizers",
-]  # fmt: skip
-
 
 def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
     """`{"state": {name: {state name: value}}, "param_groups": [{field: value, "params":

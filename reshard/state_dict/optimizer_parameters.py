@@ -21,9 +21,6 @@ from reshard.state_dict.gather import place_of
 from reshard.state_dict.live_model import LiveModel, where
 from reshard.state_dict.model import write_all
 
-__all__ = ["LiveOptimizers", "OptimizedParameter", "filled_names", "joined_pieces", "without_memory"]
-
-
 OUTSIDE = "outside_model"
 """First segment of the name of a parameter that the model does not have; then optimizer, group and
 position follow."""

@@ -11,8 +11,6 @@ from planners.units import format_count
 from reshard.arguments import named_arguments, renamed
 from reshard.errors import NormalizationError, format_names, option_error
 
-__all__ = ["Cast", "InChunks", "OptimizerReport", "SetReport", "StateDictOptions", "as_options"]
-
 
 @named_arguments()
 @dataclass(frozen=True)

@@ -25,12 +25,6 @@ from reshard.state_dict.live_model import where
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter
 from reshard.state_dict.options import StateDictOptions
 
-__all__ = [
-    "EXTRA", "GroupWrite", "Misfit", "SavedOptimizer", "StateKind", "elsewhere_of", "extra_of", "is_zero_redundancy",
-    "plan_groups", "read_saved", "saved_by", "tensors_that_part", "with_state_of_others",
-]  # fmt: skip
-
-
 EXTRA = "extra_state"
 """Field of each group with what the optimizer's own state dict has beside its state and groups."""
 

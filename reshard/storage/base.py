@@ -19,10 +19,6 @@ from reshard.errors import CheckpointNotFoundError, ReshardError, StorageError
 if TYPE_CHECKING:
     from typing_extensions import Buffer  # in the standard library from Python 3.12 on
 
-__all__ = [
-    "NOTHING", "AnyPath", "Listing", "PlacedWriter", "Storage", "Writer", "check_name", "check_range", "is_temporary",
-]  # fmt: skip
-
 AnyPath: TypeAlias = str | os.PathLike[str]
 """A path or URL."""
 Listing: TypeAlias = Mapping[str, int]

@@ -28,8 +28,6 @@ from reshard.storage.base import PlacedWriter, Storage, Writer, check_name, chec
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["LocalStorage", "make_folder", "os_errors", "sync_folder"]
-
 T = TypeVar("T")
 
 _PAGE_BYTES = 4096

@@ -13,8 +13,6 @@ from reshard.storage.base import Storage, Writer, check_name, check_range, exist
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["MemoryStorage"]
-
 
 class MemoryStorage(Storage):
     """A folder in memory. Two instances share nothing; `memory://NAME` names one that the whole process shares.

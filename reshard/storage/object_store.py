@@ -18,9 +18,6 @@ from reshard.storage.base import Storage, Writer, check_name, check_range, exist
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["ObjectStorage", "choose_gap_bytes", "open_objects"]
-
-
 # An object appears whole or not at all: a small one by one conditional put, a large one when its
 # multipart upload is completed. A writer that is killed leaves an invisible upload; a
 # lifecycle rule of the bucket ("abort incomplete multipart uploads") removes what it costs.

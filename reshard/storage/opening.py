@@ -12,8 +12,6 @@ from reshard.storage.base import AnyPath, Storage
 from reshard.storage.local import LocalStorage
 from reshard.storage.memory import MemoryStorage
 
-__all__ = ["StoragePath", "describe_wrong_path", "is_known", "open_storage", "path_text", "place_of"]
-
 StoragePath: TypeAlias = AnyPath | Storage
 """What names a place for files."""
 _OBJECT_STORES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")

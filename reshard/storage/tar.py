@@ -12,9 +12,6 @@ from reshard.storage.base import Storage, Writer, check_range, not_found
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["TarStorage"]
-
-
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"BZ": "bzip2", b"\xfd7": "xz", b"\x28\xb5": "zstd"}
 _MAX_HEADER_BYTES = 1 << 20
 _END_BYTES = 2 * tarfile.BLOCKSIZE

@@ -19,12 +19,6 @@ from planners.geometry.byte_ranges import ByteRuns, Window
 from reshard.errors import CorruptCheckpointError
 from reshard.live.fingerprint_arithmetic import kernel
 
-__all__ = [
-    "CRC_OF_RECORDS", "EVERY_BLOCK", "FREE_CHECK_BYTES", "MAX_CHECK_MULTIPLE", "NO_CHECKSUMS", "BlockChecksums",
-    "CheckTime", "Checking", "Checksums", "add_touched", "most_to_check", "touched_ranges",
-]  # fmt: skip
-
-
 #     file      | block 0 | block 1 | block 2 | block 3 |     a read of some bytes checks every block that it touches,
 #     a read          [--------------]                        reading the rest of the first and the last one, too
 #     checked   [-----------------------------]

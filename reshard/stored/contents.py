@@ -18,12 +18,6 @@ from reshard.stored.checksums import Checking
 from reshard.stored.source import FileSource
 from reshard.stored.tensor import StoredTensor
 
-__all__ = [
-    "DATA_FILE", "IS_PER_RANK", "RANK_METADATA", "Contents", "ContentsBuilder", "Facts", "LazyMapping", "Makers",
-    "PlainValues", "Record", "are_equal", "has_dcp", "make_record_type", "merge", "name_checkpoint", "unknown_class",
-]  # fmt: skip
-
-
 K = TypeVar("K")
 V = TypeVar("V")
 F = TypeVar("F", bound="Facts")

@@ -20,12 +20,6 @@ from reshard.live.garbage_collection import gc_paused
 from reshard.stored.source import Source
 from reshard.stored.tensor import Extent
 
-__all__ = [
-    "SAFETENSORS_CODES", "Header", "HeaderEntry", "encode_header", "encode_rows", "find_header",
-    "framed", "read_header",
-]  # fmt: skip
-
-
 MAX_HEADER_BYTES = 100_000_000
 """What the safetensors library refuses to go beyond."""
 _ALIGNMENT = 64

@@ -23,9 +23,6 @@ from reshard.errors import RESTORE, CheckpointNotFoundError, CorruptCheckpointEr
 from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import BlockChecksums, Checking, Checksums, most_to_check, touched_ranges
 
-__all__ = ["DIRECT_BYTES", "BytesSource", "DecodedSource", "FileSource", "Files", "Source"]
-
-
 DIRECT_BYTES = 1 << 20
 """Runs of at least this many bytes are read by calls to the storage, even where there is a
 zero-copy view: one call to the kernel is faster than a page fault for every few pages of a fresh

@@ -33,12 +33,6 @@ from reshard.stored.contents import Contents
 from reshard.stored.source import FileSource
 from reshard.stored.tensor import StoredTensor, check_cover, copy_place
 
-__all__ = [
-    "MAX_SHARD_BYTES", "Feed", "FilePart", "FilePlan", "FormatWriter", "HashingWriter", "Publication", "Region",
-    "StreamedRows", "Target", "WrittenFile", "fingerprint_parts", "grouped", "spread", "windows",
-]  # fmt: skip
-
-
 #     with Feed(is_near=True) as feed:
 #         for region in regions:
 #             feed.add(region, use)

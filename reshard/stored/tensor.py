@@ -23,13 +23,6 @@ from reshard.live.dtypes import dtype_from_name, item_dtype
 from reshard.stored.record_checksums import RecordChecksums
 from reshard.stored.source import FileSource, Source
 
-__all__ = [
-    "MAX_BUFFER_BYTES", "ByteRun", "Extent", "LazyChunks", "LazyTensor", "StoredChunk", "StoredTensor",
-    "check_cover", "copy_place", "copy_view", "empty", "is_near", "read_box", "read_place", "read_value", "run_of",
-    "same_bytes", "whole",
-]  # fmt: skip
-
-
 #         tensor (6 x 4)            chunk 0: Box[0:3, 0:4]  ->  window of a.distcp, row-major
 #         +---------+               chunk 1: Box[3:6, 0:4]  ->  window of b.distcp, transposed
 #         | chunk 0 |

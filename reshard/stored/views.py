@@ -14,11 +14,6 @@ from planners.geometry.layout import TensorSpec, flat_boxes
 from reshard.errors import CorruptCheckpointError
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor, is_near, same_bytes
 
-__all__ = [
-    "Piece", "assemble", "concat", "copies", "cut", "flat_piece", "narrow", "stack", "unflatten", "ungrid",
-    "unstack",
-]  # fmt: skip
-
 _log = logging.getLogger("reshard")
 
 

@@ -47,13 +47,6 @@ from reshard.storage.local import LocalStorage, make_folder, os_errors, sync_fol
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = [
-    "LINEAGE", "GatherReport", "GenerationFolder", "Held", "Hosts", "Incarnation", "ManifestStamp", "Moves", "Recorded",
-    "Settings", "Survivors", "TierRestoreReport", "TierSaveReport", "blocks_of", "fetched_folder", "free_bytes",
-    "good_ranges", "held_in", "kept_in", "lost_boxes", "meet", "move", "remove",
-]  # fmt: skip
-
-
 # this host has some files, and all of the manifest once the generation counts.
 #
 #     /dev/shm/run1/node3/                                       the folder of the host node3

@@ -18,9 +18,6 @@ from planners.geometry.arrays import grouped
 from reshard.api.elastic.generation import GenerationFolder, Incarnation, ManifestStamp, Recorded
 from reshard.native.commit import new_save_id
 
-__all__ = ["FoundGenerations", "GenerationOrder"]
-
-
 _REMEMBERED = 64
 """Each incarnation knows this number of earlier ones, the latest. Clocks order those before."""
 

@@ -67,8 +67,6 @@ from reshard.stored.checksums import Checking
 from reshard.stored.contents import LazyMapping
 from reshard.stored.source import Files, FileSource
 
-__all__ = ["gather", "recover"]
-
 
 class _Candidate(NamedTuple):
     """A generation or checkpoint that could be loaded."""

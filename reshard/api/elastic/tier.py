@@ -56,8 +56,6 @@ from reshard.storage.local import LocalStorage
 if TYPE_CHECKING:
     from reshard.mapping import Mapping as StateMapping
 
-__all__ = ["Tier", "check_bytes_per_s"]
-
 _PACED_BYTES = 4 << 20
 """Bytes in flight if a rate limit is kept: short bursts let messages of the job pass."""
 

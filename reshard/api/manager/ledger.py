@@ -20,8 +20,6 @@ from reshard.native.manifest import encode_sealed
 from reshard.ranks import liveness
 from reshard.storage.opening import open_storage, place_of
 
-__all__ = ["Ledger", "published_steps", "step_path"]
-
 # run/                          the root
 #     manager.json              metrics of steps, published before the save of each begins
 #     manager-owner.json        which process saves here

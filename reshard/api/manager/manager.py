@@ -40,8 +40,6 @@ from reshard.mapping import Mapping as StateMapping
 from reshard.ranks.group import DEADLINE_S, Group
 from reshard.storage.opening import path_text
 
-__all__ = ["CheckpointManager", "RestoreReport", "StepReport"]
-
 _log = logging.getLogger("reshard")
 _KEEP_ALL, _ON_SIGTERM = Keep(), Preemption()
 _OWN = {

@@ -12,8 +12,6 @@ from torch.utils.data import DataLoader, Sampler
 from reshard.arguments import named_arguments
 from reshard.errors import KeyMismatchError, LayoutError, option_error
 
-__all__ = ["ElasticSampler"]
-
 _CHUNK = 1 << 16
 """Numbers that are made objects of Python at a time."""
 

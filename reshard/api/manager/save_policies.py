@@ -17,8 +17,6 @@ from reshard.api.retention import is_count
 from reshard.arguments import named_arguments
 from reshard.errors import OptionError, format_value
 
-__all__ = ["Due", "Every", "Preemption", "Signals", "Vote", "checked_metrics"]
-
 _log = logging.getLogger("reshard")
 
 

@@ -32,8 +32,6 @@ from reshard.stored.safetensors_header import Header, find_header
 from reshard.stored.source import DecodedSource, Files, FileSource, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 
-__all__ = ["FORMAT", "DcpFacts", "DcpIndex", "Item", "Items", "Undo", "detect", "open", "open_folder"]
-
 
 def detect(storage: Storage, names: Listing) -> bool:
     """Return True if the top folder is a DCP checkpoint."""

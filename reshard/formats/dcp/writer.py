@@ -49,9 +49,6 @@ from reshard.stored.streaming import (
     spread,
 )
 
-__all__ = ["WRITING", "DcpWriter", "chunk_of", "object_to_bytes", "paths_of", "tensor_metadata", "versioned"]
-
-
 _METADATA = ".metadata"
 
 

@@ -25,9 +25,6 @@ from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents, Facts
 from reshard.stored.source import Files
 
-__all__ = ["FORMAT", "OWN", "DeepSpeedFacts", "is_state"]
-
-
 _STATES = re.compile(
     r"((bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+(_model_states|_?optim_states)\.pt"
     r"|layer_\d+(-model_\d+)?-model_states\.pt"

@@ -23,9 +23,6 @@ from reshard.stored.contents import Contents, Facts
 from reshard.stored.streaming import FilePlan, Publication, Target
 from reshard.stored.tensor import StoredTensor, read_value
 
-__all__ = ["WRITING"]
-
-
 # latest_universal                                              names the folder, published last
 # <tag>/zero/<parameter>/{fp32, exp_avg, exp_avg_sq, step}.pt   full tensors
 # <tag>/zero/optimizer_state.pt                                 param groups

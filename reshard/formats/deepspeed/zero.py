@@ -22,9 +22,6 @@ from reshard.stored.contents import Record
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import assemble, narrow, unflatten
 
-__all__ = ["Rank", "cut_stage3", "cut_stage12", "experts_shifts", "read_rank", "shifted"]
-
-
 MASTER = "fp32"
 """Name under which the fp32 masters go among the states."""
 

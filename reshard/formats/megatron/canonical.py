@@ -32,9 +32,6 @@ from reshard.stored.contents import Contents
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import ungrid
 
-__all__ = ["finish", "normalize"]
-
-
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.(?P<rest>.+)", re.DOTALL)
 _STATE = re.compile(r"state\.(?P<state>[^.]+)\.(?P<key>.+)", re.DOTALL)
 STATE_NAMES = {"param": "fp32_param", "master_param": "fp32_param"}

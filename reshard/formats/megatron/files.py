@@ -33,12 +33,6 @@ from reshard.stored.contents import Contents, Facts, has_dcp, merge
 from reshard.stored.source import Files
 from reshard.stored.tensor import LazyTensor
 
-__all__ = [
-    "FORMAT", "LATEST", "LEGACY", "LegacyFacts", "MegatronFacts", "RankFiles", "arguments", "iteration_folder",
-    "open_folder",
-]  # fmt: skip
-
-
 LATEST = "latest_checkpointed_iteration.txt"
 _BACKENDS = ("torch_dist", "torch_dcp", "fsdp_dtensor")
 _COMPARED_BYTES = 1 << 20

@@ -47,9 +47,6 @@ from reshard.stored.contents import Contents
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import cut
 
-__all__ = ["normalize"]
-
-
 _CHUNK = re.compile(r"model(\d*)")
 _FUSED = re.compile(r"(.*\.)?(query_key_value|key_value)\.(weight|bias)")
 

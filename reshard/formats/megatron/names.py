@@ -14,13 +14,6 @@ from reshard.formats.canonical import Hints, Shapes, Tensors, find_scope
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import concat, copies, narrow, unstack
 
-__all__ = [
-    "EXPERT", "LAYER", "Grid", "canonical_key", "chunk_names", "cut_vocabulary", "expand", "first_copy", "is_buffer",
-    "is_expert", "is_gated", "join_by_name", "join_halves", "local_shape", "orders", "skipped", "tp_dim", "vocab_size",
-    "whole_key",
-]  # fmt: skip
-
-
 # decoder.layers.mlp.linear_fc2.weight [L, ...]
 # decoder.layers.<l>.mlp.linear_fc2.weight ...layers.mlp.experts.experts.linear_fc2.weight [L, E,
 # ...]  ...<l>.mlp.experts.local_experts.<e>.linear_fc2.weight

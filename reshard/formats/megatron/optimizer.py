@@ -29,12 +29,6 @@ from reshard.stored.contents import Contents
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import cut
 
-__all__ = [
-    "assign_groups", "bucket_limit", "cut_buckets", "decays", "find_groups", "groups_to_save",
-    "place_joined", "place_params",
-]  # fmt: skip
-
-
 # optimizer.distributed.dp_group_idx_0.param_state/shard_0_1
 #     [{0: {(param dtype, grad dtype): {param: flat, exp_avg: flat, exp_avg_sq: flat, numel_unpadded: n}}}]
 

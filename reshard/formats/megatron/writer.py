@@ -27,9 +27,6 @@ from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, Publicati
 from reshard.stored.tensor import StoredTensor, read_value
 from reshard.stored.views import stack
 
-__all__ = ["WRITING"]
-
-
 # latest_checkpointed_iteration.txt        names the folder, published last
 # iter_0000002/metadata.json, common.pt    which backend this is; everything that no tensor is
 # iter_0000002/.metadata, __0_*.distcp     a chunk for each layer and expert, as Megatron itself

@@ -23,9 +23,6 @@ from reshard.stored.checksums import CRC_OF_RECORDS
 from reshard.stored.contents import Contents
 from reshard.stored.source import Files, Source
 
-__all__ = ["FORMAT", "ITEM", "METADATA", "files_of_items"]
-
-
 METADATA = "metadata.pkl"
 ITEM = re.compile(r"(?P<section>[^/]+)_(?P<rank>\d+)\.pt")
 

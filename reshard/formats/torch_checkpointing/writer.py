@@ -23,9 +23,6 @@ from reshard.stored.contents import Contents
 from reshard.stored.source import Files
 from reshard.stored.streaming import FilePlan, Publication, Target
 
-__all__ = ["WRITING"]
-
-
 _VERSION = "2.0"
 _ITEM_NAME = re.compile(r"[a-zA-Z0-9_-]+")
 _MODEL = "model"

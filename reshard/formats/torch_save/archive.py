@@ -15,12 +15,6 @@ from reshard.stored.record_checksums import RecordChecksums, crc32
 from reshard.stored.source import FileSource, Source
 from reshard.stored.tensor import Extent, read_place
 
-__all__ = [
-    "ZIP_MAGIC", "TorchArchive", "archives", "changed_records", "is_archive", "locate_item", "make_place", "read_head",
-    "written_beside",
-]  # fmt: skip
-
-
 # archive/data.pkl     the structure, as a pickle      Records are stored, never compressed. An
 # archive may be a file, archive/byteorder    "little"                        or an item in the
 # middle of one; offsets inside it count from archive/data/0       raw bytes of storage "0"

@@ -29,11 +29,6 @@ from reshard.live.dtypes import dtype_name
 from reshard.live.tensors import wrappers
 from reshard.stored.contents import Record, make_record_type
 
-__all__ = [
-    "Shardlet", "StorageRef", "StorageType", "TensorRef", "is_dtensor", "load_pickle",
-    "load_pickle_at", "plain", "read_dtensor",
-]  # fmt: skip
-
 
 def _sealed(self: Any, state: Any) -> NoReturn:
     """Refuse `__setstate__`: a pickle must not change a value after it was validated."""

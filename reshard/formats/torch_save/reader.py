@@ -27,13 +27,6 @@ from reshard.stored.contents import NO_FACTS, Contents, ContentsBuilder, Facts, 
 from reshard.stored.source import Files, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor, read_place
 
-__all__ = [
-    "FORMAT", "FilesOfRanks", "TorchFile", "contents_of", "detect", "flat_leaves", "is_sharded_tensor",
-    "join_sharded", "looks_like_torch_file", "open", "open_file", "read_torch_file",
-    "saved_groups", "sharded_ranks", "stored_or_plain", "stored_tensor", "stored_values",
-]  # fmt: skip
-
-
 # The older form (before torch 1.6) is five things in a row:
 #
 #     pickle: magic number | pickle: protocol | pickle: sys info | pickle: what was saved | pickle: keys of storages

@@ -39,12 +39,6 @@ from reshard.stored.streaming import (
 )
 from reshard.stored.tensor import Extent
 
-__all__ = [
-    "WRITING", "ArchiveWriter", "ArchivesWriter", "NestsWriter", "TensorStub", "TorchSaveWriter", "begin_archive",
-    "end_archive", "needs_code", "nest_of", "pickled_state", "pickled_tensor", "refused_objects",
-    "save_tensor", "tensor_record", "with_sums", "written_crc",
-]  # fmt: skip
-
 
 class ArchivesWriter(FormatWriter):
     """Files of `torch.save`, in each of which the stub of number n stands for its nth part."""
