@@ -17,6 +17,8 @@ _PAGES = Path(__file__).parent
 _MADE = set(re.findall(r"\b([A-Z]\w+)\(", "".join(map(Path.read_text, _PAGES.glob("reference/*.md")))))
 """The classes that a page calls."""
 _SECTION = re.compile(r"^([ \t]*Raises) \((.+)\):$", re.MULTILINE)
+_TOGETHER = re.compile(r"^([ \t]+)(\w+(?:, \w+)+): (.*(?:\n\1[ \t]+.*)*)", re.MULTILINE)
+"""Parameters that a docstring describes together."""
 _TAG = re.compile(r"`[^`]*`|<(\w+)>")
 _RETURNS = re.compile(r"^[ \t]*Returns:\n[ \t]+", re.MULTILINE)
 _PAGE = re.compile(r"`?\bdocs/([\w/-]+\.md)`?")
@@ -82,8 +84,18 @@ def _show_call(made: griffe.Class, value: Any) -> None:
 
 
 def _complete(function: griffe.Function, value: Any) -> None:
-    """Defaults that the source names get their values; options that it collects are listed."""
+    """Defaults that the source names get their values; options that it collects are listed. Each parameter has a row of
+    its own, since a row for several would call them required."""
     known = inspect.signature(value).parameters
+
+    def apart(described: re.Match[str]) -> str:
+        indent, names, text = described.groups()
+        if not known.keys() >= {*names.split(", ")}:
+            return described[0]
+        return "\n".join(f"{indent}{name}: {text}" for name in names.split(", "))
+
+    if function.docstring:
+        function.docstring.value = _TOGETHER.sub(apart, function.docstring.value)
     for parameter in list(function.parameters):
         if parameter.kind is griffe.ParameterKind.var_keyword and parameter.name not in known:
             del function.parameters[parameter.name]
