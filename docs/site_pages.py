@@ -71,7 +71,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links to where those pages and their neighbors are on the site; other links lead to the start. A search finds
     the pages for developers last."""
     if any(section.title == "Developers" for section in page.ancestors):
-        page.meta["search"] = {"boost": 0.01}
+        page.meta["search"] = {"boost": 0.0001}
     source = FROM_ROOT.get(page.file.src_uri)
     if source and source.endswith(".py"):
         return markdown

@@ -199,7 +199,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
             if isinstance(value, Mapping)
             else value is None or hasattr(value, "stages")
         ),
-        "a dict of names or a reshard.mapping.Mapping",
+        "a dict of names or a reshard.mapping.Mapping, such as Mapping([Rename('old', 'new')])",
     ),
     "hints": (lambda value: isinstance(value, Mapping | None), "a dict, such as {'vocab_size': 50257}"),
     "views": (lambda value: isinstance(value, Iterable), "a list of views"),

@@ -138,7 +138,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def _refuse(self, error: CheckpointError) -> None:
         """Raise CheckpointReplacedError in place of an error of a read, if a later save replaced this."""
-        refuse_replaced("open", error, self)
+        refuse_replaced("open", self)
 
     def __contains__(self, name: object) -> bool:
         return name in self.contents.tensors or (name in self.aliases)
@@ -500,16 +500,16 @@ def save_of(checkpoint: Checkpoint) -> str:
     return native.manifest.save_id if native is not None else checkpoint.url.rstrip("/").rpartition("/")[2]
 
 
-def refuse_replaced(again: str, error: object, *checkpoints: Checkpoint | None) -> None:
+def refuse_replaced(again: str, *checkpoints: Checkpoint | None) -> None:
     """Raise CheckpointReplacedError if a later save replaced one of these since it was opened.
 
-    Then `error` says nothing of the new one, and to do it `again` finds that whole.
+    Then an error of the old one says nothing of the new one, and to do it `again` finds that whole.
     """
     for checkpoint in filter(None, checkpoints):
         native = checkpoint.contents.details(NativeFacts)
         if native is not None and is_replaced(native):
             raise CheckpointReplacedError(
-                f"{checkpoint.url} was replaced by a later save, or deleted, while it was read: {again} again ({error})"
+                f"{checkpoint.url} was replaced by a later save, or deleted, while it was read: {again} it again"
             )
 
 
@@ -519,11 +519,11 @@ def unless_replaced(again: str, *checkpoints: Checkpoint | None) -> Iterator[lis
     found: list[Any] = []
     try:
         yield found
-    except CheckpointError as error:
-        refuse_replaced(again, error, *checkpoints)
+    except CheckpointError:
+        refuse_replaced(again, *checkpoints)
         raise
     if found:
-        refuse_replaced(again, found[0], *checkpoints)
+        refuse_replaced(again, *checkpoints)
 
 
 def chosen(names: Sequence[str], globs: Sequence[str], where: str) -> frozenset[str]:

@@ -325,7 +325,7 @@ def cuts(layout: TensorLayout, caption: str) -> str:
         ))  # fmt: skip
         body.append(_cell(x + 14, y + 14, right - x, below - y, ranks, where, drawn != exact))
     rest = f", at index 0 of the {len(shape) - 2} other dims" if len(shape) > 2 else ""
-    rest += f"; not drawn: how {' and '.join(inner)} shards each box again" if inner else ""
+    rest += f"; not drawn: the further sharding of each box over {' and '.join(inner)}" if inner else ""
     rest += "; each drawn box stands for many shards, from the first to the last rank" if drawn != exact else ""
     rest += "; 0+ means rank 0 and others" if any(part.endswith("+</text>") for part in body) else ""
     fine = ' class="fine"' if max(map(len, (rows, columns))) > 33 else ""

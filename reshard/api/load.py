@@ -166,7 +166,7 @@ def load_with(
             _log.warning("%s was loaded, but the report is not ok: %s", report.path, "; ".join(odd))
         return report
     except CorruptCheckpointError as error:
-        refuse_replaced("load", error, checkpoint)
+        refuse_replaced("load", checkpoint)
         native = checkpoint.contents.details(NativeFacts)
         if native is not None:
             native.naming_tensors(error)

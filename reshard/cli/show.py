@@ -193,14 +193,16 @@ def print_legend(short_forms: Iterable[str], is_wanted: bool, *more: str) -> Non
         print_text("Notation", style="bold")
         print_rows(signs)
     if hints := [*more, *["--legend explains the notation"] * (bool(signs) > is_wanted)]:
-        print_text("; ".join(hints), "hint", "dim")
+        print_text("; ".join(hints), "tip", "dim")
 
 
-def print_json(value: Any) -> None:
-    """One JSON document on stdout."""
+def print_json(value: Mapping[str, Any]) -> None:
+    """One JSON document on stdout. As in those of errors, `ok` says whether what was asked for was done."""
     from reshard.live.plain_data import represent
 
-    print(json.dumps(_for_json(value), indent=2, default=lambda it: represent(it, str), allow_nan=False))
+    print(
+        json.dumps(_for_json({"ok": True, **value}), indent=2, default=lambda it: represent(it, str), allow_nan=False)
+    )
 
 
 def _for_json(value: Any) -> Any:

@@ -52,3 +52,7 @@ from reshard.dcp.state_dict_saver import async_save as async_save, save as save,
 __all__ = [name for name in vars(_torch) if not name.startswith("_")]
 
 __getattr__ = newer_or_torchs
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

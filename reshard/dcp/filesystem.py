@@ -161,7 +161,7 @@ class FileSystemWriter(StorageWriter):
         names = self.storage.list()
         if self._metadata_name in names and not self.overwrite:
             raise CheckpointExistsError(
-                f"Checkpoint already exists in {self.path} and self.overwrite=False: give overwrite=True to replace it"
+                f"Checkpoint already exists in {self.path}: pass overwrite=True to the writer to replace it"
             )
         if self._each_for_itself and _METADATA in names:
             raise StorageError(

@@ -274,8 +274,8 @@ def refuse_first_step(path: StoragePath) -> None:
     else:
         return
     raise FormatError(
-        f"{folder} is a checkpoint ({mark}): with a first step below it, {text.removeprefix(f'{folder}/')}, its path "
-        "could mean either. Nothing was saved: save to another folder, or move that checkpoint to another one first"
+        f"{folder} is a checkpoint ({mark}), so it cannot also be the folder of a run with the step "
+        f"{text.removeprefix(f'{folder}/')}: choose another folder, or move that checkpoint to another one first"
     )
 
 

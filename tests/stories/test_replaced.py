@@ -253,7 +253,7 @@ def test_a_slice_of_a_checkpoint_that_was_replaced_says_so(tmp_path: Path) -> No
     old = reshard.open(tmp_path)
     reshard.save(tensor_of(2), tmp_path)
     for read in (lambda: old["w"][...], lambda: old["w"][:1]):
-        with pytest.raises(CheckpointReplacedError, match=r"was replaced by a later save, .*: open again"):
+        with pytest.raises(CheckpointReplacedError, match=r"was replaced by a later save, .*: open it again"):
             read()
 
 
@@ -426,6 +426,6 @@ def test_what_is_replaced_while_it_is_looked_at_is_neither_damaged_nor_different
         return original(*args)
 
     monkeypatch.setattr(module, step, replaced)
-    with pytest.raises(CheckpointError, match=f"was replaced by a later save, or deleted, .*: {way} again"):
+    with pytest.raises(CheckpointError, match=f"was replaced by a later save, or deleted, .*: {way} it again"):
         ways[way]()
     assert ways[way]().ok

@@ -211,7 +211,9 @@ _MISSING = "Missing key in checkpoint state_dict"
 MISFIT = also(KeyMismatchError, ValueError)
 """A key has another shape or kind than the checkpoint."""
 
-ENGINE_WORDING = Wording(_MISSING, "Size mismatch, or the wrong kind of value", _ALLOW, MISFIT)
+ENGINE_WORDING = Wording(
+    f"missing from the checkpoint ({_MISSING})", "mismatched (Size mismatch, or another kind of value)", _ALLOW, MISFIT
+)
 
 
 def refuse_misfits(wanted: Mapping[str, Any], saved: Mapping[str, Any], *, partial: bool) -> None:

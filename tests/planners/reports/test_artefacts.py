@@ -215,7 +215,7 @@ def test_of_many_shards_those_of_the_outer_axes_are_drawn_or_groups_with_their_r
     titles, words = drawn("tp,fsdp: S(0),S(0) on fsdp=256,tp=4")
     assert titles[1] == "ranks 1, 5, 9, 13 and 252 more: [1024:2048, 0:64]"
     assert len(titles) == 4
-    assert words.endswith("· 1,024 boxes; not drawn: how fsdp shards each box again")
+    assert words.endswith("· 1,024 boxes; not drawn: the further sharding of each box over fsdp")
     titles, words = drawn("S(0) on fsdp=1024")
     assert titles[:2] == ["ranks 0 to 63: [0:256, 0:64]", "ranks 64 to 127: [256:512, 0:64]"]
     assert len(titles) == 16

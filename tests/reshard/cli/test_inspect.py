@@ -65,7 +65,7 @@ def test_what_nothing_was_compared_with_is_told(say, checkpoint, tmp_path) -> No
 def test_json_of_keys_that_json_does_not_have(capsys) -> None:
     print_json({(1, "a"): [{2: (3,)}]})
 
-    assert json.loads(capsys.readouterr().out) == {"(1, 'a')": [{"2": [3]}]}
+    assert json.loads(capsys.readouterr().out) == {"ok": True, "(1, 'a')": [{"2": [3]}]}
 
 
 def test_json_of_numbers_that_json_does_not_have(capsys) -> None:
@@ -73,7 +73,7 @@ def test_json_of_numbers_that_json_does_not_have(capsys) -> None:
     print_json({"l": values, float("nan"): np.float32("inf")})
 
     told = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert told == {"l": ["inf", "-inf", "nan", "nan", 1.5], "nan": "inf"}
+    assert told == {"ok": True, "l": ["inf", "-inf", "nan", "nan", 1.5], "nan": "inf"}
 
 
 def test_without_tensors_there_are_no_headings_for_them(say, tmp_path) -> None:
@@ -188,7 +188,7 @@ def test_layouts_are_said_in_words_and_their_signs_at_the_end(say, checkpoint, t
     rules = {"*.w": "_S(0, 2),S(0)", "*": "R,R"}
     reshard.convert(checkpoint, tmp_path / "c", onto=Topology.parse("dp=2,tp=2", rules))
     lines = say("inspect", tmp_path / "c").out.splitlines()
-    assert lines[-1] == "hint  --legend explains the notation"
+    assert lines[-1] == "tip  --legend explains the notation"
     assert "Notation" not in lines
     lines = say("inspect", tmp_path / "c", "--legend").out.splitlines()
 
@@ -571,7 +571,7 @@ def test_a_short_form_is_explained(say) -> None:
 
     assert said.out.startswith("dim 0 sharded over tp, then dp\n")
     assert "0 ┌───┐\n  │ 0 │\n2 ├───┤\n  │ 2 │\n4 ├───┤\n  │ 1 │\n6 ├───┤\n  │ 3 │\n8 └───┘" in said.out
-    assert said.out.endswith("\nhint  --legend explains the notation\n")
+    assert said.out.endswith("\ntip  --legend explains the notation\n")
     said = say("explain", "_S(0, 2),S(0) on dp=2,tp=2", "--legend")
     assert "  _S(d, n)      dim d is sharded over this axis after" in said.out
 
@@ -793,12 +793,12 @@ def test_ints_too_long_for_decimal_digits_are_shown_in_hex(say, tmp_path, value)
 
 def test_ints_of_which_python_writes_the_digits_stay_numbers_in_json(capsys) -> None:
     print_json({"v": 10**4000, "n": -3, "yes": True})
-    assert json.loads(capsys.readouterr().out) == {"v": 10**4000, "n": -3, "yes": True}
+    assert json.loads(capsys.readouterr().out) == {"ok": True, "v": 10**4000, "n": -3, "yes": True}
 
 
 def test_keys_with_the_same_text_are_both_in_json(capsys) -> None:
     print_json({"odd": {1: 2, "1": 3}, "plain": {1: 2, None: 3}})
-    assert json.loads(capsys.readouterr().out) == {"odd": [[1, 2], ["1", 3]], "plain": {"1": 2, "None": 3}}
+    assert json.loads(capsys.readouterr().out) == {"ok": True, "odd": [[1, 2], ["1", 3]], "plain": {"1": 2, "None": 3}}
 
 
 def test_a_long_int_that_differs_is_a_difference(say, tmp_path) -> None:

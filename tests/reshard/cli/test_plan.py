@@ -293,11 +293,11 @@ def test_of_two_axes_the_one_that_shards_nothing_is_named(say, checkpoint) -> No
 
 def test_layouts_are_said_in_words(say, gpt) -> None:
     lines = say("plan", gpt, "fsdp=3").out.splitlines()
-    assert lines[-1] == "hint  --items lists what each rank reads; --legend explains the notation"
+    assert lines[-1] == "tip  --items lists what each rank reads; --legend explains the notation"
     assert not any("Notation" in line or "Box[" in line for line in lines)
     lines = say("plan", gpt, "fsdp=3", "--items", "--legend", "--limit", "5").out.splitlines()
     assert sum("<- Box[" in line for line in lines) == 5
-    assert not any("hint  --" in line for line in lines)
+    assert not any("tip  --" in line for line in lines)
 
     at = next(i for i, line in enumerate(lines) if "from  " in line)
     assert lines[at].endswith("from  dim 0 sharded over tp, then dp (tp,dp: S(0),S(0) on dp=2,tp=2)")

@@ -49,6 +49,7 @@ def test_it_lists_what_it_removes(say, run) -> None:
     assert _left(run) == ["step-2", "step-3"]
     told = json.loads(say("prune", run, "--keep-last", 1, "--on", "processes:2", "--json").out)
     assert told == {
+        "ok": True,
         "path": str(run),
         "dry_run": False,
         "deleted": [f"{run}/step-2"],
