@@ -604,7 +604,6 @@ class _Side:
         self.objects: Mapping[str, Any]
         self.own: Mapping[str, Mapping[int, Any]]
         self.foreign: set[str] = set()
-        self.is_one_rank_s = False
         self.why_left_out = "which belong to neither model nor optimizer"
         if not isinstance(source, str | os.PathLike | Storage | Mapping):
             got = state_instead_of(source)
@@ -637,7 +636,8 @@ class _Side:
             if is_tensor(value):
                 live = LiveTensor(key, value)
                 _ = live.spec, live.local  # which refuse what has no plain elements
-        self.is_one_rank_s = True
+                if live.is_meta:
+                    raise LayoutError(f"tensor {key!r} is on the meta device and has no values: initialize it first")
         self.objects = {k: _as_bytes(v) for k, v in values.items() if k not in self.tensors and k not in self.own}
         self.objects.update({key: [] for key in empty_sequences(flat.containers, flat.leaves)})
 
@@ -729,7 +729,7 @@ def _name_findings(left: _Side, right: _Side, joint: _JointFindings, group: Grou
 def _ranks_left_open(left: _Side, right: _Side, group: Group | None) -> list[str]:
     """Per-rank values of which one side has those of this rank only, and the other one has more."""
     x, y = left.names.own, right.names.own
-    is_whole = group is not None or not (left.is_one_rank_s or right.is_one_rank_s)
+    is_whole = group is not None or (left.checkpoint is not None and right.checkpoint is not None)
     return [] if is_whole else [key for key in x if key in y and x[key] != y[key]]
 
 

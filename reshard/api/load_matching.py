@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from glob import escape
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -466,6 +467,8 @@ def _is_number(value: Any) -> bool:
 # allows it.
 
 
+_MOST_LEFT_OUT = 6
+"""Names of tensors that the advice leaves out."""
 _ITS_KIND = (
     "pass what was saved: a reshard.PerRank(value), a plain value, or a torch.Tensor (torch.from_numpy shares an "
     "array's memory)"
@@ -631,22 +634,34 @@ class Mismatches:
             fixes += allowing([*where], unexpected, match.names, root, options)
         elif unexpected and moved is None:
             fixes.append(options.ignoring(unexpected))
-        fixes += self._fixes_of_mismatches(wording)
+        fixes += self._fixes_of_mismatches(match, wording)
         head = f"{match.checkpoint.url} does not match the state to load into:"
         return "\n".join([head, *what, *map(visible, lines), *fix_lines(fixes)])
 
-    def _fixes_of_mismatches(self, wording: Wording) -> list[str]:
+    def _fixes_of_mismatches(self, match: KeyMatch, wording: Wording) -> list[str]:
         fixes = []
-        if wording == Wording() and any(": saved with shape" in line for line in self.mismatched):
+        shapes = [key for key, words, _ in (line.partition(": saved with shape") for line in self.mismatched) if words]
+        if wording == Wording() and shapes:
+            globs = _leaving_out(match, shapes) if len(shapes) <= _MOST_LEFT_OUT else "..."
             fixes.append(
                 "if the target is a shard from to_local(), pass its DTensor. For mapping=, reshard.mapping has "
-                "Transpose, Reshape, and Resize, which pads or crops full tensors. To keep your tensors, load "
-                "reshard.open(path).select(...), with globs that leave these out, and strict=False"
+                "Transpose, Reshape, and Resize, which pads or crops full tensors. To keep your tensors, leave these "
+                f"out: load(state, reshard.open({match.checkpoint.url!r}).select({globs}), strict=False)"
             )
         if dtypes := [line for line in self.mismatched if "but the target is" in line and "dequantize" not in line]:
             cast = "" if any(line.endswith(")") for line in dtypes) else "dtype_policy='cast' converts, "
             fixes.append(f"{cast}dtype_policy='saved' keeps the saved dtype")
         return fixes
+
+
+def _leaving_out(match: KeyMatch, keys: Iterable[str]) -> str:
+    """Globs without these keys and what an optimizer has of these parameters, as arguments."""
+    out = {}
+    for name in map(match.name_in_checkpoint, keys):
+        state = f".state.{name.partition('.')[2]}."
+        tops = [known.partition(state)[0] for known in match.names if state in known]
+        out.update(dict.fromkeys([f"!{escape(name)}", *(f"!{escape(top + state)}*" for top in tops)]))
+    return ", ".join(map(repr, out))
 
 
 def _as_call(fix: str, root: Any, *, is_subset: bool) -> str:

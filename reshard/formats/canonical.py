@@ -461,10 +461,16 @@ def _stored_names(saved: StoredOptimizer) -> dict[int, str] | None:
 
 
 def _with_names(group: dict[str, Any], rename: Callable[[Any], str]) -> dict[str, Any]:
-    """A group with names mapped; those that some optimizers store beside ids are dropped."""
-    out = settings_of(group)
+    """A group with names mapped; those that some optimizers store beside ids become the same, and tensors in a
+    sequence, such as betas, numbers."""
+    out: dict[str, Any] = settings_of(group)
+    for key, value in out.items():
+        if type(value) in (list, tuple):
+            out[key] = type(value)(map(_small, value))
     if "params" in group:
         out["params"] = [rename(p) for p in group["params"]]
+        if "param_names" in group:
+            out["param_names"] = [*out["params"]]
     return out
 
 

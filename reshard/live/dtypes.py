@@ -136,7 +136,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     try:
         return _BY_DTYPE[dtype]
     except KeyError:
-        raise FormatError(f"{dtype} is not supported: its elements are not plain numbers of 1 to 16 bytes") from None
+        raise FormatError(
+            f"{dtype} is not supported: its elements are not plain numbers of 1 to 16 bytes. Of a quantized tensor, "
+            "save q.int_repr(), its scale, and its zero point"
+        ) from None
 
 
 def dtype_from_name(name: str) -> torch.dtype:

@@ -609,7 +609,7 @@ def flatten_optimizer(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             )
         flat.update(own)
     for group in state_dict["param_groups"]:
-        fields = [(f".{field}", value) for field, value in group.items() if field != "params"]
+        fields = [(f".{field}", value) for field, value in settings_of(group).items()]
         for name in group["params"]:
             front = f"param_groups.{name}"
             for tail, value in fields:

@@ -460,7 +460,9 @@ def problem(value: Any, shape: Shape, dtype: torch.dtype, on_meta: bool = False)
         return f"expected a tensor of shape {shape}, found {format_value(value)}"
     found = global_shape(value)
     if found != shape and {found, shape} != {(), (1,)}:
-        return f"expected shape {shape}, found {found}"
+        is_ragged = not all(isinstance(size, int) for size in found)
+        fix = ". A nested tensor fits only itself: load() fills it, or make its values and offsets buffers"
+        return f"expected shape {shape}, found {found}{fix if is_ragged else ''}"
     if is_meta(value) and not on_meta:
         return "the given tensor is on the meta device and has no value"
     if lacks_memory(holder(value)):

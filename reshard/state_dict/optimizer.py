@@ -95,7 +95,10 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
         extra = {saved_optimizer.EXTRA: beside} if (beside := saved_optimizer.extra_of(saved)) else {}
         for group in saved["param_groups"]:
             fields = map_leaves(once, settings_of({**group, **extra}))
-            groups.append({**fields, "params": _listed(group["params"], plain, named)})
+            names = _listed(group["params"], plain, named)
+            if "param_names" in group:  # torch's own load of a DCP checkpoint looks for them
+                fields["param_names"] = [*names]
+            groups.append({**fields, "params": names})
     return {"state": state, "param_groups": groups}
 
 

@@ -171,8 +171,10 @@ def _names_of_ids(groups: Sequence[Mapping[str, Any]], live: LiveOptimizers) -> 
 def _read_flat(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer:
     if not all(issubclass(kind, str) for kind in set(map(type, given))):
         raise NormalizationError("an optimizer state dict must have 'state' and 'param_groups', or names as keys")
+    # torch gives each parameter the names in its group, which live groups may divide in another way
+    kept = {k: v for k, v in given.items() if not (k.endswith(".param_names") and k.startswith("param_groups."))}
     flat = _FlatReader(live)
-    flat.read(list(given), list(given.values()))
+    flat.read(list(kept), list(kept.values()))
     for name in flat.singly[id(flat.state)]:
         values = flat.state[name]
         if not any(isinstance(value, dict) for value in values.values()):

@@ -11,7 +11,7 @@ import torch
 
 import reshard
 import reshard.dcp
-from reshard.errors import FormatError, LayoutError
+from reshard.errors import CheckpointError, FormatError, KeyMismatchError, LayoutError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch says that half of these kinds are prototypes
 
@@ -37,6 +37,24 @@ VERBS: dict[str, Callable[[dict[str, Any], Path], Any]] = {
 }
 
 
+@pytest.mark.parametrize("verb", ["save", "async_save", "compare", "verify"])
+def test_tensors_on_meta_are_refused_where_their_values_are_needed(verb: str, tmp_path: Path) -> None:
+    reshard.save({"w": torch.ones(3)}, tmp_path / "c")
+
+    with pytest.raises(
+        (CheckpointError, LayoutError), match=r"'w' is on the meta device and has no values.*: initialize it first"
+    ):
+        VERBS[verb]({"w": torch.empty(3, device="meta")}, tmp_path)
+
+
+def test_a_quantized_tensor_says_what_to_save(tmp_path: Path) -> None:
+    q = KINDS["qint8"]()
+    with pytest.raises(FormatError, match=r"save q\.int_repr\(\), its scale, and its zero point"):
+        reshard.save({"q": q}, tmp_path / "new")
+
+    reshard.save({"q": [q.int_repr(), q.q_scale(), q.q_zero_point()]}, tmp_path / "new")
+
+
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_are_refused(kind: str, verb: str, tmp_path: Path) -> None:
@@ -48,3 +66,24 @@ def test_they_are_refused(kind: str, verb: str, tmp_path: Path) -> None:
 
     assert not (tmp_path / "new").exists()
     assert torch.equal(state["a"], torch.zeros(2))
+
+
+def test_a_nested_buffer_is_set_as_itself_and_loaded_into_one_of_its_lengths(tmp_path: Path) -> None:
+    def model(*lengths: int) -> torch.nn.Module:
+        made = torch.nn.Linear(3, 2)
+        parts = [torch.full((n, 3), float(sum(lengths))) for n in lengths]
+        made.register_buffer("ragged", torch.nested.nested_tensor(parts, layout=torch.jagged))
+        return made
+
+    source, target = model(2, 4), model(2, 4)
+    target.ragged.values().zero_()
+    with pytest.raises(KeyMismatchError, match=r"ragged: expected shape .*A nested tensor fits only itself: load\(\)"):
+        reshard.set_model_state_dict(target, reshard.get_model_state_dict(source))
+    reshard.save({"model": reshard.get_model_state_dict(source)}, tmp_path / "c")
+    state = {"model": reshard.get_model_state_dict(target)}
+    reshard.load(state, tmp_path / "c")
+    reshard.set_model_state_dict(target, state["model"])
+
+    assert torch.equal(target.ragged.values(), source.ragged.values())
+    with pytest.raises(KeyMismatchError, match=r"model\.ragged\._values: saved with shape"):
+        reshard.load({"model": reshard.get_model_state_dict(model(3, 4))}, tmp_path / "c")

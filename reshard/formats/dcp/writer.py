@@ -48,6 +48,7 @@ from reshard.stored.streaming import (
     WrittenFile,
     spread,
 )
+from reshard.stored.tensor import read_box
 
 _METADATA = ".metadata"
 
@@ -164,10 +165,12 @@ def as_torch_nests(contents: Contents) -> tuple[Contents, dict[str, tuple[str, s
 
         group.betas.0: 0.9, group.betas.1: 0.95    ->    group.betas: (0.9, 0.95)
 
-    A tuple that holds tensors is one object for torch, too, pickled with its tensors. Here it becomes a list.
+    A tuple that holds tensors is one object for torch, too, pickled with its tensors. So it is here if each is one
+    number, such as betas; else it becomes a list.
     """
     paths = contents.paths_in_order()
     kinds, retyped = builtin_kinds(contents.containers, {*paths.values()})
+    contents = _with_numbers_in_tuples(contents, paths, kinds)
     tensors = {key: path for key, path in paths.items() if key not in contents.objects}
     apart = _taken_apart(paths.values(), tensors.values(), kinds)
     for path in paths.values():
@@ -191,6 +194,19 @@ def as_torch_nests(contents: Contents) -> tuple[Contents, dict[str, tuple[str, s
     objects = {keys[at]: unflatten(*nest) for at, nest in nests.items()}
     places = tensors | {key: at for at, key in keys.items()}
     return replace(contents, objects=objects, paths=places, containers={}), retyped
+
+
+def _with_numbers_in_tuples(contents: Contents, paths: Mapping[str, KeyPath], kinds: Mapping[KeyPath, str]) -> Contents:
+    """The state with the tensors of tuples read, and among the objects, if each is one number."""
+    found = {key: contents.find(key) for key, path in paths.items() if kinds.get(path[:-1]) == "tuple"}
+    inside = {key: tensor for key, tensor in found.items() if tensor is not None}
+    apart = {paths[key][:-1] for key, tensor in inside.items() if tensor.spec.shape}
+    read = {key: read_box(one, Box.full(())) for key, one in inside.items() if paths[key][:-1] not in apart}
+    aliases = {key: kept for key, kept in contents.aliases.items() if key not in read}
+    if not read or not read.keys().isdisjoint(aliases.values()):
+        return contents
+    tensors = {key: tensor for key, tensor in contents.tensors.items() if key not in read}
+    return replace(contents, tensors=tensors, objects={**contents.objects, **read}, aliases=aliases)
 
 
 def object_to_bytes(value: Any) -> bytes:

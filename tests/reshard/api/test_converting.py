@@ -328,20 +328,39 @@ def test_torch_loads_sequences_from_the_folder_under_its_own_keys(tmp_path: Path
     assert_same(by_path(torch.load(tmp_path / "ours.pt")), by_path(torch.load(tmp_path / "torch's.pt")))
 
 
-def test_torch_loads_an_optimizer_from_the_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["plain", "named", "tensor betas"])
+@pytest.mark.parametrize("source", ["state dict", "torch's state dict", "file"])
+def test_torch_loads_an_optimizer_from_the_folder(source: str, kind: str, tmp_path: Path) -> None:
+    """torch looks for the names of parameters that an optimizer was given, and for betas as one object."""
     model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.9))
+
+    def adamw(*betas: float) -> torch.optim.AdamW:
+        if kind == "tensor betas":
+            groups = [{"params": [parameter]} for parameter in model.parameters()]  # with the same betas
+            return torch.optim.AdamW(groups, betas=(*map(torch.tensor, betas),), foreach=False)
+        return torch.optim.AdamW(model.named_parameters() if kind == "named" else model.parameters(), betas=betas)
+
+    optimizer = adamw(0.8, 0.9)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    reshard.save({"optim": reshard.get_optimizer_state_dict(model, optimizer)}, tmp_path / "saved")
-    reshard.convert(tmp_path / "saved", tmp_path / "c", format="dcp")
-    fresh = torch.optim.AdamW(model.parameters())
+    if source == "file":
+        named = {} if kind == "named" else {"param_names": ["weight", "bias"]}
+        torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "saved")
+        reshard.convert(tmp_path / "saved", tmp_path / "c", format="dcp", normalized=True, hints=named)
+    else:
+        get = reshard.get_optimizer_state_dict if source == "state dict" else get_optimizer_state_dict
+        reshard.save({"optim": get(model, optimizer)}, tmp_path / "saved")
+        reshard.convert(tmp_path / "saved", tmp_path / "c", format="dcp")
+    fresh = adamw(0.7, 0.8)
     target = {"optim": get_optimizer_state_dict(model, fresh)}
 
     load_alone(target, checkpoint_id=tmp_path / "c")
     set_optimizer_state_dict(model, fresh, target["optim"])
 
+    if source == "file" and kind == "tensor betas":  # numbers in normalized groups, as a rate is
+        assert fresh.param_groups[0]["betas"] == pytest.approx((0.8, 0.9))
+        return
     assert_same(fresh.state_dict(), optimizer.state_dict())
 
 

@@ -514,17 +514,28 @@ def test_keys_that_lack_the_models_prefix_name_a_call_that_works(tmp_path: Path)
     assert torch.equal(live[0].weight, saved[0].weight)
 
 
-def test_a_head_of_another_shape_can_be_left_out(tmp_path: Path) -> None:
-    saved, live = layers(2)["model"], layers(2, seed=1)["model"]
-    reshard.save({"model": saved}, tmp_path / "c")
-    live[1] = nn.Linear(3, 5)
-    with pytest.raises(
-        KeyMismatchError, match=r"load reshard.open\(path\).select\(...\), with globs that leave these out"
-    ):
-        reshard.load({"model": live}, tmp_path / "c", strict=False)
-    report = reshard.load({"model": live}, reshard.open(tmp_path / "c").select("model.0.*"), strict=False)
-    assert report.missing == ("model.1.weight", "model.1.bias")
-    assert torch.equal(live[0].weight, saved[0].weight)
+@pytest.mark.parametrize("is_with_optimizer", [False, True])
+def test_a_head_of_another_shape_can_be_left_out(is_with_optimizer: bool, tmp_path: Path) -> None:
+    saved, live = layers(3), layers(3, seed=1)
+    live["model"][2] = nn.Linear(3, 5)
+    live["optim"] = torch.optim.AdamW(live["model"].parameters())
+    if not is_with_optimizer:
+        saved, live = {"model": saved["model"]}, {"model": live["model"]}
+    reshard.save(saved, tmp_path / "[c]")
+    with pytest.raises(KeyMismatchError, match="To keep your tensors, leave these out: load") as caught:
+        reshard.load(live, tmp_path / "[c]", strict=False)
+    code = str(caught.value).partition("leave these out: ")[2].splitlines()[0]
+    assert ".select('!model.2.weight', " in code
+
+    report = eval(code, {"reshard": reshard, "load": reshard.load, "state": live})
+
+    assert {"model.2.weight", "model.2.bias"} <= {*report.missing}
+    assert torch.equal(live["model"][0].weight, saved["model"][0].weight)
+    assert live["model"][2].weight.shape == (5, 3)
+    if is_with_optimizer:
+        assert live["optim"].state[live["model"][0].weight]
+        live["model"](torch.ones(1, 3)).sum().backward()
+        live["optim"].step()
 
 
 def test_the_advice_for_numbered_states_restores_the_optimizer(tmp_path: Path) -> None:

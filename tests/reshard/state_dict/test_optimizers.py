@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint.state_dict as torchs
 from torch import nn
 
 import reshard
@@ -205,6 +206,24 @@ def test_parameters_without_gradients_stay_without_state(flat: bool) -> None:
         other_optimizer.step()
         assert other_optimizer.state[other[1].weight]["step"] == 1
         assert other_optimizer.state[other[0].weight]["step"] == 2
+
+
+def test_names_that_torchs_flat_form_gives_do_not_divide_groups() -> None:
+    """It has those of a whole group at each parameter, and the live optimizer has other groups."""
+    model = nn.Linear(3, 2)
+    names = dict(model.named_parameters())
+    one = torch.optim.SGD([*names.items()], momentum=0.9)
+    two = torch.optim.SGD([{"params": [item]} for item in names.items()], momentum=0.9)
+    for source, target in ((one, two), (two, one)):
+        model(torch.ones(1, 3)).sum().backward()
+        source.step()
+        theirs = torchs.StateDictOptions(flatten_optimizer_state_dict=True)
+        before = [group["param_names"] for group in target.param_groups]
+
+        set_optimizer_state_dict(model, target, torchs.get_optimizer_state_dict(model, source, options=theirs))
+
+        assert [group["param_names"] for group in target.param_groups] == before
+        assert_same(*(get_optimizer_state_dict(model, each, options=FLAT) for each in (target, source)))
 
 
 @pytest.mark.parametrize("flat", [False, True])
