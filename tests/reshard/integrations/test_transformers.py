@@ -175,9 +175,15 @@ def check_the_rest(one: Any, folder: Path) -> None:
 @pytest.mark.parametrize("kind", ["DoRA", "IA3", "prompts", "tokens"])
 def test_any_kind_of_adapter_loads_from_the_files_of_peft(kind: str, tmp_path: Path) -> None:
     """PEFT itself converts the names, and reads what is converted for it."""
-    from peft import IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
-    from peft import get_peft_model_state_dict as names_of_files
-    from peft import set_peft_model_state_dict as names_of_model
+    from peft import (
+        IA3Config,
+        LoraConfig,
+        PeftModel,
+        PromptTuningConfig,
+        get_peft_model,
+        get_peft_model_state_dict as names_of_files,
+        set_peft_model_state_dict as names_of_model,
+    )
     from transformers import LlamaConfig, LlamaForCausalLM
 
     size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
