@@ -260,7 +260,10 @@ CERTAIN_SEGMENTS = (WRAPPER_SEGMENTS - {"module"}) | {"_fpw_module", "_forward_m
 PEFT_PREFIX = "base_model.model."
 """What PEFT puts before every name of a model with adapters in it."""
 
-_KINDS = r"lora_\w+|ia3_l|hada_\w+|lokr_\w+|b?oft_\w+|vera_lambda_[bd]|ln_tuning_layers|fourierft_spectrum|hra_u"
+_KINDS = (
+    r"(?:(?:de|gra|poly_|supertuning_)?lora|hada|hira|lily|lokr|b?oft)_\w+|ia3_l|hra_u|miss_block|beft_bias|c3a_kernel"
+    r"|deft_[PR]|p?vera_lambda_[bd]|ln_tuning_layers|(?:fourier|wave)ft_spectrum|road_\w+|trainable_tokens_delta"
+)
 _ADAPTER = re.compile(rf"\.(?:{_KINDS})\.(?!(?:weight|bias)(?:\.|$))(\w+)(?:\.(?:weight|bias)(?=\.|$)|$)")
 _SAVED_WHOLE = re.compile(r"\.modules_to_save\.(\w+)\.")
 

@@ -170,3 +170,49 @@ def check_the_rest(one: Any, folder: Path) -> None:
     one.is_deepspeed_enabled = True
     with pytest.raises(ReshardError, match="DeepSpeed's engine saves its own checkpoints"):
         one.train()
+
+
+@pytest.mark.parametrize("kind", ["DoRA", "IA3", "prompts", "tokens"])
+def test_any_kind_of_adapter_loads_from_the_files_of_peft(kind: str, tmp_path: Path) -> None:
+    """PEFT itself converts the names, and reads what is converted for it."""
+    from peft import (
+        IA3Config,
+        LoraConfig,
+        PeftModel,
+        PromptTuningConfig,
+        get_peft_model,
+        get_peft_model_state_dict as names_of_files,
+        set_peft_model_state_dict as names_of_model,
+    )
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config: Any = {
+        "DoRA": LoraConfig(r=2, use_dora=True, target_modules=["q_proj"], modules_to_save=["lm_head"]),
+        "IA3": IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        "prompts": PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+        "tokens": LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices=[1, 2]),
+    }[kind]
+
+    def model() -> Any:
+        torch.manual_seed(0)
+        return LlamaForCausalLM(LlamaConfig(vocab_size=54, num_key_value_heads=2, **size))
+
+    trained = get_peft_model(model(), config)
+    for parameter in trained.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    want = {name: tensor.detach().clone() for name, tensor in names_of_files(trained).items()}
+    trained.save_pretrained(tmp_path / "adapter")
+
+    again = get_peft_model(model(), config)
+    state = names_of_files(again)
+    reshard.load(state, tmp_path / "adapter")
+    names_of_model(again, state)
+    assert same(names_of_files(again), want)
+
+    reshard.save(names_of_files(again), tmp_path / "ours")
+    reshard.convert(tmp_path / "ours", tmp_path / "back", format="safetensors")
+    (tmp_path / "back" / "model.safetensors").rename(tmp_path / "back" / "adapter_model.safetensors")
+    shutil.copy(tmp_path / "adapter" / "adapter_config.json", tmp_path / "back")
+    assert same(names_of_files(PeftModel.from_pretrained(model(), tmp_path / "back")), want)
