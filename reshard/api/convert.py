@@ -23,7 +23,7 @@ from reshard.api.convert_job import ConvertJob, ConvertWork, FileTasks, Journal,
 from reshard.api.reports import CheckedReport, WrittenReport, overflows
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import check_options, globs_of, renamed
-from reshard.checkpoint import Checkpoint, CheckpointSource
+from reshard.checkpoint import Checkpoint, CheckpointSource, unless_replaced
 from reshard.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -61,7 +61,7 @@ MEETING_S = 300.0
 """How long ranks wait for one another to begin: of a job in which one rank alone converts, the others never come."""
 
 
-@renamed(left_out="omitted")
+@renamed(left_out="omitted", retyped="changed_classes")
 @dataclass(frozen=True, repr=False)
 class ConvertReport(WrittenReport, CheckedReport):
     """What a conversion did. Only `phases` differs between ranks."""
@@ -78,7 +78,7 @@ class ConvertReport(WrittenReport, CheckedReport):
     """With `normalized`, keys of values that have no canonical name and are not plain data, such as
     per-rank values and averages of the model. With `model_only`, keys of tensors
     of neither model nor optimizer. Otherwise, keys of values that cannot be read here."""
-    retyped: Mapping[str, tuple[str, str]]
+    changed_classes: Mapping[str, tuple[str, str]]
     """key -> (saved class, written class) of containers whose class the format cannot record, such as
     a named tuple. The written class is a builtin one."""
     warnings: tuple[str, ...]
@@ -90,8 +90,8 @@ class ConvertReport(WrittenReport, CheckedReport):
     def __repr__(self) -> str:
         """One line."""
         odd = f", omitted {format_names(self.omitted)}" if self.omitted else ""
-        retyped = [f"{key}: {old} -> {new}" for key, (old, new) in self.retyped.items()]
-        odd += f", retyped {format_names(retyped)}" if retyped else ""
+        changed_classes = [f"{key}: {old} -> {new}" for key, (old, new) in self.changed_classes.items()]
+        odd += f", changed_classes {format_names(changed_classes)}" if changed_classes else ""
         odd += f", {self.unchecked}" if self.unchecked else ""
         odd += f", warnings: {len(self.warnings)}, the first: {self.warnings[0]}" if self.warnings else ""
         head = f"{format_count(self.tensors, 'tensor')}, {format_bytes(self.total_bytes)}"
@@ -195,7 +195,8 @@ def convert(
             state = job.state()
         if isinstance(onto, str):
             job = replace(job, onto=topology_of(onto, None, state.layout))
-        written = _run(job, state, group, workers, executor, overwrite=overwrite, resume=resume, progress=progress)
+        with unless_replaced("convert", state):
+            written = _run(job, state, group, workers, executor, overwrite=overwrite, resume=resume, progress=progress)
         report = _report(job, state, *written, phases)
         if report.overflowed and group.rank == 0:
             _log.warning("%s: %s", report.target, report.warnings[-1], extra=IN_REPORT)
@@ -226,7 +227,7 @@ def _report(
         aliases=dict(state.aliases),
         omitted=writer.left_out,
         unnamed=state.contents.left_out,
-        retyped=writer.retyped,
+        changed_classes=writer.changed_classes,
         warnings=(
             *writer.contents.warnings,
             *getattr(job.onto, "notes", ()),

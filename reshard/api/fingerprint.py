@@ -21,7 +21,7 @@ from reshard.api.stateful_objects import saved_state
 from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, run_tasks
 from reshard.arguments import check_options, renamed
-from reshard.checkpoint import Checkpoint, open as open_checkpoint
+from reshard.checkpoint import Checkpoint, open as open_checkpoint, unless_replaced
 from reshard.errors import FormatError, LayoutError, OptionError
 from reshard.live.fingerprint_arithmetic import PUBLIC, Key
 from reshard.live.fingerprints import Fingerprinter, Holding, Partial, add_holdings, conclude, partials, sum_up
@@ -143,7 +143,8 @@ def _of_checkpoint(checkpoint: Checkpoint, key: Key, executor: Executor | None) 
 
     work = FingerprintWork(Opening.of(checkpoint), key) if executor is not None else None
     asked = shares((name, Box.full(tensor.shape), tensor.dtype.itemsize) for name, tensor in tensors.items())
-    run_tasks(work, asked, executor, on_done, here=functools.partial(_sums, checkpoint, key))
+    with unless_replaced("read", checkpoint):
+        run_tasks(work, asked, executor, on_done, here=functools.partial(_sums, checkpoint, key))
     return {name: totals[name].digest(tensor.dtype, tensor.shape, key=key) for name, tensor in tensors.items()}
 
 

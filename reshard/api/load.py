@@ -161,8 +161,8 @@ def load_with(
                     targets, checkpoint, dtype_policy=options.dtype_policy, mapping=names, allowed=allowed
                 )
             report = _Load(group, options, match, before, prefetch).run()
-        if not options.dry_run and (report.dropped or report.retyped or report.overflowed):
-            odd = [*report._first_of_each("dropped", "retyped"), *report._overflows]
+        if not options.dry_run and (report.dropped or report.changed_classes or report.overflowed):
+            odd = [*report._first_of_each("dropped", "changed_classes"), *report._overflows]
             _log.warning("%s was loaded, but the report is not ok: %s", report.path, "; ".join(odd))
         return report
     except CorruptCheckpointError as error:
@@ -274,7 +274,7 @@ class _Load:
             dry_run=options.dry_run,
             not_requested=tuple(name for name in truth.unexpected if options.mode_of(name) == "subset"),
             resized=tuple(targets.resized),
-            retyped=match.retyped,
+            changed_classes=match.changed_classes,
             skipped=checkpoint.contents.skipped,
             omitted=checkpoint.contents.left_out,
             phases=current.get(),
@@ -461,6 +461,7 @@ def _value(saved: Mapping[int, Any], rank: int) -> Any:
 # `LoadReport`: the truth about every key of a load.
 
 
+@renamed(outside="excluded", retyped="changed_classes")
 @dataclass(frozen=True, repr=False)
 class LoadReport(FilledReport, CheckedReport):
     """What a load did on this rank, or what it would do in a dry run."""
@@ -468,7 +469,7 @@ class LoadReport(FilledReport, CheckedReport):
     path: str
     loaded: tuple[str, ...]
     """Keys of the tensors and objects that were filled."""
-    outside: tuple[str, ...]
+    excluded: tuple[str, ...]
     """Keys of the target that the checkpoint does not have because the `select` of its save
     excludes them. They keep their values. `ok` allows them."""
     mismatched: tuple[str, ...]
@@ -500,7 +501,7 @@ class LoadReport(FilledReport, CheckedReport):
     resized: tuple[str, ...] = ()
     """Extra state of modules whose shape or dtype differed from the saved one. The saved one
     replaced it."""
-    retyped: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    changed_classes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """key -> (saved class, class in the target) of values whose classes differ, such as a plain
     dict for an OrderedDict, a dict of inner tensors for a quantized tensor, or a text for a
     number. Numbers of different classes and None are not listed."""
@@ -521,11 +522,11 @@ class LoadReport(FilledReport, CheckedReport):
         """True if both sides have the same keys, shapes, and types, and if `dropped` and
         `overflowed` are empty. Unexpected keys make it False, unless strict="subset" allows
         them. Keys that the `select` of the save excludes are allowed. They were not loaded, and
-        `outside` lists them: to require all keys, also check that it is empty. A saved plain value
-        replaces the target's even if the classes differ. Then `retyped` lists it, and `ok` is
+        `excluded` lists them: to require all keys, also check that it is empty. A saved plain value
+        replaces the target's even if the classes differ. Then `changed_classes` lists it, and `ok` is
         False. Numbers other than bools count as one class, and None fits every class."""
         extra = set(self.unexpected).difference(self.not_requested)
-        return not (self.missing or extra or self.mismatched or self.dropped or self.retyped or self.overflowed)
+        return not (self.missing or extra or self.mismatched or self.dropped or self.changed_classes or self.overflowed)
 
     def __bool__(self) -> bool:
         return self.ok
@@ -543,11 +544,11 @@ class LoadReport(FilledReport, CheckedReport):
         extra = [name for name in self.unexpected if name not in self.not_requested]
         odd = self._first_of_each("missing")
         odd += [f"unexpected {format_names(extra)}"] if extra else []
-        odd += self._first_of_each("not_requested", "outside", "uninitialized", "mismatched", "dropped", "cast")
+        odd += self._first_of_each("not_requested", "excluded", "uninitialized", "mismatched", "dropped", "cast")
         odd += [*self._overflows, *self._first_of_each("replaced", "resized", "skipped", "omitted")]
-        if self.retyped:
-            names = [f"{key}: saved {saved}, not {other}" for key, (saved, other) in self.retyped.items()]
-            odd.append(f"retyped {format_names(names)}")
+        if self.changed_classes:
+            names = [f"{key}: saved {saved}, not {other}" for key, (saved, other) in self.changed_classes.items()]
+            odd.append(f"changed_classes {format_names(names)}")
         read = f"{format_bytes(self.bytes_read)} read for {format_bytes(self.bytes_needed)} needed"
         read += (
             f", {format_bytes(self.bytes_read_to_check)} more read for checksums" if self.bytes_read_to_check else ""

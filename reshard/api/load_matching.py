@@ -91,7 +91,7 @@ class KeyMatch:
         self.cast: dict[str, tuple[str, str]] = {}
         self.replaced: dict[str, tuple[str, str]] = {}
         """Key of the target -> dtypes of the checkpoint and of the target, which takes the former."""
-        self.retyped: dict[str, tuple[str, str]] = {}
+        self.changed_classes: dict[str, tuple[str, str]] = {}
         """Key of a tensor or plain value -> the class that was saved there, and that of what is or will be in its
         place."""
         contents = checkpoint.contents
@@ -144,7 +144,7 @@ class KeyMatch:
                 live, saved = self.targets.live(key, levels), self.tensor_classes[above].removeprefix("tensor:")
                 found = tensor_class(live) or class_name(live)
                 if found != saved:
-                    self.retyped[key_of(own[: len(own) - levels])] = saved, found
+                    self.changed_classes[key_of(own[: len(own) - levels])] = saved, found
 
     def _name_of(self, key: str) -> str:
         """The name of the place that a key of the target stands for. In a dict with 1 and "1" the
@@ -297,7 +297,7 @@ class KeyMatch:
                 found = _kind_at(made, rest)
                 if found != kind:
                     names = kind.removeprefix("dict:"), found.removeprefix("dict:")
-                    self.retyped[key_of((key, *rest))] = names
+                    self.changed_classes[key_of((key, *rest))] = names
 
     def _note(self, key: str, live: Any, value: Any) -> None:
         """Note what is gone, or of another class, at and below `key` when `value` takes the place
@@ -322,9 +322,9 @@ class KeyMatch:
         same = any(isinstance(live, it) and isinstance(value, it) for it in kinds)
         same = same and isinstance(live, bool) == isinstance(value, bool)
         if not (same or live is None or value is None):
-            self.retyped[key] = class_name(value), class_name(live)
+            self.changed_classes[key] = class_name(value), class_name(live)
         elif isinstance(live, np.ndarray) and isinstance(value, np.ndarray) and live.dtype != value.dtype:
-            self.retyped[key] = str(value.dtype), str(live.dtype)
+            self.changed_classes[key] = str(value.dtype), str(live.dtype)
 
     def _takes(self, key: str, live: OwnState, made: Any, place: KeyPath) -> bool:
         """Return False if settings are missing: then the object keeps its state. Those that only the checkpoint has are
@@ -491,7 +491,7 @@ class KeyNotes(NamedTuple):
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-    outside: tuple[str, ...]
+    excluded: tuple[str, ...]
     """Missing, but outside of what a checkpoint that is declared a subset claims to have."""
 
 
@@ -542,15 +542,15 @@ class Mismatches:
         does not allow to be missing, unexpected or mismatched. Then also what the checks of objects raise.
         """
         globs = match.checkpoint.contents.subset  # it ought to have all keys, unless it was declared a subset
-        outside = set()
+        excluded = set()
         if globs is not None:
-            outside = {key for key in self.missing if not is_selected(match.name_in_checkpoint(key), globs)}
+            excluded = {key for key in self.missing if not is_selected(match.name_in_checkpoint(key), globs)}
         notes = KeyNotes(
-            tuple(key for key in match.missing if key not in outside),
+            tuple(key for key in match.missing if key not in excluded),
             tuple(name for name in match.names if name not in self.used),
-            tuple(key for key in match.missing if key in outside),
+            tuple(key for key in match.missing if key in excluded),
         )
-        refused = {key for key in self.missing if key in self.kinds or options.mode_of(key) != "partial"} - outside
+        refused = {key for key in self.missing if key in self.kinds or options.mode_of(key) != "partial"} - excluded
         missing = {key: ranks for key, ranks in self.missing.items() if key in refused}
         unexpected = [key for key in notes.unexpected if options.mode_of(key) == "strict"]
         idle: list[str] = []

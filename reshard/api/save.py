@@ -86,7 +86,7 @@ def save(
         select: save only keys that match this glob, such as `"model.*"`, or one of a list of globs. A glob that begins
             with `!` excludes keys. Each other glob must match a key of some rank. The
             checkpoint records the globs. A later load requires only the keys that match, and
-            reports the others as `outside`.
+            reports the others as `excluded`.
         check_replicas: compare replicas across ranks. Different values are an error.
         fingerprints: store a fingerprint of each tensor for `verify`, `compare`, and later loads.
         divide_above_bytes: divide chunks of at least this size among the ranks that hold them.

@@ -337,16 +337,16 @@ def builtin_kinds(
     without the classes that they were of; and by key, those classes and what is in their place.
     `leaves` are the paths of all values."""
     kinds: dict[KeyPath, str] = {}
-    retyped: dict[str, tuple[str, str]] = {}
+    changed_classes: dict[str, tuple[str, str]] = {}
     for path, kind in containers.items():
         base, _, name = kind.partition(":")
         if base == "tensor":
-            retyped[key_of(path)] = name, "Tensor" if path in leaves else "dict"
+            changed_classes[key_of(path)] = name, "Tensor" if path in leaves else "dict"
         else:
             kinds[path] = "list" if base == "deque" else base
             if kinds[path] != kind:
-                retyped[key_of(path)] = base if base == "deque" else name, kinds[path]
-    return kinds, retyped
+                changed_classes[key_of(path)] = base if base == "deque" else name, kinds[path]
+    return kinds, changed_classes
 
 
 def make_sequence(kind: str, items: Iterable[Any]) -> Any:

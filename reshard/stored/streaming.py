@@ -369,14 +369,14 @@ class FormatWriter(ABC):
     """Keys that the format cannot hold, or that have no canonical name."""
     refused: dict[str, str]
     """Objects that cannot be written, by key, and why: they must be omitted on purpose."""
-    retyped: dict[str, tuple[str, str]]
+    changed_classes: dict[str, tuple[str, str]]
     """Containers of classes that the format does not record, by key: that class, and another."""
 
     def __init__(self, contents: Contents, target: Target) -> None:
         self.contents = contents
         self.job_id = target.job_id
         self.left_out = contents.left_out
-        self.refused, self.retyped = {}, {}
+        self.refused, self.changed_classes = {}, {}
         self._prints: dict[str, Partial] = {}
         self._small: list[tuple[TensorSpec, torch.Tensor, Box]] = []
 

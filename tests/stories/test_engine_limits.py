@@ -142,7 +142,7 @@ class TestSubset:
 
         report = reshard.load(target, tmp_path)
 
-        assert set(report.outside) == {"optim.m", "optim.lr"}  # an empty dict has nothing to fill
+        assert set(report.excluded) == {"optim.m", "optim.lr"}  # an empty dict has nothing to fill
         assert report.missing == ()
         assert target["model"]["w"].tolist() == [1, 1, 1]
         assert target["optim"]["m"].tolist() == [0, 0, 0]
@@ -161,7 +161,7 @@ class TestSubset:
         with pytest.raises(KeyMismatchError, match=r"missing(.|\n)*lost"):
             reshard.load(target, tmp_path, strict="subset", mapping={"w": "model.w", "lost": "model.lost"})
         report = reshard.load(target, tmp_path, strict="subset", mapping={"w": "model.w", "lost": "optim.m"})
-        assert report.outside == ("lost",)
+        assert report.excluded == ("lost",)
 
     def test_save_and_convert_select_by_the_same_words(self, state, tmp_path):
         """One glob or several, and `!` for what is left out."""
@@ -180,7 +180,7 @@ class TestSubset:
             assert made.tensors == saved.tensors == len(wanted)
         target = self.blank()
         report = reshard.load(target, tmp_path / "but")  # what was left out is not missing
-        assert set(report.outside) == {"model.b", "optim.m", "optim.lr"}
+        assert set(report.excluded) == {"model.b", "optim.m", "optim.lr"}
         assert (target["model"]["w"].tolist(), target["model"]["b"].tolist()) == ([1, 1, 1], [0, 0])
         for call in (reshard.save, lambda _, path, select: reshard.convert(tmp_path / "all", path, select=select)):
             with pytest.raises(OptionError, match="select must be a glob or a list of globs, but contains 3"):

@@ -138,7 +138,7 @@ def test_a_report_calls_its_lists_by_their_names(tmp_path: Path) -> None:
 def test_a_value_of_another_class_is_reported(tmp_path: Path) -> None:
     best = {"loss": 0.5, "names": ["a", "b"], "epochs": [1, 2.5]}
     reshard.save({**STATE, "best": best}, tmp_path / "c")
-    for target, retyped in (
+    for target, changed_classes in (
         ({"step": "a", "best": {"loss": 1, "names": [], "epochs": None}}, {"step": ("int", "str")}),
         ({"step": [1], "best": {"loss": "?", "names": [1, "b"], "epochs": (1, 2)}},
          {"step": ("int", "list"), "best.loss": ("float", "str"), "best.names.0": ("str", "int")}),
@@ -147,10 +147,10 @@ def test_a_value_of_another_class_is_reported(tmp_path: Path) -> None:
     ):  # fmt: skip
         state = {"w": torch.zeros(1000), **target}
         report = reshard.load(state, tmp_path / "c")
-        assert report.retyped == retyped
-        assert report.ok == (not retyped)
+        assert report.changed_classes == changed_classes
+        assert report.ok == (not changed_classes)
         assert state["step"] == 7
-    assert "retyped 2 ('step: saved int, not dict', 'best: saved dict, not str')" in repr(report)
+    assert "changed_classes 2 ('step: saved int, not dict', 'best: saved dict, not str')" in repr(report)
 
 
 def test_a_number_for_a_tensor_is_listed_as_cast(tmp_path: Path) -> None:

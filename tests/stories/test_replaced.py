@@ -71,9 +71,10 @@ def test_whoever_reads_one_that_was_replaced_is_told_to_open_it_again(tmp_path):
         lambda: opened["w"][...],
         lambda: reshard.compare(opened, tensor_of(1)).raise_if_failed(),
         lambda: reshard.convert(opened, tmp_path / "out"),
+        lambda: reshard.fingerprint(opened),
     ]
     for way in ways:
-        with pytest.raises(ReshardError, match="if a later save replaced the checkpoint, open it again"):
+        with pytest.raises(ReshardError, match=r"was replaced by a later save.* it again, by its path"):
             way()
 
 

@@ -466,7 +466,7 @@ def test_a_report_is_true_if_all_is_well(tmp_path: Path) -> None:
     assert reshard.load({"a": torch.zeros(2)}, tmp_path / "c", strict="subset")
     odd = reshard.load({"a": torch.zeros(2), "c": "x"}, tmp_path / "c", strict="subset")
     assert not odd
-    assert "not_requested 1 ('b'), retyped 1" in repr(odd)
+    assert "not_requested 1 ('b'), changed_classes 1" in repr(odd)
     assert "unexpected" not in repr(odd)
     assert not reshard.load({"a": torch.zeros(2), "new": 0}, tmp_path / "c", strict=False)
 

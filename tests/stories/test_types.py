@@ -209,7 +209,7 @@ def same(a: Any, b: Any) -> bool:
 def loaded(path: Path, target: Any) -> Any:
     state = {"v": target, "w": ones(0)}
     report = reshard.load(state, path)
-    assert report.ok or report.retyped  # where the value in its place was of another class
+    assert report.ok or report.changed_classes  # where the value in its place was of another class
     assert torch.equal(state["w"], ones(5))
     return state["v"]
 
@@ -285,11 +285,11 @@ def test_dicts_are_of_the_kind_that_the_target_has(name: str, tmp_path: Path) ->
         return
     assert state["v"] == dict(value)
     assert not report.ok
-    assert set(report.retyped) == {"v"}
-    assert report.retyped["v"][1] == "dict"
-    assert f"retyped 1 ('v: saved {report.retyped['v'][0]}, not dict')" in repr(report)
+    assert set(report.changed_classes) == {"v"}
+    assert report.changed_classes["v"][1] == "dict"
+    assert f"changed_classes 1 ('v: saved {report.changed_classes['v'][0]}, not dict')" in repr(report)
     reshard.convert(tmp_path, tmp_path / "again")
-    assert reshard.load({"v": {}, "w": ones(0)}, tmp_path / "again").retyped == report.retyped
+    assert reshard.load({"v": {}, "w": ones(0)}, tmp_path / "again").changed_classes == report.changed_classes
     assert reshard.open(tmp_path).nested()["v"] == dict(value)
 
 
@@ -298,7 +298,7 @@ def test_what_is_of_another_class_is_told_wherever_it_is(tmp_path: Path) -> None
     saved(tmp_path, inner)
 
     told = reshard.load({"v": {}, "w": ones(0)}, tmp_path, dry_run=True)
-    assert told.retyped == dict.fromkeys(("v.a.0.b", "v.d"), ("collections.OrderedDict", "dict"))
+    assert told.changed_classes == dict.fromkeys(("v.a.0.b", "v.d"), ("collections.OrderedDict", "dict"))
     target = {"v": {"a": [{"b": collections.OrderedDict()}], "d": collections.OrderedDict()}, "w": ones(0)}
     assert reshard.load(target, tmp_path).ok
     assert same(target["v"], inner)

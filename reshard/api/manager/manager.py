@@ -358,13 +358,13 @@ class CheckpointManager:
             words = f"{low} on rank {one} and {high} on rank {other}: nothing was saved"
             group.refuse(CheckpointError(f"ranks call save with different steps, {words}"))
         storage = ", ".join(said.asked) or ("forced" if said.force else "")
-        storage = storage or self.every.why(step, before, said.waited_s[0])
-        memory = "" if self._memory_every is None else self._memory_every.why(step, before, said.waited_s[1])
+        storage = storage or self.every.reason(step, before, said.waited_s[0])
+        memory = "" if self._memory_every is None else self._memory_every.reason(step, before, said.waited_s[1])
         return Due(storage if step != self._newest else "", memory, ", ".join(said.asked), said.has_ended)
 
     def _asked(self) -> list[str]:
         """Return the requests that were not answered yet."""
-        asked = self.preemption.asked()
+        asked = self.preemption.requests()
         self._answered &= set(asked)
         self._asked_for |= dict.fromkeys([*self._signals.take(), *(one for one in asked if one not in self._answered)])
         return [*self._asked_for]
@@ -498,7 +498,7 @@ class CheckpointManager:
         self._before = self._here = report.step
         self._saved_at = self._kept_at = time.monotonic()
         if known.ledger is not None:
-            self._say_restored(report.step, report.load.outside)
+            self._say_restored(report.step, report.load.excluded)
         return report
 
     def _to_fill(self, state: Any, known: _Known, strict: Any) -> LiveObjects:

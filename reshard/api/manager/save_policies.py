@@ -20,7 +20,7 @@ from reshard.errors import OptionError, format_value
 _log = logging.getLogger("reshard")
 
 
-@named_arguments()
+@named_arguments(why="reason")
 @dataclass(frozen=True)
 class Every:
     """When a step is due: at multiples of `steps`, or when `seconds` have passed since the last
@@ -49,7 +49,7 @@ class Every:
         """Return True if there is a multiple of `steps` after step `before`, up to and including `step`."""
         return self.steps is not None and step // self.steps > before // self.steps
 
-    def why(self, step: int, before: int, waited_s: float) -> str:
+    def reason(self, step: int, before: int, waited_s: float) -> str:
         """Return why the step is due; empty if it is not.
 
         Args:
@@ -62,7 +62,7 @@ class Every:
         return f"every {self.seconds:g} s" if self.seconds is not None and waited_s >= self.seconds else ""
 
 
-@named_arguments(asks="poll")
+@named_arguments(asks="poll", asked="requests")
 @dataclass(frozen=True)
 class Preemption:
     """What may request a save at the next step: a signal, a file that appears, or a function. If
@@ -94,7 +94,7 @@ class Preemption:
                     f"Preemption: {number!r} is not a signal that can be handled: pass signals such as signal.SIGTERM"
                 )
 
-    def asked(self) -> list[str]:
+    def requests(self) -> list[str]:
         """Return what requests a save now, except signals."""
         found = [f"the file {os.fspath(self.file)}"] if self.file is not None and os.path.exists(self.file) else []
         return [*found, *(["Preemption.poll"] if self.poll is not None and self.poll() else [])]

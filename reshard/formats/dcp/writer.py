@@ -57,10 +57,10 @@ class DcpWriter(FormatWriter):
     """One file for each rank of `onto`, or files of a limited size; objects are in the first."""
 
     def __init__(self, contents: Contents, target: Target) -> None:
-        nested, retyped = as_torch_nests(contents)
+        nested, changed_classes = as_torch_nests(contents)
         super().__init__(nested, target)
         self.left_out += tuple(contents.per_rank)
-        self.refused, self.retyped = refused_objects(nested.objects), retyped
+        self.refused, self.changed_classes = refused_objects(nested.objects), changed_classes
         plan = spread([self.stored(name).spec for name in self.names], target)
         specs, files = plan.layout.specs, []
         for rank in range(plan.world_size):
@@ -169,17 +169,17 @@ def as_torch_nests(contents: Contents) -> tuple[Contents, dict[str, tuple[str, s
     number, such as betas; else it becomes a list.
     """
     paths = contents.paths_in_order()
-    kinds, retyped = builtin_kinds(contents.containers, {*paths.values()})
+    kinds, changed_classes = builtin_kinds(contents.containers, {*paths.values()})
     contents = _with_numbers_in_tuples(contents, paths, kinds)
     tensors = {key: path for key, path in paths.items() if key not in contents.objects}
     apart = _taken_apart(paths.values(), tensors.values(), kinds)
     for path in paths.values():
         for i, part in enumerate(path):
             if isinstance(part, IntKey):
-                retyped[key_of(path[: i + 1])] = "int key", "text"
+                changed_classes[key_of(path[: i + 1])] = "int key", "text"
     for path in apart:
         if kinds.get(path) == "tuple":
-            retyped[key_of(path)] = retyped.get(key_of(path), ("tuple",))[0], "list"
+            changed_classes[key_of(path)] = changed_classes.get(key_of(path), ("tuple",))[0], "list"
     keys: dict[KeyPath, str] = {}
     nests: dict[KeyPath, tuple[dict[KeyPath, Any], dict[KeyPath, str]]] = defaultdict(lambda: ({}, {}))
     for key in contents.objects:
@@ -193,7 +193,7 @@ def as_torch_nests(contents: Contents) -> tuple[Contents, dict[str, tuple[str, s
             nests[at][1][path[len(at) :]] = kind
     objects = {keys[at]: unflatten(*nest) for at, nest in nests.items()}
     places = tensors | {key: at for at, key in keys.items()}
-    return replace(contents, objects=objects, paths=places, containers={}), retyped
+    return replace(contents, objects=objects, paths=places, containers={}), changed_classes
 
 
 def _with_numbers_in_tuples(contents: Contents, paths: Mapping[str, KeyPath], kinds: Mapping[KeyPath, str]) -> Contents:

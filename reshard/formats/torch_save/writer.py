@@ -74,7 +74,7 @@ class NestsWriter(ArchivesWriter):
         super().__init__(contents, target)
         self.left_out += tuple(contents.per_rank)
         self.refused = refused_objects(contents.objects)
-        self._kinds, self.retyped = builtin_kinds(contents.containers, {*contents.paths_in_order().values()})
+        self._kinds, self.changed_classes = builtin_kinds(contents.containers, {*contents.paths_in_order().values()})
 
 
 class TorchSaveWriter(NestsWriter):

@@ -410,7 +410,7 @@ def test_containers_of_a_class_become_builtin_and_are_reported(format: str, tupl
     report = reshard.convert(tmp_path / "saved", path, format=format)
 
     point = f"{Point.__module__}.Point"
-    assert report.retyped == {
+    assert report.changed_classes == {
         "s.at": (point, "tuple"),
         "s.last": ("deque", "list"),
         "s.of": ("collections.OrderedDict", "dict"),

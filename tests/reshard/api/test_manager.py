@@ -661,7 +661,7 @@ def test_a_relative_file_of_a_request_stays_where_it_was_named(tmp_path: Path, m
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
     (tmp_path / "stop").touch()
-    assert preemption.asked() == [f"the file {tmp_path / 'stop'}"]
+    assert preemption.requests() == [f"the file {tmp_path / 'stop'}"]
 
 
 @pytest.mark.parametrize("how", ["signal", "file", "asks"])
@@ -1250,8 +1250,8 @@ def test_a_restore_tells_what_the_save_did_not_select(tmp_path: Path, caplog: py
 
     assert report is not None
     assert report.load.ok  # as after each load of a part
-    assert set(report.load.outside) == {"optim.m", "step"}
-    told = "outside 2 ('optim.m', 'step')"
+    assert set(report.load.excluded) == {"optim.m", "step"}
+    told = "excluded 2 ('optim.m', 'step')"
     assert repr(report) == f"RestoreReport(step 7 from storage, {str(tmp_path / 'step-7')!r}, {told})"
     assert [row.message for row in caplog.records if "select" in row.message] == [
         f"{tmp_path}: step 7 was saved with select=, so the state keeps its values of 2 ('optim.m', 'step')"

@@ -367,7 +367,7 @@ def test_a_flag_is_not_a_number(tmp_path: Path) -> None:
     reshard.save({"w": W, "a": 16777217, "b": True, "c": 2.5, "d": 1}, tmp_path / "c")
     state = {"w": torch.zeros_like(W), "a": True, "b": 3, "c": 1, "d": None}
     report = reshard.load(state, tmp_path / "c")
-    assert (report.ok, report.retyped) == (False, {"a": ("int", "bool"), "b": ("bool", "int")})
+    assert (report.ok, report.changed_classes) == (False, {"a": ("int", "bool"), "b": ("bool", "int")})
 
 
 def test_an_array_of_another_dtype_is_listed(tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_an_array_of_another_dtype_is_listed(tmp_path: Path) -> None:
     state = {"w": torch.zeros_like(W), "at": np.zeros(3, np.int8)}
     report = reshard.load(state, tmp_path / "c")
 
-    assert (report.ok, report.retyped) == (False, {"at": ("float64", "int8")})
+    assert (report.ok, report.changed_classes) == (False, {"at": ("float64", "int8")})
     assert state["at"].tolist() == [0, 1, 2, 3, 4, 5]
 
 

@@ -80,9 +80,9 @@ def test_another_class_than_was_saved_is_in_the_report_and_is_not_ok(tmp_path):
     for found, target in targets.items():
         state = {"model": {"w": target}, "t": torch.zeros(2), "n": 0}
         wanted = {"model.w": (name, found), "t": (f"{__name__}.Tagged", "torch.Tensor")}
-        assert reshard.load(state, tmp_path, dry_run=True).retyped == wanted
+        assert reshard.load(state, tmp_path, dry_run=True).changed_classes == wanted
         report = reshard.load(state, tmp_path)
-        assert report.retyped == wanted
+        assert report.changed_classes == wanted
         assert not report.ok
         assert f"model.w: saved {name}, not {found}" in repr(report)
     same = {"model": {"w": quantized(0)}, "t": torch.zeros(2).as_subclass(Tagged), "n": 0}
@@ -91,7 +91,7 @@ def test_another_class_than_was_saved_is_in_the_report_and_is_not_ok(tmp_path):
     reshard.convert(tmp_path, tmp_path / "again")
     moved = {"model": {"v": targets["dict"]}, "t": torch.zeros(2).as_subclass(Tagged), "n": 0}
     names = {f"model.v.{part}": f"model.w.{part}" for part in ("data_", "scale")}
-    assert reshard.load(moved, tmp_path / "again", mapping=names).retyped == {"model.v": (name, "dict")}
+    assert reshard.load(moved, tmp_path / "again", mapping=names).changed_classes == {"model.v": (name, "dict")}
     assert set(reshard.open(tmp_path).nested()["model"]["w"]) == {"data_", "scale"}
 
 
@@ -128,7 +128,7 @@ def resumed(folder, flat):
 def test_a_fresh_optimizer_is_not_said_to_have_a_quantized_state_that_it_has_as_dicts(tmp_path, flat):
     fresh, other, state, report = resumed(tmp_path, flat)
 
-    assert report.retyped == {"optim.state.weight.moment": (f"{__name__}.Quantized", "dict")}
+    assert report.changed_classes == {"optim.state.weight.moment": (f"{__name__}.Quantized", "dict")}
     assert not report.ok
     # where the optimizer has state, the class is known: dicts are refused, and the state is filled in place
     other.step()
