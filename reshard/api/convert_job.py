@@ -458,9 +458,12 @@ class Journal:
     def is_finished(self, file: str) -> bool:
         """Return True if a file has a record, with the length and checksum that the record gives."""
         done = _decoded(self.storage, f"{self.folder}/{_flat(file)}.json", WrittenFile)
-        if done is None or self.storage.list(done.name).get(done.name) != done.nbytes:
-            return False
-        return self._digest(done.name, done.nbytes) == done.digest
+        return done is not None and self._holds(done.name, done)
+
+    def has_named(self, file: str) -> bool:
+        """Return True if an interrupted publication of this job gave a file its own name."""
+        done = _decoded(self.storage, f"{self.folder}/{_flat(file)}.json", WrittenFile)
+        return done is not None and self._holds(file, done)
 
     def records(self, files: Iterable[str]) -> dict[str, WrittenFile]:
         """Return the records of all files. Raises StorageError if one is missing, or its file has
@@ -484,6 +487,11 @@ class Journal:
         if self._lease is not None and self._lease.is_taken:
             return
         _remove_records(self.storage, self.storage.list(f"{self.folder}/"), self.folder)
+
+    def _holds(self, name: str, done: WrittenFile) -> bool:
+        """Return True if an object has the length and checksum of a record."""
+        there = self.storage.list(name).get(name) == done.nbytes
+        return there and self._digest(name, done.nbytes) == done.digest
 
     def _digest(self, name: str, nbytes: int) -> str:
         state = xxhash.xxh3_128()
