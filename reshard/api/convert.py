@@ -47,7 +47,7 @@ from reshard.ranks.liveness import WriterLease
 from reshard.ranks.progress import Progress, phase
 from reshard.ranks.timespans import Span
 from reshard.state import count_objects
-from reshard.storage.base import Storage, is_temporary
+from reshard.storage.base import Storage
 from reshard.storage.opening import StoragePath
 from reshard.stored.checksums import Checking
 from reshard.stored.contents import Contents
@@ -282,13 +282,10 @@ def _run(
     journal = job.journal(digest)
     storage = journal.storage
     job_id, is_new = "", not os.path.exists(storage.url)
-    left: list[str] = []
     try:
         if group.rank == 0:
             writer = job.writer(state, "0" * 24)
-            names = journal.names()
-            _check_vacant(job, state, writer, journal, names, overwrite)
-            left = [*filter(is_temporary, names)]
+            _check_vacant(job, state, writer, journal, journal.names(), overwrite)
             for text in writer.contents.warnings:
                 if text not in state.warnings:
                     _log.warning("%s: %s", storage.url, text, extra=IN_REPORT)
@@ -309,7 +306,7 @@ def _run(
                 for row in done.values():
                     lost.update(row.facts.get("overflowed", {}))
                 with phase("publish"):
-                    writer.finish(Publication(storage, done, journal.check, left))
+                    writer.finish(Publication(storage, done, journal.check, journal.left))
                     journal.end()
         shared = group.share(
             (unchecked, dict(sorted(lost.items()))) if group.rank == 0 else None, kind=tuple[int, dict[str, int]]

@@ -42,7 +42,7 @@ from reshard.mapping.tensors import LOSES, cast, is_floating
 from reshard.native import commit, manifest
 from reshard.ranks import liveness
 from reshard.ranks.liveness import KeptLease, WriterLease
-from reshard.storage.base import NOTHING, Storage, temporary_name
+from reshard.storage.base import NOTHING, Storage, is_temporary, temporary_name
 from reshard.storage.opening import open_storage, path_text
 from reshard.stored.checksums import Checking
 from reshard.stored.streaming import MAX_SHARD_BYTES, FilePlan, FormatWriter, Target, WrittenFile
@@ -352,6 +352,8 @@ class Journal:
         self.folder = f"convert-{digest}"
         self.holder: WriterLease | None = None
         """Whose claim it is, if that is known here."""
+        self.left: list[str] = []
+        """Temporary objects that were there when this process began."""
         self._job_id = ""
         self._lease: KeptLease | None = None
 
@@ -365,6 +367,7 @@ class Journal:
         time to say so.
         """
         names = self.names()
+        self.left = [*filter(is_temporary, names)]
         for folder, claim, job_id in _jobs(self.storage, names):
             is_mine = folder == self.folder
             if claim is not None and (is_mine or not self.file) and self._is_running(folder, claim, job_id):
