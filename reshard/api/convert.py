@@ -283,7 +283,7 @@ def _run(
     try:
         if group.rank == 0:
             writer = job.writer(state, "0" * 24)
-            _check_vacant(job, state, writer, storage, journal.names(), overwrite)
+            _check_vacant(job, state, writer, journal, journal.names(), overwrite)
             for text in writer.contents.warnings:
                 if text not in state.warnings:
                     _log.warning("%s: %s", storage.url, text, extra=IN_REPORT)
@@ -304,13 +304,13 @@ def _run(
                 for row in done.values():
                     lost.update(row.facts.get("overflowed", {}))
                 with phase("publish"):
-                    writer.finish(Publication(storage, done, journal.check))
+                    writer.finish(Publication(storage, done, journal.check, journal.left))
                     journal.end()
         shared = group.share(
             (unchecked, dict(sorted(lost.items()))) if group.rank == 0 else None, kind=tuple[int, dict[str, int]]
         )
     except BaseException as error:
-        if group.world_size == 1 and job_id:
+        if group.world_size == 1:
             _tidy(journal, error)
             if is_new:
                 with suppress(OSError):  # it has finished files
@@ -380,10 +380,11 @@ def _check_vacant(
     job: ConvertJob,
     state: Checkpoint,
     writer: FormatWriter,
-    storage: Storage,
+    journal: Journal,
     names: Mapping[str, int],
     overwrite: bool,
 ) -> None:
+    storage = journal.storage
     refuse_first_step(job.target)
     if not job.writing.is_one_file and storage.url.endswith(FILE_SUFFIXES):
         _log.warning(BECOMES_FOLDER, storage.url)
@@ -403,7 +404,7 @@ def _check_vacant(
             raise FormatError(f"{storage.url}/{found} exists and is not a file of torch.save: choose another path")
     if found is not None:
         _refuse_source(state, job, f"{storage.url}/{found}")
-    if found is not None and not overwrite:
+    if found is not None and not overwrite and not journal.has_named(found):
         what = f"{storage.url} already contains a checkpoint ({found})"
         raise CheckpointExistsError(
             f"{f'{job.target} already exists' if job.writing.is_one_file else what}: "

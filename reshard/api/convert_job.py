@@ -42,7 +42,7 @@ from reshard.mapping.tensors import LOSES, cast, is_floating
 from reshard.native import commit, manifest
 from reshard.ranks import liveness
 from reshard.ranks.liveness import KeptLease, WriterLease
-from reshard.storage.base import NOTHING, Storage, temporary_name
+from reshard.storage.base import NOTHING, Storage, is_temporary, temporary_name
 from reshard.storage.opening import open_storage, path_text
 from reshard.stored.checksums import Checking
 from reshard.stored.streaming import MAX_SHARD_BYTES, FilePlan, FormatWriter, Target, WrittenFile
@@ -350,6 +350,8 @@ class Journal:
         self.folder = f"convert-{digest}"
         self.holder: WriterLease | None = None
         """Whose claim it is, if that is known here."""
+        self.left: list[str] = []
+        """Temporary objects that were there when this process began."""
         self._job_id = ""
         self._lease: KeptLease | None = None
 
@@ -363,6 +365,7 @@ class Journal:
         time to say so.
         """
         names = self.names()
+        self.left = [*filter(is_temporary, names)]
         for folder, claim, job_id in _jobs(self.storage, names):
             is_mine = folder == self.folder
             if claim is not None and (is_mine or not self.file) and self._is_running(folder, claim, job_id):
@@ -456,9 +459,12 @@ class Journal:
     def is_finished(self, file: str) -> bool:
         """Return True if a file has a record, with the length and checksum that the record gives."""
         done = _decoded(self.storage, f"{self.folder}/{_flat(file)}.json", WrittenFile)
-        if done is None or self.storage.list(done.name).get(done.name) != done.nbytes:
-            return False
-        return self._digest(done.name, done.nbytes) == done.digest
+        return done is not None and self._holds(done.name, done)
+
+    def has_named(self, file: str) -> bool:
+        """Return True if an interrupted publication of this job gave a file its own name."""
+        done = _decoded(self.storage, f"{self.folder}/{_flat(file)}.json", WrittenFile)
+        return done is not None and self._holds(file, done)
 
     def records(self, files: Iterable[str]) -> dict[str, WrittenFile]:
         """Return the records of all files. Raises StorageError if one is missing, or its file has
@@ -482,6 +488,11 @@ class Journal:
         if self._lease is not None and self._lease.is_taken:
             return
         _remove_records(self.storage, self.storage.list(f"{self.folder}/"), self.folder)
+
+    def _holds(self, name: str, done: WrittenFile) -> bool:
+        """Return True if an object has the length and checksum of a record."""
+        there = self.storage.list(name).get(name) == done.nbytes
+        return there and self._digest(name, done.nbytes) == done.digest
 
     def _digest(self, name: str, nbytes: int) -> str:
         state = xxhash.xxh3_128()

@@ -143,6 +143,9 @@ class NativeWriter(FormatWriter):
         made = commit.begin() if native is None else native.manifest.created_unix_s
         generation = Generation(out.storage, self.save_id, made, census, self.plan, None, self._replaces)
         generation.publish(written, tally, out.check)
+        for name in out.left:
+            if name.startswith(f"{generation.folder}/"):
+                out.storage.delete(name)
         generation.tidy()
 
     def occupied(self, names: Mapping[str, int]) -> str | None:

@@ -6,7 +6,7 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -338,10 +338,15 @@ class Publication:
     check: Callable[[], None]
     """Raises where another process has taken the work over. Called before each step, since this process may be paused
     between any two."""
+    left: Collection[str] = ()
+    """Temporary objects that were there before this conversion, of processes that are gone."""
 
     def publish(self, name: str, data: bytes) -> None:
-        """Store a small object, over an older one."""
+        """Store a small object, over an older one, and remove what is left of earlier tries."""
         self.storage.publish_while(name, data, self.check)
+        for other in self.left:
+            if other.rpartition(".~")[0] == name:
+                self.storage.delete(other)
 
     def retract(self, name: str) -> None:
         """Remove an object so that no crash brings it back."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache, partial
 from typing import Any
@@ -85,6 +86,9 @@ class TorchArchive:
             if name and name in records:
                 raise self._damaged(f"it has two records {name!r}")
             records[name], self.sums[name] = (header, full), entry[7]
+        self._ends = sorted([*(header for header, _ in records.values()), self.length])
+        if len({*self._ends}) <= len(records):
+            raise self._damaged("two of its records are at one place")
         return records
 
     def _find_directory(self) -> tuple[int, int, int]:
@@ -118,8 +122,9 @@ class TorchArchive:
         if fields[0] != ZIP_MAGIC:
             raise self._damaged(f"the header of record {name!r} is not where its directory says")
         at = header + _LOCAL.size + fields[9] + fields[10]
-        if at + size > self.length:
-            raise self._damaged(f"record {name!r} of {size} bytes ends behind the archive")
+        # records are apart: bytes of another one, which have its checksum, are not this one's
+        if at + size > self._ends[bisect_right(self._ends, header)]:
+            raise self._damaged(f"record {name!r} of {size} bytes ends behind the archive, or in the next one")
         return self.start + at, size
 
     def read(self, name: str) -> bytes | memoryview:

@@ -20,7 +20,14 @@ import reshard
 from reshard.api import convert
 from reshard.api.convert_job import FileTasks, Journal
 from reshard.api.tasks import run_tasks
-from reshard.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, DeadlineError, StorageError
+from reshard.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    DeadlineError,
+    StorageError,
+)
 from reshard.storage.local import LocalStorage
 from tests import gloo
 from tests.faulty import Crash, SystemCalls
@@ -206,6 +213,35 @@ def test_what_was_published_stays_though_its_records_do_not(
     assert not [name for name in files_in(tmp_path / "c") if name.endswith(".tmp") or "convert-" in name]
 
 
+def test_a_claim_that_was_not_finished_does_not_stay_in_the_checkpoint(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted("native", source, tmp_path / "c", monkeypatch, **GONE)
+    [claim] = (tmp_path / "c").glob("data-*/claim.json")
+    claim.with_name("claim.json.~0123456789abcdef.tmp").write_text("{}")
+
+    assert reshard.convert(source, tmp_path / "c", **in_files_of(8000, "native")).resumed
+
+    assert not [name for name in files_in(tmp_path / "c") if "claim" in name]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_an_interrupted_start_leaves_nothing(
+    format: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = LocalStorage.publish
+
+    def interrupting(self: LocalStorage, name: str, data: bytes) -> None:
+        if name.endswith("/job"):
+            raise KeyboardInterrupt
+        real(self, name, data)
+
+    monkeypatch.setattr(LocalStorage, "publish", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        reshard.convert(source, target_of(format, tmp_path), format=format)
+    assert not files_in(tmp_path / "c")
+
+
 @pytest.mark.parametrize("format", ["native", "dcp"])
 def test_what_was_published_is_not_written_again_in_place(
     format: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -310,7 +346,7 @@ def crashes_in_publication(at: int, monkeypatch: pytest.MonkeyPatch, *args: Any,
 
         patch.setattr(convert, "Publication", start)
         try:
-            reshard.convert(*args, overwrite=True, **options)
+            reshard.convert(*args, **options)
         except Crash:
             return True
     return False
@@ -330,7 +366,8 @@ def test_a_replacement_that_was_stopped_is_told_and_completed(
     for at in range(1, 200, 3 if format == "deepspeed" else 1):  # it has many small files
         target = tmp_path / f"c{at}"
         shutil.copytree(tmp_path / "first", target)
-        if not crashes_in_publication(at, monkeypatch, tmp_path / "new", target, format=format, **options):
+        arguments = {"format": format, "overwrite": True, **options}
+        if not crashes_in_publication(at, monkeypatch, tmp_path / "new", target, **arguments):
             break
         try:
             model = reshard.open(target).normalized()["model"]
@@ -338,10 +375,37 @@ def test_a_replacement_that_was_stopped_is_told_and_completed(
             assert (len(model), values) in ((3, {1.0}), (2, {2.0}))
         except CheckpointError as error:
             told.append(str(error))
-        reshard.convert(tmp_path / "new", target, format=format, overwrite=True, **options)
+        reshard.convert(tmp_path / "new", target, **arguments)
         model = reshard.open(target).normalized()["model"]
         assert set(model) == set(names)
         assert all(torch.equal(tensor[...], torch.full((8, 4), 2.0)) for tensor in model.values())
         assert not list(target.glob("convert-*"))
     assert bool(told) == (format not in ("dcp", "native"))
     assert all("run it again" in text and "restore it" not in text for text in told)
+
+
+@pytest.mark.parametrize("format", ["safetensors", "megatron", "torch_checkpointing", "deepspeed", "dcp", "native"])
+def test_a_publication_that_was_stopped_is_completed_by_the_same_call(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without overwrite=True, though some files have their names already; and no unfinished file stays."""
+    options: dict[str, Any] = {"max_shard_bytes": 140, "model_only": True} if format == "safetensors" else {}
+    names = ["embedding.word_embeddings.weight", "b.weight"]
+    reshard.save(trained(2.0, names), tmp_path / "new")
+    reshard.convert(tmp_path / "new", tmp_path / "whole", format=format, **options)
+    unfinished = 0
+    for at in range(1, 200, 5 if format == "deepspeed" else 2):
+        target = tmp_path / f"c{at}"
+        if not crashes_in_publication(at, monkeypatch, tmp_path / "new", target, format=format, **options):
+            break
+        unfinished += any("convert-" not in name and name.endswith(".tmp") for name in files_in(target))
+        try:
+            reshard.convert(tmp_path / "new", target, format=format, **options)
+            assert not [name for name in files_in(target) if name.endswith(".tmp") or "convert-" in name]
+        except CheckpointExistsError:  # it was complete, and its records were not removed yet
+            found = [name for name in files_in(target) if "convert-" not in name and not name.endswith("claim.json")]
+            assert len(found) == len(files_in(tmp_path / "whole"))
+        model = reshard.open(target).normalized()["model"]
+        assert set(model) == set(names)
+        assert all(torch.equal(tensor[...], torch.full((8, 4), 2.0)) for tensor in model.values())
+    assert unfinished

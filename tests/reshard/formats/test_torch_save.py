@@ -396,3 +396,30 @@ def test_fuzzed_files_give_clear_errors_only(saved: Path) -> None:
         except ReshardError:
             refused += 1
     assert refused > 100
+
+
+@pytest.mark.parametrize("where", ["local header", "directory"])
+def test_a_record_is_not_read_where_another_one_is(where: str, tmp_path: Path) -> None:
+    """One changed number leads from the elements of one tensor to those of another, whose checksum is right there."""
+    path = tmp_path / "saved.pt"
+    torch.save({"a": torch.arange(8.0), "b": torch.arange(8.0) + 100}, path)
+    with zipfile.ZipFile(path) as archive:
+        a, b = (archive.getinfo(f"saved/data/{number}").header_offset for number in range(2))
+    data = bytearray(path.read_bytes())
+    if where == "directory":
+        at = data.rindex(b"saved/data/0") - 4
+        assert int.from_bytes(data[at : at + 4], "little") == a
+        data[at : at + 4] = b.to_bytes(4, "little")
+    else:
+        name, extra = (int.from_bytes(data[b + at : b + at + 2], "little") for at in (26, 28))
+        first = int.from_bytes(data[a + 26 : a + 28], "little")
+        data[a + 28 : a + 30] = (b + name + extra - a - first).to_bytes(2, "little")
+    path.write_bytes(data)
+
+    def read() -> None:
+        checkpoint = reshard.open(path)
+        for name in "ba":
+            checkpoint[name][...]
+
+    with pytest.raises(CorruptCheckpointError, match=r"two of its records are at one place|, or in the next one"):
+        read()
