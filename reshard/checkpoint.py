@@ -509,8 +509,8 @@ def refuse_replaced(again: str, *checkpoints: Checkpoint | None) -> None:
         native = checkpoint.contents.details(NativeFacts)
         if native is not None and is_replaced(native):
             raise CheckpointReplacedError(
-                f"{checkpoint.url} was replaced by a later save, or deleted, while it was read: {again} it again, by its "
-                "path"
+                f"{checkpoint.url} was replaced by a later save, or deleted, while it was read: {again} it again, by "
+                "its path"
             )
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from planners.geometry.arrays import grouped
+from planners.geometry.box import Shape
 from planners.units import format_some
 from reshard.errors import KeyMismatchError, NormalizationError, format_names
 from reshard.live.deepspeed import HOW_TO_SAVE
@@ -305,8 +306,9 @@ def _misshapen(state: list[Entry], fitting: Container[int]) -> list[str]:
     """State tensors that should have the shape of their parameter and do not; of no parameter whose
     id is `fitting`.
 
-    No schema says which state has that shape; a name counts as such if most tensors of that name
-    have it, of parameters with as many dims: a state of rows has the shape of a vector.
+    No schema says which state has that shape. A name counts as such if most tensors of that name in a param group have
+    it, of parameters with as many dims, since a state of rows has the shape of a vector; but not if all of them have
+    the same dims of their parameters: [rows, rows], as of a preconditioner, fits a square parameter, too.
     """
     misfits: dict[Any, list[str]] = {}
     for one, values in state:
@@ -321,19 +323,29 @@ def _misshapen(state: list[Entry], fitting: Container[int]) -> list[str]:
                 continue
             shape = global_shape(value)
             if shape and shape != one.shape:
-                misfits.setdefault((key, len(one.shape)), []).append(
+                misfits.setdefault((key, one.optimizer, one.group, len(one.shape)), []).append(
                     f"{one.name}: its {key!r} in optimizer {one.optimizer} has shape {shape}, "
                     f"which fits no layout of the parameter's shape {tuple(one.shape)}"
                 )
-    fits = {
-        (key, dims): sum(
-            isinstance(v := values.get(key), torch.Tensor) and len(one.shape) == dims and global_shape(v) == one.shape
-            for one, values in state
-            if values
-        )
-        for key, dims in misfits
-    }
-    return [line for kind, lines in misfits.items() if fits[kind] > len(lines) for line in lines]
+    found = []
+    for (key, *place), lines in misfits.items():
+        beside = [(one, values[key]) for one, values in state if values and isinstance(values.get(key), torch.Tensor)]
+        shapes = [
+            (one.shape, global_shape(value))
+            for one, value in beside
+            if place == [one.optimizer, one.group, len(one.shape)]
+        ]
+        fits = sum(own == shape for own, shape in shapes)
+        found += lines if fits > len(lines) and not _are_dims_of_parameters(shapes) else []
+    return found
+
+
+def _are_dims_of_parameters(shapes: list[tuple[Shape, Shape]]) -> bool:
+    """Whether each size of a state is that of one dim of its parameter, the same for all of them."""
+    (own, first), *_ = shapes
+    return all(len(shape) == len(first) for _, shape in shapes) and all(
+        any(all(shape[i] == own[dim] for own, shape in shapes) for dim in range(len(own))) for i in range(len(first))
+    )
 
 
 def _apart(state: list[Entry], live: LiveOptimizers) -> list[str]:

@@ -391,6 +391,47 @@ def test_one_matrix_of_another_shape_is_refused_whatever_vectors_have() -> None:
         reshard.set_optimizer_state_dict(model, optimizer, state)
 
 
+class Preconditioned(torch.optim.Optimizer):
+    """Has a square state for the rows of each parameter, as Shampoo has, or a part of its rows, as GaLore has."""
+
+    def __init__(self, params: Any, rank: int = 0) -> None:
+        super().__init__(params, {"lr": 0.1, "rank": rank})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                square = torch.full((len(p), len(p)), float(len(self.state)))
+                self.state[p] = {
+                    "L": square,
+                    "m": torch.ones_like(p[: group["rank"] or len(p)]),
+                    "step": torch.ones(()),
+                }
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_states_of_other_shapes_than_the_parameters_are_no_misfits(rank: int, tmp_path: Path) -> None:
+    """Most parameters are square, and so is each state of theirs."""
+
+    def made() -> tuple[nn.Module, Preconditioned]:
+        model = nn.ModuleList([*(nn.Linear(4, 4, bias=False) for _ in range(4)), nn.Linear(4, 6, bias=False)])
+        *square, last = model.parameters()
+        return model, Preconditioned([{"params": square}, {"params": [last], "rank": rank}])
+
+    (model, optimizer), (other, others) = made(), made()
+    optimizer.step()
+    state = reshard.get_optimizer_state_dict(model, optimizer)
+    assert reshard.set_optimizer_state_dict(other, others, state).missing == ()
+    assert reshard.compare(reshard.get_optimizer_state_dict(other, others), state).ok
+    reshard.save({"m": model, "o": optimizer}, tmp_path / "x")
+    other, others = made()
+    assert reshard.load({"m": other, "o": others}, tmp_path / "x").ok
+
+    state["state"]["4.weight"]["L"] = torch.zeros(5, 5)
+    state["state"]["3.weight"]["L"] = torch.zeros(5, 5)
+    with pytest.raises(KeyMismatchError, match=r"3.weight: its 'L' in optimizer 0 has shape \(5, 5\)"):
+        reshard.set_optimizer_state_dict(other, others, state)
+
+
 def test_objects_without_hooks_are_refused_with_the_way_round(tmp_path: Path) -> None:
     model, optimizer = job(OfObjects, 0, 1)
     state = reshard.get_optimizer_state_dict(model, optimizer)
