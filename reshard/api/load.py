@@ -15,7 +15,8 @@ import numpy as np
 import torch.distributed as dist
 
 from planners.findings import in_groups
-from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
+from planners.geometry.layout import ProductForm, StateLayout, TensorLayout, TensorSpec
+from planners.geometry.mesh import Replicate
 from planners.plans.load import ReadItem, plan_reads
 from planners.units import format_bytes, format_count
 from reshard.api.load_matching import KeyMatch, gather_mismatches, match_keys
@@ -199,13 +200,20 @@ def saved_in(checkpoint: Checkpoint) -> Iterator[Saved]:
     on_mesh = {key: mesh is not None and mesh.names != UNSHARDED for key, mesh in meshes.items()}
     is_known = any(on_mesh.values())  # else no rank had DTensors
     owners = {key.rpartition(".")[0] for key, is_there in on_mesh.items() if is_there}
+    parts = {key for key, is_there in on_mesh.items() if is_there and not _is_replicated(stored[key])}
+    owners_of_parts = {key.rpartition(".")[0] for key in parts}
     for key, one in stored.items():
         first, read = checkpoint.aliases.get(key, ""), partial(tensors[key].__getitem__, ...)
         was = on_mesh[key] if is_known else None
-        beside = was is False and key.rpartition(".")[0] in owners
+        beside = is_known and key not in parts and key.rpartition(".")[0] in (owners_of_parts if was else owners)
         yield Saved(key, path_of(key), one.spec.shape, one.spec.dtype, first, read=read, on_mesh=was, is_beside=beside)
     for key in checkpoint.objects:
         yield Saved(key, path_of(key), None, read=partial(checkpoint.objects.__getitem__, key))
+
+
+def _is_replicated(stored: StoredTensor) -> bool:
+    form = stored.layout.form if stored.layout is not None else None
+    return isinstance(form, ProductForm) and all(isinstance(placement, Replicate) for placement in form.placements)
 
 
 @dataclass(frozen=True)

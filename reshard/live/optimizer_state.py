@@ -123,7 +123,8 @@ class Saved(NamedTuple):
     on_mesh: bool | None = None
     """Whether it was a DTensor; None if the checkpoint does not say."""
     is_beside: bool = False
-    """Whether it was none, but others of the same parameter's state were."""
+    """Whether it was none, but others of the same parameter's state were; or was one of which each rank held all, but
+    held parts of others."""
 
 
 @contextmanager
@@ -332,9 +333,9 @@ class _StateMemory:
         is_like = row.shape == global_shape(parameter) and not (is_scalar or row.is_beside)
         like = parameter if is_like or _is_on_mesh(row, parameter) else None
         for known in (self._live.get(first), self._made.get(first)):
-            if _fits(known, row.shape, dtype) and _is_laid_out_like(known, like):
+            if _fits(known, row.shape, dtype) and _is_laid_out_like(known, like, is_like=is_like):
                 return self._made.setdefault(first, known)
-        known = there if _fits(there, row.shape, dtype) else _place_like(like, row.shape, dtype)
+        known = there if _fits(there, row.shape, dtype) else _place_like(like, row.shape, dtype, is_like=is_like)
         self._made.setdefault(first, known)
         return known
 
@@ -349,13 +350,14 @@ def _fits(known: Any, shape: Shape, dtype: torch.dtype) -> bool:
     )
 
 
-def _is_laid_out_like(known: Any, like: Any) -> bool:
-    """Return whether a tensor has the layout of a parameter; a full tensor, if there is no layout to follow."""
+def _is_laid_out_like(known: Any, like: Any, *, is_like: bool) -> bool:
+    """Return whether a tensor has the layout of a parameter, or of what is on its mesh without being `is_like` it; a
+    full tensor, if there is no layout to follow."""
     if not (is_sharded(known) or is_sharded(like)):
         return like is None or like.device.type == "meta" or bool(known.device == like.device)
     if not (is_dtensor(known) and is_dtensor(like)) or known.device_mesh != like.device_mesh:
         return False
-    return known.shape != like.shape or known.placements == like.placements
+    return not is_like or known.placements == like.placements
 
 
 def _live_tensors(state_dict: Any, names: Mapping[str, str]) -> dict[str, Any]:
@@ -462,12 +464,12 @@ def _is_on_mesh(row: Saved, parameter: Any) -> bool:
     return is_dtensor(parameter) and row.on_mesh
 
 
-def _place_like(like: Any, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    """Unfilled memory for a tensor of a parameter's state: placed like the parameter if the shapes are the same, else
-    on its mesh. Without a parameter, an unsharded tensor."""
+def _place_like(like: Any, shape: Shape, dtype: torch.dtype, *, is_like: bool) -> torch.Tensor:
+    """Unfilled memory for a tensor of a parameter's state: placed like the parameter, or with all elements on each rank
+    of its mesh. Without a parameter, an unsharded tensor."""
     if like is None or (type(like) is torch.Tensor and like.device.type == "meta"):
         return torch.empty(shape, dtype=dtype, device="cpu")
-    if shape == global_shape(like):
+    if is_like:
         return remade_like(like, dtype)
     device = "cpu" if like.device.type == "meta" else like.device
     return dtensor_of(torch.empty(shape, dtype=dtype, device=device), like.device_mesh)

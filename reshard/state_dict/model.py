@@ -498,9 +498,21 @@ def write_all(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], p
         write(value, target)
 
 
-def like(value: torch.Tensor, model: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+def is_shard_like(value: Any, model: Any) -> bool:
+    """Whether both are DTensors, sharded in the same way over the same mesh; not if each rank holds all."""
+    return (
+        is_dtensor(value)
+        and is_dtensor(model)
+        and (value.device_mesh, value.placements) == (model.device_mesh, model.placements)
+        and not all(placement.is_replicate() for placement in value.placements)
+    )
+
+
+def like(
+    value: torch.Tensor, model: torch.Tensor, device: torch.device | None = None, *, is_placed: bool = False
+) -> torch.Tensor:
     """A new tensor with the elements and dtype of `value`, sharded as `model` is where the shapes
-    are equal.
+    are equal, unless `value` is on its mesh and `is_placed` there as it is to be.
 
     0-d tensors are not sharded and stay on their device, unless `model` is 0-d; others go to `device`,
     by default that of `model`. A
@@ -513,7 +525,7 @@ def like(value: torch.Tensor, model: torch.Tensor, device: torch.device | None =
         if (
             is_dtensor(value)
             and value.device_mesh == model.device_mesh
-            and (value.shape != model.shape or value.placements == model.placements)
+            and (is_placed or value.shape != model.shape or value.placements == model.placements)
         ):
             if tensor_class(value):  # whose views may be tensors of less
                 return with_local(value, _clone(value._local_tensor, device))

@@ -31,6 +31,7 @@ from reshard.state_dict.model import (
     all_apart,
     apart,
     is_expanded,
+    is_shard_like,
     like,
     listed,
     overlapping,
@@ -489,7 +490,9 @@ class _Copies:
     possible."""
 
     def __init__(self, places: Places, is_placed: bool) -> None:
-        self.is_placed = is_placed
+        self._is_placed = is_placed
+        self._placed: set[int] = set()
+        """Ids of parameters whose given state stays DTensors or none, as it is."""
         self.targets: list[Any] = list(places.targets)
         """What the optimizers hold now and keep, to be written into."""
         self.values: list[Any] = list(places.values)
@@ -509,6 +512,7 @@ class _Copies:
         if values is None:
             state.pop(one.parameter, None)
             return
+        self._note_placed(one, values)
         old = state.get(one.parameter) or {}
         # a dict of the same keys is written in place
         new = old if old.keys() == values.keys() else dict.fromkeys(values)
@@ -518,9 +522,15 @@ class _Copies:
     def made(self, one: OptimizedParameter, values: Mapping[Any, Any], held: Mapping[Any, Any]) -> dict[Any, Any]:
         """A dict that will have new `values`, once all is known, sharded as those that are
         `held`."""
+        self._note_placed(one, values)
         new: dict[Any, Any] = dict.fromkeys(values)
         self.later += [(one, new, key, value, held.get(key), None) for key, value in values.items()]
         return new
+
+    def _note_placed(self, one: OptimizedParameter, values: Mapping[Any, Any]) -> None:
+        """Who gives some state as shards of the parameter means the rest of it to be as it is."""
+        if self._is_placed or any(is_shard_like(value, one.parameter) for value in values.values()):
+            self._placed.add(id(one.parameter))
 
     def finish(self, live: LiveModel, model_state: Mapping[str, Any]) -> None:
         """Create and write everything."""
@@ -588,11 +598,12 @@ class _Copies:
             same = (self.ties.same(value), key in SCALARS, on_device, parameter.dim() > 0, lies)
             if same not in self._made:
                 tied = self.ties.model_tensor(value)
-                is_plain = self.is_placed and not is_dtensor(value)
+                is_placed = id(parameter) in self._placed
+                is_plain = is_placed and not is_dtensor(value)
                 model = parameter.to_local() if is_plain and is_dtensor(parameter) else parameter
                 if is_dtensor(old) and not is_dtensor(parameter) and old.shape == value.shape:
                     model = old
-                self._made[same] = tied if tied is not None else _made_anew(value, model, key, on_device)
+                self._made[same] = tied if tied is not None else _made_anew(value, model, key, on_device, is_placed)
             return self._made[same]
         if isinstance(value, dict):
             known = old if isinstance(old, dict) else {}
@@ -605,12 +616,14 @@ class _Copies:
         return value if isinstance(value, (bool, int, float, str, type(None))) else copy.deepcopy(value)
 
 
-def _made_anew(value: torch.Tensor, parameter: torch.Tensor, key: Any, on_device: bool) -> torch.Tensor:
+def _made_anew(
+    value: torch.Tensor, parameter: torch.Tensor, key: Any, on_device: bool, is_placed: bool
+) -> torch.Tensor:
     if on_device:
         return value.detach().to(parameter.device, torch.float32, copy=True)
     if not global_shape(value) and (key in SCALARS or parameter.dim() > 0):
         return value.detach().clone()
-    return like(value, parameter)
+    return like(value, parameter, is_placed=is_placed)
 
 
 def _own_dict(live: LiveOptimizers, k: int, state: dict[Any, Any], groups: list[Mapping[str, Any]]) -> dict[str, Any]:

@@ -57,18 +57,20 @@ class Beside(OneGroup):
 
 
 class OnMesh(OneGroup):
-    """Keeps DTensors without dims, as Adam-mini does, and of rows."""
+    """Keeps DTensors without dims, as Adam-mini does, of rows, and of the parameter's shape, of which each rank has
+    all, beside one that is sharded."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:
             state, grad = self.state[parameter], parameter.grad
-            found = {"mean": grad.square().mean(), "rows": grad.square().sum(-1, keepdim=True)}
+            found = {"mean": grad.square().mean(), "rows": grad.square().sum(-1, keepdim=True), "all": grad.abs()}
             for key, value in found.items():
                 if isinstance(value, DTensor):
                     value = value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
-                    assert isinstance(state.get(key, value), DTensor)
+                    assert state.get(key, value).placements == value.placements
                 state[key] = value if key not in state else state[key] * 0.9 + value
+            state["sum"] = state.get("sum", torch.zeros_like(parameter)) + grad
             parameter.sub_(grad / (1 + state["mean"]) * 0.1)
 
 
@@ -126,6 +128,22 @@ def test_a_fresh_optimizer_continues_with_state_placed_as_it_was(kind: Callable[
     assert same(continued, later)
     assert same(gloo.run(resume, 3, kind, tmp_path / "x")[0][0], saved)
     assert same(resume(kind, tmp_path / "x")[0], saved)
+
+
+def hand_over(kind: Callable[[Any], Any]) -> tuple[Any, Any]:
+    one, other = job(kind, 0), job(kind, 1)
+    train(*one, 1, 2, 3)
+    model, optimizer = reshard.get_state_dict(*one)
+    reshard.set_state_dict(*other, model_state_dict=model, optim_state_dict=optimizer)
+    train(*one, 4, 5)
+    train(*other, 4, 5)
+    return values(*one), values(*other)
+
+
+@pytest.mark.parametrize("kind", [Beside, OnMesh])
+def test_state_that_is_handed_over_is_placed_as_it_was(kind: Callable[[Any], Any]) -> None:
+    for one, other in gloo.run(hand_over, 2, kind):
+        assert same(one, other)
 
 
 def test_state_that_was_saved_without_sharding_becomes_dtensors_where_it_has_dims(tmp_path: Path) -> None:
