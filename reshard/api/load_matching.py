@@ -648,6 +648,8 @@ class Mismatches:
                 "Transpose, Reshape, and Resize, which pads or crops full tensors. To keep your tensors, leave these "
                 f"out: load(state, reshard.open({match.checkpoint.url!r}).select({globs}), strict=False)"
             )
+        elif shapes:
+            fixes.append("give these keys the saved shapes, or leave them out of the state")
         if dtypes := [line for line in self.mismatched if "but the target is" in line and "dequantize" not in line]:
             cast = "" if any(line.endswith(")") for line in dtypes) else "dtype_policy='cast' converts, "
             fixes.append(f"{cast}dtype_policy='saved' keeps the saved dtype")

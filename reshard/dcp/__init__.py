@@ -11,6 +11,8 @@ library reads the checkpoints that the other writes. `load` also reads every oth
 `reshard.open` reads.
 """
 
+from functools import partial as _partial
+
 from torch.distributed import checkpoint as _torch
 from torch.distributed.checkpoint.api import CheckpointException as CheckpointException
 from torch.distributed.checkpoint.metadata import (
@@ -52,7 +54,4 @@ from reshard.dcp.state_dict_saver import async_save as async_save, save as save,
 __all__ = [name for name in vars(_torch) if not name.startswith("_")]
 
 __getattr__ = newer_or_torchs
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__dir__ = _partial(sorted, __all__)

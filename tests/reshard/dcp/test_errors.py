@@ -72,6 +72,7 @@ def test_a_size_that_does_not_fit(saved, way):
     assert "[7]" in str(caught.value)
     assert "[2]" in str(caught.value)
     assert "policy" not in str(caught.value)
+    assert "leave them out of the state" in str(caught.value)
 
 
 @pytest.mark.parametrize("partial", [False, True])

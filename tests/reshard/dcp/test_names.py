@@ -43,6 +43,7 @@ def test_every_name_of_torch_is_there_and_is_torch_s_own_where_it_need_not_diffe
     submodules = {m.name for m in pkgutil.iter_modules(theirs.__path__)} if not module else set()
 
     assert [name for name in names if not hasattr(our, name)] == []
+    assert {name for name in names if not name.startswith("_")} <= {*dir(our), *submodules} or module
     differing = {name for name in names - submodules if getattr(our, name) is not getattr(their, name)}
     differing -= set(typing.__all__) & set(collections.abc.__all__)  # the same, which older torch takes from typing
     assert {name for name in differing if not name.startswith("_")} == OURS.get(module, set()) & names
