@@ -274,7 +274,7 @@ def refuse_first_step(path: StoragePath) -> None:
     else:
         return
     raise FormatError(
-        f"{folder} is a checkpoint ({mark}), so it cannot also be the folder of a run with the step "
+        f"{folder} is a checkpoint ({mark}), so it cannot also be the folder of a run that has "
         f"{text.removeprefix(f'{folder}/')}: choose another folder, or move that checkpoint to another one first"
     )
 

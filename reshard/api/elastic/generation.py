@@ -625,7 +625,7 @@ class TierRestoreReport(HostsReport):
         what = "the fallback" if self.number is None else f"generation {self.number}, step {self.step}"
         odd = [f"{format_names(self.from_fallback)} from the fallback"] if self.from_fallback else []
         odd += [f"{len(self.skipped)} skipped"] if self.skipped else []
-        odd += self.load._first_of_each("outside")
+        odd += self.load._first_of_each("excluded")
         return f"TierRestoreReport({', '.join([what, *odd])})"
 
 

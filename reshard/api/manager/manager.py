@@ -109,7 +109,7 @@ class RestoreReport(Tabled):
         if not self.load.ok:
             words.append(repr(self.load))
         else:
-            words += self.load._first_of_each("outside")
+            words += self.load._first_of_each("excluded")
             words += filter(None, [self.load.unchecked])
         return f"RestoreReport({', '.join(words)})"
 
@@ -511,14 +511,14 @@ class CheckpointManager:
             state = {}
         return LiveObjects(state, to_fill=True, strict=strict)
 
-    def _say_restored(self, step: int, outside: tuple[str, ...]) -> None:
+    def _say_restored(self, step: int, excluded: tuple[str, ...]) -> None:
         _log.info("%s: restored step %d", self.root, step)
-        if outside:
+        if excluded:
             _log.warning(
                 "%s: step %d was saved with select=, so the state keeps its values of %s",
                 self.root,
                 step,
-                format_names(outside),
+                format_names(excluded),
             )
 
     def _known(self, group: Group) -> _Known:
