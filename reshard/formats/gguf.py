@@ -479,6 +479,11 @@ def _entries(
                 f"{source.label}: tensor {name!r} of shape {list(shape)} and type {type_} ends at byte "
                 f"{data_at + at + nbytes}, but the file has {source.nbytes}: it was truncated"
             )
+    if source.nbytes > data_at + wanted:
+        raise CorruptCheckpointError(
+            f"{source.label}: its {len(entries)} tensors end at byte {data_at + wanted}, but the file has "
+            f"{source.nbytes}: its header is wrong, or it was appended to"
+        )
     return entries
 
 
