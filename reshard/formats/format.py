@@ -170,7 +170,7 @@ def missing_files(
 
 
 def check_apart(where: str, places: Iterable[tuple[str, int, int, str]]) -> None:
-    """Raise CorruptCheckpointError if bytes of a file are those of two names, since one of them is elsewhere then.
+    """Raise CorruptCheckpointError if two names have the same bytes: one of them is elsewhere.
 
     `places`: the file, start, stop, and name of each.
     """
@@ -178,9 +178,8 @@ def check_apart(where: str, places: Iterable[tuple[str, int, int, str]]) -> None
     for place in sorted(place for place in places if place[1] < place[2]):
         file, start, _, name = place
         if file == before[0] and start < before[2]:
-            raise CorruptCheckpointError(
-                f"{where}: its metadata is damaged: {name!r} and {before[3]!r} are both at byte {start} of {file}"
-            )
+            what = f"{name!r} and {before[3]!r} are both at byte {start} of {file}"
+            raise CorruptCheckpointError(f"{where}: its metadata is damaged: {what}")
         before = place
 
 

@@ -480,10 +480,8 @@ def _entries(
                 f"{data_at + at + nbytes}, but the file has {source.nbytes}: it was truncated"
             )
     if source.nbytes > data_at + wanted:
-        raise CorruptCheckpointError(
-            f"{source.label}: its {len(entries)} tensors end at byte {data_at + wanted}, but the file has "
-            f"{source.nbytes}: its header is wrong, or it was appended to"
-        )
+        where = f"its {len(entries)} tensors end at byte {data_at + wanted}"
+        raise CorruptCheckpointError(f"{source.label}: {where}, but the file has {source.nbytes}: it was appended to")
     return entries
 
 

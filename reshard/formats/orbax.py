@@ -128,7 +128,7 @@ def _tree(storage: Storage, file: str) -> dict[str, Any]:
 
 
 def _entries(tree: Mapping[str, Any], where: str) -> Iterator[tuple[KeyPath, str, Shape | None]]:
-    """The path and kind of each value, and the shape of the parts of an array, where the tree says it."""
+    """The path and kind of each value, and the shape of an array's parts if known."""
     for key, entry in tree["tree_metadata"].items():
         try:
             path = tuple(
@@ -137,7 +137,8 @@ def _entries(tree: Mapping[str, Any], where: str) -> Iterator[tuple[KeyPath, str
             )
             value = entry["value_metadata"]
             written = value.get("write_shape")
-            yield path, str(value["value_type"]), None if written is None else as_shape(written)
+            part = None if written is None else as_shape(written)
+            yield path, str(value["value_type"]), part
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CorruptCheckpointError(f"{where}: the entry {key} cannot be read: {error!r}") from None
 
@@ -177,10 +178,8 @@ class _Root:
 def _tensor(key: str, root: _Root, written: Shape | None) -> StoredTensor:
     array = root.array(key)
     if written is not None and not _is_divided(tuple(array.shape), written):
-        raise CorruptCheckpointError(
-            f"{root.label}: the array {key!r} of shape {list(array.shape)} has no parts of shape {list(written)}, as "
-            f"{_TREE} says"
-        )
+        what = f"of shape {list(array.shape)} has no parts of shape {list(written)}"
+        raise CorruptCheckpointError(f"{root.label}: the array {key!r} {what}, as {_TREE} says")
     try:
         spec = TensorSpec(key, tuple(array.shape), array.dtype.name)
     except PlanError:
@@ -199,16 +198,18 @@ def _tensor(key: str, root: _Root, written: Shape | None) -> StoredTensor:
             raise CorruptCheckpointError(f"{label} is missing")  # tensorstore would give zeros for it
         source = _ArrayChunk(label, partial(_read_chunk, label, array, box), root.kept, (root.label, key, box))
         chunks.append(StoredChunk(box, Extent(source, window), number))
-    if beyond := sorted(name for name in (present or set()) - wanted if name[0].isdigit() or name[0] == "c"):
-        raise CorruptCheckpointError(
-            f"{root.label}: the array {key!r} has the chunk {beyond[0]!r} beyond its shape {list(spec.shape)}"
-        )
+    stored = {name for name in present or () if name[0] in "c0123456789"}
+    if beyond := sorted(stored - wanted):
+        what = f"has the chunk {beyond[0]!r} beyond its shape {list(spec.shape)}"
+        raise CorruptCheckpointError(f"{root.label}: the array {key!r} {what}")
     return StoredTensor(spec, tuple(chunks))
 
 
 def _is_divided(shape: Shape, part: Shape) -> bool:
     """Whether an array consists of parts of one shape, as of the devices of a mesh."""
-    return len(shape) == len(part) and all(n == p or (p and n % p == 0) for n, p in zip(shape, part))
+    if len(shape) != len(part):
+        return False
+    return all(n == p or (p and n % p == 0) for n, p in zip(shape, part))
 
 
 def _chunk_key(driver: str, box: Box, grid: Shape) -> str:

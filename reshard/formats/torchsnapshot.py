@@ -99,7 +99,7 @@ def _yaml(data: bytes, label: str) -> Any:
 
 
 def _check_names(by_path: Mapping[str, Mapping[int, _Entry]], label: str) -> None:
-    """Raise CorruptCheckpointError unless containers list the names of what is in them."""
+    """Raise CorruptCheckpointError unless containers list what is in them."""
     inside: dict[str, dict[str, Mapping[int, _Entry]]] = {}
     for logical, entries in by_path.items():
         above, _, name = logical.rpartition("/")
@@ -108,16 +108,26 @@ def _check_names(by_path: Mapping[str, Mapping[int, _Entry]], label: str) -> Non
         is_inside = any(entry["type"] in _CONTAINERS for entry in holders.values())
         is_inside |= not holders and above.rpartition("/")[0] in by_path
         if is_inside and not entries.keys() <= holders.keys():
-            raise CorruptCheckpointError(f"{label}: {logical!r} of rank {max(entries)} is in no container")
+            what = f"{logical!r} of rank {max(entries)} is in no container"
+            raise CorruptCheckpointError(f"{label}: {what}")
     for logical, entries in by_path.items():
-        kinds, held = {entry["type"] for entry in entries.values()}, inside.get(logical, {})
+        kinds = {entry["type"] for entry in entries.values()}
+        held = inside.get(logical, {})
         if kinds <= _CONTAINERS:
-            told = {(rank, str(key)) for rank, entry in entries.items() for key in entry.get("keys") or ()}
-            listed = {str(at) for at in range(len(held))} if kinds == {"list"} else {name for _, name in told}
-            own = {name for name, of in held.items() if not any(map(_is_of_all, of.values()))}
-            lost = {name for rank, name in told if name in own and rank not in held[name]}
+            told = set()
+            for rank, entry in entries.items():
+                told |= {(rank, str(key)) for key in entry.get("keys") or ()}
+            listed = {name for _, name in told}
+            if kinds == {"list"}:
+                listed = {str(at) for at in range(len(held))}
+            lost = {
+                name
+                for rank, name in told
+                if name in held and rank not in held[name] and not any(map(_is_of_all, held[name].values()))
+            }
             if wrong := sorted((listed ^ held.keys()) | lost):
-                raise CorruptCheckpointError(f"{label}: {logical!r} should have {sorted(listed)}, see {wrong[0]!r}")
+                what = f"{logical!r} should have {sorted(listed)}, see {wrong[0]!r}"
+                raise CorruptCheckpointError(f"{label}: {what}")
 
 
 def _is_of_all(entry: _Entry) -> bool:
@@ -192,8 +202,9 @@ class _Snapshot:
             self._range(key, entry, f" of rank {rank}")
             return partial(self._object, key, entry["serializer"], entry["location"])
         value = _primitive(entry["type"], entry["serialized_value"])
-        if type(value) is float and repr(value) != (entry.get("readable") or repr(value)):
-            raise ValueError(f"{key!r} is {value!r}, and reads {entry['readable']}")
+        text = entry.get("readable")
+        if type(value) is float and text not in (None, repr(value)):
+            raise ValueError(f"{key!r} is {value!r}, and reads {text}")
         return lambda: value
 
     def _object(self, key: str, serializer: str, location: str) -> Any:

@@ -89,7 +89,8 @@ class Header:
         if any(offset < 0 for offsets in info.values() for offset in offsets):
             raise CorruptCheckpointError(f"{where} has a negative offset")
         if wrong := sorted(info.keys() ^ self.entries.keys()):
-            raise CorruptCheckpointError(f"{where} and the header have other names: only one has {wrong[0]!r}")
+            what = f"the header have other names: only one has {wrong[0]!r}"
+            raise CorruptCheckpointError(f"{where} and {what}")
         return info
 
 

@@ -201,9 +201,10 @@ def _check_files(index: DcpIndex, files: Files, folder: str) -> list[str]:
         for item in items.values():
             held = needed.setdefault(item.file, {})
             held[key] = max(held.get(key, 0), item.stop)
-    check_apart(
-        where, ((item.file, item.offset, item.stop, key) for key, of in index.items.items() for item in of.values())
-    )
+    places = []
+    for key, items in index.items.items():
+        places += [(item.file, item.offset, item.stop, key) for item in items.values()]
+    check_apart(where, places)
     missing = sorted(file for file in needed if folder + file not in names)
     if missing:
         files.checking.refuse(missing_files(where, ".metadata", len(needed), missing, [*needed[missing[0]]]))

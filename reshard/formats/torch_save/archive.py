@@ -33,7 +33,7 @@ _DESCRIPTOR = b"PK\x07\x08"
 _DESCRIPTORS = (struct.Struct("<4sIQQ"), struct.Struct("<4sIII"))
 """What stands behind a record: with sizes of 64 bits or of 32."""
 _MOST_EXTRA_BYTES = 128
-"""Of a local header of torch: 20 bytes of long sizes at most, and padding to 64 bytes."""
+"""Of a local header: 20 bytes of long sizes at most, and padding to 64 bytes."""
 _HEAD_BYTES = 4096
 """Enough for the headers and the pickle of an item that is one tensor."""
 _COMPRESSED = "its records are compressed, which torch.save never does"
@@ -52,8 +52,7 @@ class TorchArchive:
         self.sums: dict[str, int] = {}
         """CRC-32 of each record's data, by name."""
         self.records = self._directory()
-        """Name of each record without the folder: offset of its header within the archive, its size, and its full
-        name."""
+        """By name without the folder: offset of the record's header, its size, and its full name."""
         if "data.pkl" not in self.records:
             raise FormatError(f"{self.label}: a zip archive without data.pkl, so not one of torch.save")
         if "byteorder" in self.records and self.read("byteorder") not in (b"little", b""):
@@ -122,9 +121,10 @@ class TorchArchive:
         if name not in self.records:
             raise self._damaged(f"it has no record {name!r}")
         header, size, written = self.records[name]
-        head = self._bytes(header, min(_LOCAL.size + len(written) + _MOST_EXTRA_BYTES, self.length - header))
+        length = _LOCAL.size + len(written) + _MOST_EXTRA_BYTES
+        head = self._bytes(header, min(length, self.length - header))
         if (found := _record_start(head, written)) is None:
-            raise self._damaged(f"the header of record {name!r} is not where its directory says, or is another one")
+            raise self._damaged(f"the header of record {name!r} is not where its directory says")
         at = header + found
         # records are apart: bytes of another one, which have its checksum, are not this one's
         if at + size > self._ends[bisect_right(self._ends, header)]:
@@ -213,19 +213,22 @@ def _read_end(read: Callable[[int, int], bytes | memoryview], at: int) -> tuple[
 
 
 def _record_start(head: bytes | memoryview, name: bytes) -> int | None:
-    """Where data begins behind the local header at the start of `head`; None if that is not the one of this record.
+    """Where data begins behind the local header in `head`; None if it is not this record's.
 
-    torch aligns data by a last field "FB" of the header, whose own length leads to the same place.
+    torch aligns data by a last field, "FB", whose own length leads to the same place.
     """
     if len(head) < _LOCAL.size + len(name):
         return None
     fields, at = _LOCAL.unpack_from(head), _LOCAL.size + len(name)
-    if fields[0] != ZIP_MAGIC or fields[9] != len(name) or head[_LOCAL.size : at] != name:
+    if fields[0] != ZIP_MAGIC or fields[9] != len(name):
+        return None
+    if head[_LOCAL.size : at] != name:
         return None
     stop = at + int(fields[10])
     while at + 4 <= len(head):
         kind, length = struct.unpack_from("<2sH", head, at)
-        inside, end = bytes(head[at + 4 : at + 4 + length]), at + 4 + length
+        end = at + 4 + length
+        inside = bytes(head[at + 4 : end])
         if kind == b"FB" and not inside.strip(b"Z"):
             return end if end == stop else None
         if at >= stop:
@@ -313,7 +316,8 @@ def _scan_head(head: bytes) -> tuple[int, bytes, int, int] | None:
     stop = head.find(b"." + _DESCRIPTOR, pickle_at, header_at) + 1
     if not stop:
         return None
-    return pickle_at, head[pickle_at:stop], int.from_bytes(head[stop + 4 : stop + 8], "little"), header_at + data_at
+    crc = int.from_bytes(head[stop + 4 : stop + 8], "little")
+    return pickle_at, head[pickle_at:stop], crc, header_at + data_at
 
 
 _parse_cached = lru_cache(maxsize=4096)(partial(load_pickle, where="the item"))
