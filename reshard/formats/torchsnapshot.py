@@ -120,13 +120,16 @@ def _check_names(by_path: Mapping[str, Mapping[int, _Entry]], label: str) -> Non
             listed = {name for _, name in told}
             if kinds == {"list"}:
                 listed = {str(at) for at in range(len(held))}
-            lost = {
-                name
-                for rank, name in told
-                if name in held and rank not in held[name] and not any(map(_is_of_all, held[name].values()))
-            }
-            if wrong := sorted((listed ^ held.keys()) | lost):
-                what = f"{logical!r} should have {sorted(listed)}, see {wrong[0]!r}"
+            wrong = listed ^ held.keys()
+            for rank, name in told:
+                of = held.get(name, {})
+                if any(map(_is_of_all, of.values())):
+                    continue
+                if rank not in of:
+                    wrong.add(name)
+            if wrong:
+                first = min(wrong)
+                what = f"{logical!r} should have {sorted(listed)}, see {first!r}"
                 raise CorruptCheckpointError(f"{label}: {what}")
 
 
