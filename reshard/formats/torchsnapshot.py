@@ -212,7 +212,8 @@ class _Snapshot:
 
     def _object(self, key: str, serializer: str, location: str) -> Any:
         if serializer != "torch_save":
-            raise FormatError(f"{self.label}: the object {key!r} is serialized by {serializer!r}: unknown")
+            what = f"the object {key!r} is serialized by {serializer!r}"
+            raise FormatError(f"{self.label}: {what}: unknown")
         file = read_torch_file(self.files[location])
         return file.plain(file.value)
 
@@ -220,8 +221,11 @@ class _Snapshot:
         """A tensor that is stored whole, or in pieces that its entry lists."""
         shape = as_shape(entry["shape"])
         whole = {"offsets": (0,) * len(shape), "sizes": shape, "tensor": entry}
-        pieces: list[_Entry] = entry["chunks"] if entry["type"] == "ChunkedTensor" else [whole]
-        chunks = [self._chunk(key, piece, rank, f" of rank {rank}") for piece in pieces]
+        pieces: list[_Entry] = [whole]
+        if entry["type"] == "ChunkedTensor":
+            pieces = entry["chunks"]
+        own = f" of rank {rank}"
+        chunks = [self._chunk(key, piece, rank, own) for piece in pieces]
         if {_dtype(piece["tensor"]) for piece in pieces} - {_dtype(entry)}:
             raise ValueError(f"the pieces of {key!r} have other dtypes than it has")
         return StoredTensor(TensorSpec(key, shape, _dtype(entry)), tuple(chunks))

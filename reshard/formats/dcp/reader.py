@@ -192,7 +192,8 @@ def _check_files(index: DcpIndex, files: Files, folder: str) -> list[str]:
     """The files that are named, and there. Refuses those that are missing, or end before an item
     does."""
     names, where = files.listed, f"{files.storage.url}/{folder}"
-    if stray := sorted(index.items.keys() - index.tensors.keys() - {*index.objects}):
+    known = {*index.tensors, *index.objects}
+    if stray := sorted(index.items.keys() - known):
         raise CorruptCheckpointError(
             f"{where}.metadata says where {stray[0]!r} is stored, but not what it is: {RESTORE}"
         )

@@ -219,7 +219,8 @@ def _record_start(head: bytes | memoryview, name: bytes) -> int | None:
     """
     if len(head) < _LOCAL.size + len(name):
         return None
-    fields, at = _LOCAL.unpack_from(head), _LOCAL.size + len(name)
+    fields = _LOCAL.unpack_from(head)
+    at = _LOCAL.size + len(name)
     if fields[0] != ZIP_MAGIC or fields[9] != len(name):
         return None
     if head[_LOCAL.size : at] != name:
