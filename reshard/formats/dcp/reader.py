@@ -211,7 +211,7 @@ def _check_files(index: DcpIndex, files: Files, folder: str) -> list[str]:
         try:
             check_apart(where, held_there)
         except CorruptCheckpointError:
-            # DCP's own places mean nothing in a safetensors file
+            # DCP's own places mean nothing in a file with a header
             source = files[folder + file] if folder + file in names else None
             if source is None or find_header(source) is None:
                 raise
