@@ -169,6 +169,20 @@ def missing_files(
     )
 
 
+def check_apart(where: str, places: Iterable[tuple[str, int, int, str]]) -> None:
+    """Raise CorruptCheckpointError if two names have the same bytes: one of them is elsewhere.
+
+    `places`: the file, start, stop, and name of each.
+    """
+    before = ("", 0, 0, "")
+    for place in sorted(place for place in places if place[1] < place[2]):
+        file, start, _, name = place
+        if file == before[0] and start < before[2]:
+            what = f"{name!r} and {before[3]!r} are both at byte {start} of {file}"
+            raise CorruptCheckpointError(f"{where}: its metadata is damaged: {what}")
+        before = place
+
+
 def check_index(files: Files, label: str, weight_map: Mapping[str, str], held: Mapping[str, str | int]) -> None:
     """Raise CorruptCheckpointError unless the index agrees with the files: `held` has the file of
     each key in them."""

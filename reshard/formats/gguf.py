@@ -479,6 +479,9 @@ def _entries(
                 f"{source.label}: tensor {name!r} of shape {list(shape)} and type {type_} ends at byte "
                 f"{data_at + at + nbytes}, but the file has {source.nbytes}: it was truncated"
             )
+    if source.nbytes > data_at + wanted:
+        where = f"its {len(entries)} tensors end at byte {data_at + wanted}"
+        raise CorruptCheckpointError(f"{source.label}: {where}, but the file has {source.nbytes}: it was appended to")
     return entries
 
 

@@ -20,7 +20,7 @@ from planners.geometry.layout import TensorSpec
 from planners.units import format_some
 from reshard.errors import CorruptCheckpointError, FormatError, framework
 from reshard.formats.canonical import Canonical, Hints
-from reshard.formats.format import Format
+from reshard.formats.format import Format, as_shape
 from reshard.state import KeyPath, key_of
 from reshard.storage.base import Listing, Storage
 from reshard.storage.local import LocalStorage
@@ -81,7 +81,7 @@ def _open_item(storage: LocalStorage, folder: str) -> Contents:
     stored = bool(tree.get("store_array_data_equal_to_fill_value"))
     root = _Root(storage, folder, bool(tree.get("use_ocdbt", True)), driver, stored)
     found = ContentsBuilder(f"{storage.url}/{folder}{_TREE}")
-    for path, kind in _entries(tree, f"{storage.url}/{folder}{_TREE}"):
+    for path, kind, written in _entries(tree, f"{storage.url}/{folder}{_TREE}"):
         if kind in _EMPTY:
             found.containers[path] = _EMPTY[kind]
             continue
@@ -91,7 +91,7 @@ def _open_item(storage: LocalStorage, folder: str) -> Contents:
         elif kind == "string":
             found.add_object(key, partial(_string, storage, f"{folder}{_STRINGS}", key))
         else:
-            found.add_tensor(key, partial(_tensor, key, root))
+            found.add_tensor(key, partial(_tensor, key, root, written))
     unknown = "a chunk without a file is all zeros, and a lost file of a chunk looks the same"
     return found.build(_NAME, warnings=() if root.ocdbt or stored else (f"{folder}{_TREE}: {unknown}",))
 
@@ -127,15 +127,19 @@ def _tree(storage: Storage, file: str) -> dict[str, Any]:
     return dict(tree)
 
 
-def _entries(tree: Mapping[str, Any], where: str) -> Iterator[tuple[KeyPath, str]]:
+def _entries(tree: Mapping[str, Any], where: str) -> Iterator[tuple[KeyPath, str, Shape | None]]:
+    """The path and kind of each value, and the shape of an array's parts if known."""
     for key, entry in tree["tree_metadata"].items():
         try:
             path = tuple(
                 int(part["key"]) if part["key_type"] == _SEQUENCE_KEY else str(part["key"])
                 for part in entry["key_metadata"]
             )
-            yield path, str(entry["value_metadata"]["value_type"])
-        except (KeyError, TypeError, ValueError) as error:
+            value = entry["value_metadata"]
+            written = value.get("write_shape")
+            part = None if written is None else as_shape(written)
+            yield path, str(value["value_type"]), part
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CorruptCheckpointError(f"{where}: the entry {key} cannot be read: {error!r}") from None
 
 
@@ -171,8 +175,11 @@ class _Root:
             raise CorruptCheckpointError(f"{self.label}: the array {key!r} cannot be opened: {error}") from None
 
 
-def _tensor(key: str, root: _Root) -> StoredTensor:
+def _tensor(key: str, root: _Root, written: Shape | None) -> StoredTensor:
     array = root.array(key)
+    if written is not None and not _is_divided(tuple(array.shape), written):
+        what = f"of shape {list(array.shape)} has no parts of shape {list(written)}"
+        raise CorruptCheckpointError(f"{root.label}: the array {key!r} {what}, as {_TREE} says")
     try:
         spec = TensorSpec(key, tuple(array.shape), array.dtype.name)
     except PlanError:
@@ -183,14 +190,26 @@ def _tensor(key: str, root: _Root) -> StoredTensor:
     # of several chunks each, where zarr 3 shards
     files = tuple(array.chunk_layout.write_chunk.shape or array.shape)
     present = {bytes(k).decode() for k in array.kvstore.list().result()} if root.all_stored else None
-    chunks = []
+    chunks, wanted = [], set()
     for number, box in enumerate(_cells(tuple(array.shape), grid)):
         label, window = f"{root.label} (array {key!r}, {box})", Window.row_major(0, box.sizes, spec.itemsize)
-        if present is not None and _chunk_key(root.driver, box, files) not in present:
+        wanted.add(file := _chunk_key(root.driver, box, files))
+        if present is not None and file not in present:
             raise CorruptCheckpointError(f"{label} is missing")  # tensorstore would give zeros for it
         source = _ArrayChunk(label, partial(_read_chunk, label, array, box), root.kept, (root.label, key, box))
         chunks.append(StoredChunk(box, Extent(source, window), number))
+    stored = {name for name in present or () if name[0] in "c0123456789"}
+    if beyond := sorted(stored - wanted):
+        what = f"has the chunk {beyond[0]!r} beyond its shape {list(spec.shape)}"
+        raise CorruptCheckpointError(f"{root.label}: the array {key!r} {what}")
     return StoredTensor(spec, tuple(chunks))
+
+
+def _is_divided(shape: Shape, part: Shape) -> bool:
+    """Whether an array consists of parts of one shape, as of the devices of a mesh."""
+    if len(shape) != len(part):
+        return False
+    return all(n == p or (p and n % p == 0) for n, p in zip(shape, part))
 
 
 def _chunk_key(driver: str, box: Box, grid: Shape) -> str:

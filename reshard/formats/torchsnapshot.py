@@ -27,7 +27,7 @@ from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import ITEM_SIZES, TensorSpec, itemsize
 from planners.units import format_some
 from reshard.errors import CheckpointError, CorruptCheckpointError, FormatError, framework
-from reshard.formats.format import Format, as_shape
+from reshard.formats.format import Format, as_shape, check_apart
 from reshard.formats.torch_save.archive import locate_item, read_head
 from reshard.formats.torch_save.reader import read_torch_file
 from reshard.state import IntKey, KeyPath
@@ -65,8 +65,10 @@ def open(files: Files) -> Contents:
         for path, entry in manifest["manifest"].items():
             rank, _, logical = path.partition("/")
             by_path.setdefault(logical, {})[int(rank)] = entry
+        _check_names(by_path, label)
         for logical, entries in by_path.items():
             found.add(_key_path(logical, by_path), entries)
+        check_apart(label, found.places)
     except CheckpointError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError, RecursionError, struct.error, PlanError) as error:
@@ -96,6 +98,46 @@ def _yaml(data: bytes, label: str) -> Any:
         raise CorruptCheckpointError(f"{label}: neither JSON nor YAML: {str(error)[:200]}") from None
 
 
+def _check_names(by_path: Mapping[str, Mapping[int, _Entry]], label: str) -> None:
+    """Raise CorruptCheckpointError unless containers list what is in them."""
+    inside: dict[str, dict[str, Mapping[int, _Entry]]] = {}
+    for logical, entries in by_path.items():
+        above, _, name = logical.rpartition("/")
+        inside.setdefault(above, {})[unquote(name)] = entries
+        holders = by_path.get(above, {})
+        is_inside = any(entry["type"] in _CONTAINERS for entry in holders.values())
+        is_inside |= not holders and above.rpartition("/")[0] in by_path
+        if is_inside and not entries.keys() <= holders.keys():
+            what = f"{logical!r} of rank {max(entries)} is in no container"
+            raise CorruptCheckpointError(f"{label}: {what}")
+    for logical, entries in by_path.items():
+        kinds = {entry["type"] for entry in entries.values()}
+        held = inside.get(logical, {})
+        if kinds <= _CONTAINERS:
+            told = set()
+            for rank, entry in entries.items():
+                told |= {(rank, str(key)) for key in entry.get("keys") or ()}
+            listed = {name for _, name in told}
+            if kinds == {"list"}:
+                listed = {str(at) for at in range(len(held))}
+            wrong = listed ^ held.keys()
+            for rank, name in told:
+                of = held.get(name, {})
+                if any(map(_is_of_all, of.values())):
+                    continue
+                if rank not in of:
+                    wrong.add(name)
+            if wrong:
+                first = min(wrong)
+                what = f"{logical!r} should have {sorted(listed)}, see {first!r}"
+                raise CorruptCheckpointError(f"{label}: {what}")
+
+
+def _is_of_all(entry: _Entry) -> bool:
+    """Whether an entry of one rank is one of the others, too."""
+    return bool(entry.get("replicated")) or entry["type"] in _SHARDED
+
+
 def _key_path(logical: str, by_path: Mapping[str, Mapping[int, _Entry]]) -> KeyPath:
     """The path in the nest that was saved: the containers above say what each part of it is."""
     parts = logical.split("/")
@@ -121,6 +163,8 @@ class _Snapshot:
     files: Files
     label: str
     out: ContentsBuilder
+    places: set[tuple[str, int, int, str]] = field(default_factory=set)
+    """Bytes of files, and which piece of which name is there."""
     own: list[str] = field(default_factory=list)
     quantized: list[str] = field(default_factory=list)
     inferred: list[str] = field(default_factory=list)
@@ -158,23 +202,32 @@ class _Snapshot:
             tensor = self._tensor(key, entry, rank)
             return lambda: tensor
         if entry["type"] == "object":
-            self._range(key, entry)
-            return partial(self._object, key, entry)
+            self._range(key, entry, f" of rank {rank}")
+            return partial(self._object, key, entry["serializer"], entry["location"])
         value = _primitive(entry["type"], entry["serialized_value"])
+        text = entry.get("readable")
+        if type(value) is float and text not in (None, repr(value)):
+            raise ValueError(f"{key!r} is {value!r}, and reads {text}")
         return lambda: value
 
-    def _object(self, key: str, entry: _Entry) -> Any:
-        if entry["serializer"] != "torch_save":
-            raise FormatError(f"{self.label}: the object {key!r} is serialized by {entry['serializer']!r}: unknown")
-        file = read_torch_file(self.files[entry["location"]])
+    def _object(self, key: str, serializer: str, location: str) -> Any:
+        if serializer != "torch_save":
+            what = f"the object {key!r} is serialized by {serializer!r}"
+            raise FormatError(f"{self.label}: {what}: unknown")
+        file = read_torch_file(self.files[location])
         return file.plain(file.value)
 
     def _tensor(self, key: str, entry: _Entry, rank: int) -> StoredTensor:
         """A tensor that is stored whole, or in pieces that its entry lists."""
         shape = as_shape(entry["shape"])
         whole = {"offsets": (0,) * len(shape), "sizes": shape, "tensor": entry}
-        pieces = entry["chunks"] if entry["type"] == "ChunkedTensor" else [whole]
-        chunks = [self._chunk(key, piece, rank) for piece in pieces]
+        pieces: list[_Entry] = [whole]
+        if entry["type"] == "ChunkedTensor":
+            pieces = entry["chunks"]
+        own = f" of rank {rank}"
+        chunks = [self._chunk(key, piece, rank, own) for piece in pieces]
+        if {_dtype(piece["tensor"]) for piece in pieces} - {_dtype(entry)}:
+            raise ValueError(f"the pieces of {key!r} have other dtypes than it has")
         return StoredTensor(TensorSpec(key, shape, _dtype(entry)), tuple(chunks))
 
     def _sharded(self, key: str, entries: Mapping[int, _Entry]) -> StoredTensor:
@@ -194,13 +247,13 @@ class _Snapshot:
         shape = tuple(map(max, zip(*(box.stops for box in chunks))))
         return StoredTensor(TensorSpec(key, shape, dtypes.pop()), tuple(chunks.values()))
 
-    def _chunk(self, key: str, piece: _Entry, rank: int) -> StoredChunk:
+    def _chunk(self, key: str, piece: _Entry, rank: int, own: str = "") -> StoredChunk:
         """A box of a tensor, and where its elements are."""
         box, entry = Box(as_shape(piece["offsets"]), as_shape(piece["sizes"])), piece["tensor"]
         dtype = _dtype(entry)
         if as_shape(entry["shape"]) != box.sizes:
             raise CorruptCheckpointError(f"{self.label}: {key!r}: a piece of shape {entry['shape']} at {box}")
-        start, stop = self._range(key, entry)
+        start, stop = self._range(key, entry, f"{own}, {box}")
         source = self.files[entry["location"]]
         if entry["serializer"] == "torch_save":
             return StoredChunk(box, partial(_locate, source, start, stop, key, dtype), rank)
@@ -214,12 +267,13 @@ class _Snapshot:
             )
         return StoredChunk(box, Extent(source, window), rank)
 
-    def _range(self, key: str, entry: _Entry) -> tuple[int, int]:
+    def _range(self, key: str, entry: _Entry, piece: str = "") -> tuple[int, int]:
         """The bytes of its file that an entry means. Refuses those that are not there."""
         file, refuse = entry["location"], self.files.checking.refuse
         if (nbytes := self.files.listed.get(file)) is None:
             refuse(CorruptCheckpointError(f"{self.label}: the file {file} is missing, which should hold {key!r}"))
         start, stop = as_shape(entry.get("byte_range") or (0, nbytes or 0))
+        self.places.add((file, start, stop, key + piece))
         if nbytes is not None and not start <= stop <= nbytes:
             source = self.files[file]
             source.refuse(CorruptCheckpointError(

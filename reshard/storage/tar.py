@@ -54,6 +54,10 @@ class TarStorage(Storage):
                     if member.issparse():
                         raise FormatError(f"{self.url}: {name!r} in it is a sparse file, which is not supported")
                     if member.isreg():
+                        stop = member.offset_data + member.size
+                        length = min(-stop % tarfile.BLOCKSIZE, size - stop)
+                        if any(self._storage.read(self._name, stop, length)):
+                            raise tarfile.ReadError(f"{name!r} is longer than {member.size} bytes")
                         places[name] = member.offset_data, member.size
                 at = archive.offset  # where tarfile found no header, or a damaged one
                 if size - at < _END_BYTES or any(self._storage.read(self._name, at, _END_BYTES)):

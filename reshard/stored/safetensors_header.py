@@ -88,6 +88,9 @@ class Header:
             raise CorruptCheckpointError(f"{where} is malformed") from None
         if any(offset < 0 for offsets in info.values() for offset in offsets):
             raise CorruptCheckpointError(f"{where} has a negative offset")
+        if wrong := sorted(info.keys() ^ self.entries.keys()):
+            what = f"the header have other names: only one has {wrong[0]!r}"
+            raise CorruptCheckpointError(f"{where} and {what}")
         return info
 
 

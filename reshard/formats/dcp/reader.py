@@ -19,7 +19,7 @@ from planners.geometry.box import Box, Shape
 from planners.geometry.layout import ITEM_SIZES, TensorSpec
 from planners.units import format_count
 from reshard.errors import RESTORE, CorruptCheckpointError, FormatError, ReshardError, framework
-from reshard.formats.format import Format, as_shape, missing_files
+from reshard.formats.format import Format, as_shape, check_apart, missing_files
 from reshard.formats.torch_save.archive import ZIP_MAGIC, TorchArchive, locate_item, read_head
 from reshard.formats.torch_save.pickles import load_pickle, plain
 from reshard.formats.torch_save.reader import TorchFile
@@ -143,6 +143,7 @@ def _add(index: DcpIndex, fields: Mapping[str, Any], where: str) -> None:
                     index.objects.append(str(key))
             else:
                 index.tensors.setdefault(str(key), []).append(meta)
+        written: set[object] = set()
         for at, info in fields["storage_data"].items():
             at, info = _said(at), _said(info)
             offset = None if at.get("offset") is None else as_shape(at["offset"])
@@ -150,6 +151,9 @@ def _add(index: DcpIndex, fields: Mapping[str, Any], where: str) -> None:
             descriptors = info.get("transform_descriptors")
             transforms = tuple(map(str, descriptors)) if descriptors else ()
             item = Item(str(info["relative_path"]), start, length, transforms)
+            if (at["fqn"], offset) in written:
+                raise ValueError(f"it stores {at['fqn']!r} twice")
+            written.add((at["fqn"], offset))
             index.items.setdefault(str(at["fqn"]), {}).setdefault(offset, item)
         for key, path in (fields.get("planner_data") or {}).items():
             index.paths[str(key)] = tuple([part if type(part) is int else str(part) for part in path])
@@ -188,11 +192,29 @@ def _check_files(index: DcpIndex, files: Files, folder: str) -> list[str]:
     """The files that are named, and there. Refuses those that are missing, or end before an item
     does."""
     names, where = files.listed, f"{files.storage.url}/{folder}"
+    known = {*index.tensors, *index.objects}
+    if stray := sorted(index.items.keys() - known):
+        raise CorruptCheckpointError(
+            f"{where}.metadata says where {stray[0]!r} is stored, but not what it is: {RESTORE}"
+        )
     needed: dict[str, dict[str, int]] = {}
     for key, items in index.items.items():
         for item in items.values():
             held = needed.setdefault(item.file, {})
             held[key] = max(held.get(key, 0), item.stop)
+    places: dict[str, list[tuple[str, int, int, str]]] = {}
+    for key, items in index.items.items():
+        for item in items.values():
+            place = (item.file, item.offset, item.stop, key)
+            places.setdefault(item.file, []).append(place)
+    for file, held_there in places.items():
+        try:
+            check_apart(where, held_there)
+        except CorruptCheckpointError:
+            # DCP's own places mean nothing in a file with a header
+            source = files[folder + file] if folder + file in names else None
+            if source is None or find_header(source) is None:
+                raise
     missing = sorted(file for file in needed if folder + file not in names)
     if missing:
         files.checking.refuse(missing_files(where, ".metadata", len(needed), missing, [*needed[missing[0]]]))

@@ -32,6 +32,8 @@ _LOCATOR64 = struct.Struct("<4sIQI")
 _DESCRIPTOR = b"PK\x07\x08"
 _DESCRIPTORS = (struct.Struct("<4sIQQ"), struct.Struct("<4sIII"))
 """What stands behind a record: with sizes of 64 bits or of 32."""
+_MOST_EXTRA_BYTES = 128
+"""Of a local header: 20 bytes of long sizes at most, and padding to 64 bytes."""
 _HEAD_BYTES = 4096
 """Enough for the headers and the pickle of an item that is one tensor."""
 _COMPRESSED = "its records are compressed, which torch.save never does"
@@ -50,7 +52,7 @@ class TorchArchive:
         self.sums: dict[str, int] = {}
         """CRC-32 of each record's data, by name."""
         self.records = self._directory()
-        """Name of each record without the folder: offset of its header within the archive, and its size."""
+        """By name without the folder: offset of the record's header, its size, and its full name."""
         if "data.pkl" not in self.records:
             raise FormatError(f"{self.label}: a zip archive without data.pkl, so not one of torch.save")
         if "byteorder" in self.records and self.read("byteorder") not in (b"little", b""):
@@ -64,10 +66,10 @@ class TorchArchive:
     def _damaged(self, what: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(f"{self.label}: the zip archive is damaged: {what}")
 
-    def _directory(self) -> dict[str, tuple[int, int]]:
+    def _directory(self) -> dict[str, tuple[int, int, bytes]]:
         count, size, at = self._find_directory()
         data = self._bytes(at, size)
-        records: dict[str, tuple[int, int]] = {}
+        records: dict[str, tuple[int, int, bytes]] = {}
         position = 0
         for _ in range(count):
             if position + _CENTRAL.size > size:
@@ -79,14 +81,15 @@ class TorchArchive:
             position = extra_at + extra_length + comment_length
             if entry[0] != b"PK\x01\x02" or position > size:
                 raise self._damaged("its central directory is malformed")
-            name = bytes(data[name_at:extra_at]).decode("utf-8", "replace").partition("/")[2]
+            written = bytes(data[name_at:extra_at])
+            name = written.decode("utf-8", "replace").partition("/")[2]
             if entry[4] != 0:
                 raise FormatError(f"{self.label}: {_SCRIPT if name.startswith('code/') else _COMPRESSED}")
             full, header = _zip64_sizes(bytes(data[extra_at : extra_at + extra_length]), entry[9], entry[16])
             if name and name in records:
                 raise self._damaged(f"it has two records {name!r}")
-            records[name], self.sums[name] = (header, full), entry[7]
-        self._ends = sorted([*(header for header, _ in records.values()), self.length])
+            records[name], self.sums[name] = (header, full, written), entry[7]
+        self._ends = sorted([*(header for header, _, _ in records.values()), self.length])
         if len({*self._ends}) <= len(records):
             raise self._damaged("two of its records are at one place")
         return records
@@ -117,11 +120,12 @@ class TorchArchive:
         CorruptCheckpointError if absent."""
         if name not in self.records:
             raise self._damaged(f"it has no record {name!r}")
-        header, size = self.records[name]
-        fields = _LOCAL.unpack(self._bytes(header, _LOCAL.size))
-        if fields[0] != ZIP_MAGIC:
+        header, size, written = self.records[name]
+        length = _LOCAL.size + len(written) + _MOST_EXTRA_BYTES
+        head = self._bytes(header, min(length, self.length - header))
+        if (found := _record_start(head, written)) is None:
             raise self._damaged(f"the header of record {name!r} is not where its directory says")
-        at = header + _LOCAL.size + fields[9] + fields[10]
+        at = header + found
         # records are apart: bytes of another one, which have its checksum, are not this one's
         if at + size > self._ends[bisect_right(self._ends, header)]:
             raise self._damaged(f"record {name!r} of {size} bytes ends behind the archive, or in the next one")
@@ -208,6 +212,32 @@ def _read_end(read: Callable[[int, int], bytes | memoryview], at: int) -> tuple[
     return (*fields[7:10], end) if fields[0] == b"PK\x06\x06" else None
 
 
+def _record_start(head: bytes | memoryview, name: bytes) -> int | None:
+    """Where data begins behind the local header in `head`; None if it is not this record's.
+
+    torch aligns data by a last field, "FB", whose own length leads to the same place.
+    """
+    if len(head) < _LOCAL.size + len(name):
+        return None
+    fields = _LOCAL.unpack_from(head)
+    at = _LOCAL.size + len(name)
+    if fields[0] != ZIP_MAGIC or fields[9] != len(name):
+        return None
+    if head[_LOCAL.size : at] != name:
+        return None
+    stop = at + int(fields[10])
+    while at + 4 <= len(head):
+        kind, length = struct.unpack_from("<2sH", head, at)
+        end = at + 4 + length
+        inside = bytes(head[at + 4 : end])
+        if kind == b"FB" and not inside.strip(b"Z"):
+            return end if end == stop else None
+        if at >= stop:
+            break
+        at = end
+    return stop
+
+
 def _zip64_sizes(extra: bytes, size: int, header: int) -> tuple[int, int]:
     """Size and header offset, from the zip64 field where 32 bits did not do."""
     at = 0
@@ -280,13 +310,15 @@ def _scan_head(head: bytes) -> tuple[int, bytes, int, int] | None:
     at = head.find(wanted, pickle_at)
     if at < _LOCAL.size:
         return None
-    header = _LOCAL.unpack_from(head, at - _LOCAL.size)
-    if header[0] != ZIP_MAGIC or header[9] != len(wanted) or header[3] != 0:
+    header_at = at - _LOCAL.size
+    data_at = _record_start(head[header_at:], wanted)
+    if data_at is None or _LOCAL.unpack_from(head, header_at)[3] != 0:
         return None
-    stop = head.find(b"." + _DESCRIPTOR, pickle_at, at - _LOCAL.size) + 1
+    stop = head.find(b"." + _DESCRIPTOR, pickle_at, header_at) + 1
     if not stop:
         return None
-    return pickle_at, head[pickle_at:stop], int.from_bytes(head[stop + 4 : stop + 8], "little"), at + sum(header[9:11])
+    crc = int.from_bytes(head[stop + 4 : stop + 8], "little")
+    return pickle_at, head[pickle_at:stop], crc, header_at + data_at
 
 
 _parse_cached = lru_cache(maxsize=4096)(partial(load_pickle, where="the item"))

@@ -440,6 +440,27 @@ def test_a_key_that_is_placed_elsewhere_is_damage(tmp_path: Path) -> None:
         open_checkpoint(writer.write(tmp_path))
 
 
+@pytest.mark.parametrize("change", ["offset", "file", "twice", "stray"])
+def test_items_are_apart_and_belong_to_one_name_each(change: str, tmp_path: Path) -> None:
+    """An item of another tensor has its own checksum, which is right, and may have the same shape and dtype."""
+    tensors = {name: [((), torch.tensor(value))] for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0))}
+    writer = DcpWriter(tensors, {})
+    a, b, c = (writer.metadata.storage_data[MetadataIndex(name, ())] for name in "abc")
+    if change == "offset":
+        a.offset = b.offset
+    elif change == "file":
+        c.relative_path = a.relative_path
+        c.offset = a.offset
+    elif change == "twice":
+        del writer.metadata.state_dict_metadata["b"]
+        next(at for at in writer.metadata.storage_data if at.fqn == "b").__dict__["fqn"] = "a"
+    else:
+        del writer.metadata.state_dict_metadata["b"]
+    expected = {"twice": "it stores 'a' twice", "stray": "where 'b' is stored, but not what"}
+    with pytest.raises(CorruptCheckpointError, match=expected.get(change, "are both at byte")):
+        open_checkpoint(writer.write(tmp_path))
+
+
 def test_a_shape_that_no_tensor_can_have_is_damage(tmp_path: Path) -> None:
     """To list its windows would take all memory."""
     writer = written(tmp_path)

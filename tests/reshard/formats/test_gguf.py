@@ -196,6 +196,11 @@ BAD = {
     "big-endian": (gguf({}, version=3 << 24), "big-endian"),
     "too many tensors": (gguf({"a": A}, count=1 << 60), "more than the file has bytes"),
     "one tensor more": (gguf({"a": A}, count=40), "truncated|is malformed|more than ggml knows|no text"),
+    "no tensor": (gguf({"a": A}, count=0), "its 0 tensors end at byte"),
+    "a smaller last tensor": (
+        gguf({"a": (0, (40,), bytes(160))}).replace(struct.pack("<Q", 40), struct.pack("<Q", 8)),
+        "its 1 tensors end at byte",
+    ),
     "too many values": (gguf({}, known=1 << 60), "truncated"),
     "a kind": (gguf({}, {"a": 1}).replace(struct.pack("<Ii", 5, 1), struct.pack("<Ii", 77, 1)), "unknown kind 77"),
     "many dims": (gguf({"a": (0, (1,) * 9, b"")}), "9 dims"),

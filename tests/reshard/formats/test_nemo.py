@@ -69,6 +69,16 @@ def test_a_distributed_checkpoint_in_an_archive_or_a_folder(tmp_path: Path) -> N
         open_checkpoint(nemo(tmp_path / "m.nemo", {"model_config.yaml": CONFIG, **files}))
 
 
+def test_a_member_is_not_shorter_than_its_bytes(tmp_path: Path) -> None:
+    """The checksum of a header is the sum of its bytes, which two swapped ones leave as it is."""
+    path = plain(tmp_path / "m.nemo")
+    data = path.read_bytes()
+    size = b"%011o" % len(CONFIG)
+    path.write_bytes(data.replace(size + b"\0", size[:-1] + b"\0" + size[-1:], 1))
+    with pytest.raises(CorruptCheckpointError, match=r"'model_config.yaml' is longer than 4 bytes"):
+        open_checkpoint(path)
+
+
 def test_only_the_bytes_of_a_slice_are_read(tmp_path: Path) -> None:
     plain(tmp_path / "m.nemo")
     storage = Remote(tmp_path, max_gap_bytes=64)

@@ -101,6 +101,18 @@ def test_damage_is_named(tmp_path):
         reshard.open(tmp_path / "c")
 
 
+@pytest.mark.parametrize(
+    ("shape", "told"), [([10, 2], "no parts of shape"), ([10, 3], "beyond its shape"), ([0, 6], "beyond its shape")]
+)
+def test_a_smaller_shape_is_damage(shape, told, tmp_path):
+    """The tree and the names of the chunks say what the whole shape is."""
+    shutil.copytree(sample("orbax/zarr"), tmp_path / "c")
+    file = tmp_path / "c" / "params.dense.kernel" / ".zarray"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "shape": shape}))
+    with pytest.raises(CorruptCheckpointError, match=rf"params\.dense\.kernel.*{told}"):
+        reshard.open(tmp_path / "c")["params.dense.kernel"]
+
+
 def write_zarr3(root, name):
     """An array whose files hold four chunks each, as Orbax writes with `chunk_byte_size`, and its tree."""
     tensorstore = pytest.importorskip("tensorstore")

@@ -294,6 +294,9 @@ BAD = {
     "truncated": ({"a": entry()}, b"x" * 7, "was truncated"),
     "bytes behind": ({"a": entry()}, b"x" * 9, "was appended to"),
     "bad metadata": ({"__metadata__": {"a": 1}}, b"", "must map text to text"),
+    "other names": (
+        {"a": entry(), "__metadata__": {"DCP_SHARDING_INFO": '{"b": {"saved_offsets": [0]}}'}}, b"x" * 8, "other names",
+    ),
     "bad sharding info": ({"a": entry(), "__metadata__": {"DCP_SHARDING_INFO": "[]"}}, b"x" * 8, "DCP_SHARDING_INFO"),
     "negative offset": (
         {"a": entry(), "__metadata__": {"DCP_SHARDING_INFO": '{"a": {"saved_offsets": [-1]}}'}}, b"x" * 8, "negative"),

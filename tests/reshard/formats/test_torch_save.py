@@ -26,6 +26,7 @@ from tests.reshard.formats.compare import check_all, flat_tensors
 from tests.same import same
 from tests.states import containers
 from tests.storages import Remote
+from tests.torch_releases import save_alone
 
 
 @pytest.fixture(params=["zip", "stream"])
@@ -70,7 +71,7 @@ def test_only_needed_bytes_are_read_of_a_zip(tmp_path: Path) -> None:
 
     storage.ranges.clear()
     assert same(checkpoint["a"][5], big[5])
-    assert storage.nbytes_read == 400 + 30
+    assert storage.nbytes_read == 400 + 30 + len("x/data/0") + 128
 
     checkpoint = open_checkpoint(storage)
     storage.ranges.clear()
@@ -421,5 +422,29 @@ def test_a_record_is_not_read_where_another_one_is(where: str, tmp_path: Path) -
         for name in "ba":
             checkpoint[name][...]
 
-    with pytest.raises(CorruptCheckpointError, match=r"two of its records are at one place|, or in the next one"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"two of its records are at one place|is not where its directory says"
+    ):
         read()
+
+
+@pytest.mark.parametrize("format", ["torch_save", "dcp"])
+@pytest.mark.parametrize("at", [26, 28], ids=["length of the name", "length of what follows it"])
+def test_elements_are_not_read_beside_their_place(at: int, format: str, tmp_path: Path) -> None:
+    """One changed bit moves where a record begins by a few bytes, within the record and what surrounds it."""
+    tensor = torch.arange(64.0)
+    if format == "dcp":
+        save_alone({"a": tensor}, checkpoint_id=tmp_path / "saved")
+        (path,) = (tmp_path / "saved").glob("*.distcp")
+        opened = path.parent
+    else:
+        opened = path = tmp_path / "saved.pt"
+        torch.save({"a": tensor}, path)
+    data = bytearray(path.read_bytes())
+    header = data.rindex(b"PK\x03\x04", 0, data.index(b"/data/0FB"))
+    for bit in range(16):
+        changed = bytearray(data)
+        changed[header + at + bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        with pytest.raises(CorruptCheckpointError, match="is damaged: the header of record 'data/0'"):
+            reshard.open(opened, check=False)["a"][:3]

@@ -112,6 +112,41 @@ def test_manifests_that_lie(name: str, copied: Path) -> None:
         open_checkpoint(copied)
 
 
+@pytest.mark.parametrize(
+    "change", ["same bytes", "same file", "renamed", "moved", "gone", "not listed", "number", "dtype"]
+)
+def test_what_stands_twice_in_a_manifest_must_agree(change: str, copied: Path) -> None:
+    """There are no checksums, but names, places, and numbers are in it twice."""
+    file = copied / ".snapshot_metadata"
+    manifest = json.loads(json.dumps(yaml.safe_load(file.read_text())))
+    entries = manifest["manifest"]
+    long = entries["0/model/long"]["chunks"]
+    told = "container|should have"
+    if change == "same bytes":
+        long[1]["tensor"] |= {name: long[0]["tensor"][name] for name in ("location", "byte_range")}
+        told = "are both at byte"
+    elif change == "same file":
+        entries["0/progress/seen"] |= {name: entries["1/progress/seen"][name] for name in ("location", "byte_range")}
+        told = "are both at byte"
+    elif change == "renamed":
+        entries["0/model/wavy"] = entries.pop("0/model/wave")
+    elif change == "moved":
+        entries["0/prog"] = entries.pop("0/progress")
+    elif change == "gone":
+        entries["0/prog/steps"] = entries.pop("0/progress/steps")
+    elif change == "not listed":
+        entries["0/optim/param_groups/1/lr"] = entries["0/optim/param_groups/0/lr"]
+    elif change == "number":
+        entries["0/optim/param_groups/0/lr"]["serialized_value"] = "mpmZmZmZyT8="
+        told = "is 0.2, and reads 0.1"
+    else:
+        entries["0/model/long"]["dtype"] = "torch.float64"
+        told = "other dtypes"
+    file.write_text(json.dumps(manifest))
+    with pytest.raises(CorruptCheckpointError, match=told):
+        open_checkpoint(copied)
+
+
 def test_what_is_missing_or_of_another_kind(copied: Path) -> None:
     as_json = json.dumps(yaml.safe_load((copied / ".snapshot_metadata").read_text()))
     rewrite(copied, "0/model/scale", dtype="torch.qint8")
