@@ -637,8 +637,8 @@ def misshapen(
 
     No schema says which state has that shape. A name counts as such if most tensors of that name in a param group have
     it, of parameters with as many dims, since a state of rows has the shape of a vector; but not if they
-    may fit by chance: if all have the same dims of their parameters, or are tables, all of one shape, of an optimizer
-    that has no such state yet. What has the shape of the state that is there fits.
+    may fit by chance: if all have the same dims of their parameters, or are tables, all of one shape, as those
+    that the optimizer has. What has the shape of the state that is there fits.
     """
     misfits: dict[Any, list[str]] = {}
     for one, values in state:
@@ -667,8 +667,9 @@ def misshapen(
             if place == [one.optimizer, one.group, len(one.shape)]
         ]
         fits = sum(own == shape for own, shape in shapes)
-        is_held = any(key in own for own in live.optimizers[place[0]].state.values() if isinstance(own, dict))
-        is_table = not is_held and key not in _keys_of_torch() and len({shape for _, shape in shapes}) == 1
+        held = [own.get(key) for own in live.optimizers[place[0]].state.values() if isinstance(own, dict)]
+        sizes = {global_shape(value) for value in held if isinstance(value, torch.Tensor)}
+        is_table = key not in _keys_of_torch() and len(sizes | {shape for _, shape in shapes}) == 1
         found += lines if fits > len(lines) and not (is_table or _are_dims_of_parameters(shapes)) else []
     return found
 

@@ -450,6 +450,7 @@ def test_a_table_of_one_size_is_no_misfit_where_most_parameters_have_that_size(s
     optimizer.step()
     if steps:
         other.step()
+        del other.state[made[1][3]]  # as on a rank that has no element of it
     state = reshard.get_optimizer_state_dict(made[0], optimizer)
     reshard.set_optimizer_state_dict(made[1], other, state)
     assert reshard.compare(reshard.get_optimizer_state_dict(made[1], other), state).ok

@@ -364,6 +364,28 @@ def test_an_optimizer_that_has_stepped_keeps_the_form_of_its_state(kind: Callabl
     gloo.run(full_into_stepped, 2, kind)
 
 
+def replicated_into_fresh() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def made() -> tuple[nn.Module, Any]:
+        model = nn.Linear(4, 4)
+        for name, parameter in [*model.named_parameters()]:
+            setattr(model, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Replicate()])))
+        return model, Factors(model.parameters())
+
+    one, other = made(), made()
+    for parameter in one[0].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    one[1].step()
+    model, optimizer = reshard.get_state_dict(*one)
+    reshard.set_state_dict(*other, model_state_dict=model, optim_state_dict=optimizer)
+    assert forms(*other) == forms(*one)
+
+
+def test_unsharded_state_of_replicated_parameters_stays_so_where_it_is_handed_over() -> None:
+    gloo.run(replicated_into_fresh, 2)
+
+
 def frozen_first(seed: int) -> tuple[nn.Module, Any]:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
