@@ -199,14 +199,11 @@ def saved_in(checkpoint: Checkpoint) -> Iterator[Saved]:
     meshes = {key: one.layout.mesh if one.layout is not None else None for key, one in stored.items()}
     on_mesh = {key: mesh is not None and mesh.names != UNSHARDED for key, mesh in meshes.items()}
     is_known = any(on_mesh.values())  # else no rank had DTensors
-    owners = {key.rpartition(".")[0] for key, is_there in on_mesh.items() if is_there}
-    parts = {key for key, is_there in on_mesh.items() if is_there and not _is_replicated(stored[key])}
-    owners_of_parts = {key.rpartition(".")[0] for key in parts}
     for key, one in stored.items():
         first, read = checkpoint.aliases.get(key, ""), partial(tensors[key].__getitem__, ...)
         was = on_mesh[key] if is_known else None
-        beside = is_known and key not in parts and key.rpartition(".")[0] in (owners_of_parts if was else owners)
-        yield Saved(key, path_of(key), one.spec.shape, one.spec.dtype, first, read=read, on_mesh=was, is_beside=beside)
+        in_parts = on_mesh[key] and not _is_replicated(one)
+        yield Saved(key, path_of(key), one.spec.shape, one.spec.dtype, first, None, read, was, in_parts)
     for key in checkpoint.objects:
         yield Saved(key, path_of(key), None, read=partial(checkpoint.objects.__getitem__, key))
 

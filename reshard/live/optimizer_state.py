@@ -122,9 +122,8 @@ class Saved(NamedTuple):
     """Gives the elements of a tensor, or the object, where it can be had before the load."""
     on_mesh: bool | None = None
     """Whether it was a DTensor; None if the checkpoint does not say."""
-    is_beside: bool = False
-    """Whether it was none, but others of the same parameter's state were; or was one of which each rank held all, but
-    held parts of others."""
+    in_parts: bool = False
+    """Whether it was one of which each rank held a part."""
 
 
 @contextmanager
@@ -198,6 +197,7 @@ def fill(
     made = _StateMemory(live or {})
     all_rows = list(rows)
     rows = [row for row in all_rows if _same_path(row.path[: len(above)], above)]
+    is_beside = _Beside(all_rows, len(above), rows, one.parameters)
     held = set[KeyPath]() if one.is_complete else _held(one, there.leaves)
     leaves = {} if one.is_complete else _of_classes(one, above, rows, containers, held)
     listed = _listed(above, all_rows) if one.has_own else None
@@ -212,7 +212,7 @@ def fill(
             continue
         owner = _owner(rest, one.parameters)
         if owner is not None:
-            leaves[rest] = made.place(row, one.parameters[owner], there.leaves.get(rest))
+            leaves[rest] = made.place(row, one.parameters[owner], there.leaves.get(rest), is_beside.asked(row, owner))
             none = f"state.{owner}"
             if rest != (none,) and (none,) in there.containers:  # it said that there was no state
                 del there.containers[none,], one[none]
@@ -316,21 +316,41 @@ def _owner(rest: KeyPath, parameters: Mapping[str, Any]) -> str | None:
     return None
 
 
+class _Beside:
+    """Knows which state of the shape of a sharded parameter each rank had all of, so that it is no shard of it."""
+
+    def __init__(
+        self, all_rows: Iterable[Saved], depth: int, rows: Iterable[Saved], parameters: Mapping[str, Any]
+    ) -> None:
+        owners = [(row, _owner(row.path[depth:], parameters)) for row in rows if row.on_mesh]
+        self._on_mesh = {owner for _, owner in owners}
+        """Parameters with state that was a DTensor."""
+        self._in_parts = {owner for row, owner in owners if row.in_parts}
+        """Parameters that were sharded, or had state that was."""
+        self._in_parts |= {str(row.path[-1]) for row in all_rows if row.in_parts and row.path[-1] in parameters}
+
+    def asked(self, row: Saved, owner: str) -> bool:
+        """Whether a parameter's state is such. A state dict without any DTensor is a full one, which says nothing."""
+        if row.in_parts or not self._on_mesh:
+            return False
+        return owner in self._in_parts or (not row.on_mesh and owner in self._on_mesh)
+
+
 class _StateMemory:
     """Memory for state, one for all keys under which one tensor was saved."""
 
     def __init__(self, live: Mapping[str, Any]) -> None:
         self._live, self._made = live, dict[str, Any]()
 
-    def place(self, row: Saved, parameter: Any, there: Any) -> Any:
+    def place(self, row: Saved, parameter: Any, there: Any, is_beside: bool = False) -> Any:
         """Return unfilled memory for a tensor, placed like its parameter if the shapes are equal and it was not kept
-        unsharded beside state on the mesh."""
+        unsharded beside what was sharded."""
         if row.shape is None:  # a tensor can hold a number, but not None
             is_none = is_tensor(there) and row.read is not None and row.read() is None
             return row.value if there is None or is_none else there
         dtype, first = dtype_from_name(row.dtype), row.first or row.key
         is_scalar = not row.shape and str(row.path[-1]).rpartition(".")[2] in SCALARS
-        is_like = row.shape == global_shape(parameter) and not (is_scalar or row.is_beside)
+        is_like = row.shape == global_shape(parameter) and not (is_scalar or is_beside)
         like = parameter if is_like or _is_on_mesh(row, parameter) else None
         for known in (self._live.get(first), self._made.get(first)):
             if _fits(known, row.shape, dtype) and _is_laid_out_like(known, like, is_like=is_like):
@@ -459,9 +479,9 @@ def lost_state(state_dict: Any, saved: Iterable[Saved]) -> list[str]:
 def _is_on_mesh(row: Saved, parameter: Any) -> bool:
     """Whether state of another shape than its parameter's is to be a DTensor, with all elements on each rank: if it
     was one, or may have been one, since arithmetic with the parameter needs it."""
-    if row.on_mesh is None or row.path[-1] == "step":  # which optimizers of torch keep apart
-        return is_dtensor(parameter) and bool(row.shape)
-    return is_dtensor(parameter) and row.on_mesh
+    if not is_dtensor(parameter) or row.on_mesh is False:
+        return False
+    return bool(row.shape) or (row.on_mesh is True and row.path[-1] != "step")  # which optimizers of torch keep apart
 
 
 def _place_like(like: Any, shape: Shape, dtype: torch.dtype, *, is_like: bool) -> torch.Tensor:

@@ -499,12 +499,11 @@ def write_all(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], p
 
 
 def is_shard_like(value: Any, model: Any) -> bool:
-    """Whether both are DTensors, sharded in the same way over the same mesh; not if each rank holds all."""
+    """Whether both are DTensors, placed in the same way on the same mesh."""
     return (
         is_dtensor(value)
         and is_dtensor(model)
         and (value.device_mesh, value.placements) == (model.device_mesh, model.placements)
-        and not all(placement.is_replicate() for placement in value.placements)
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from planners.geometry.arrays import grouped
-from planners.geometry.box import Shape
 from planners.units import format_some
 from reshard.errors import KeyMismatchError, NormalizationError, format_names
 from reshard.live.deepspeed import HOW_TO_SAVE
@@ -46,7 +45,15 @@ from reshard.state_dict.optimizer_parameters import (
     without_memory,
 )
 from reshard.state_dict.options import OptimizerReport, StateDictOptions
-from reshard.state_dict.saved_optimizer import GroupWrite, Misfit, SavedOptimizer, StateKind, plan_groups, read_saved
+from reshard.state_dict.saved_optimizer import (
+    GroupWrite,
+    Misfit,
+    SavedOptimizer,
+    StateKind,
+    misshapen,
+    plan_groups,
+    read_saved,
+)
 
 
 def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
@@ -180,7 +187,7 @@ def plan_optimizers(
     places = Places() if outlines else places_of(live, match.state)
     # what has places has their shapes
     others = len(places.rows) < len(match.state)
-    shapes = _misshapen(match.state, {id(one) for one, _, _ in places.rows}) if others else []
+    shapes = misshapen(match.state, {id(one) for one, _, _ in places.rows}, live) if others else []
     faults = [*match.faults, *shapes, *(without_memory(match.state) if others else ()), *_apart(match.state, live)]
     if faults or any(match.refused(options)):
         raise KeyMismatchError(_message(live, match, faults, options))
@@ -196,7 +203,8 @@ def plan_optimizers(
         added_fields=tuple(f"{w.optimizer}.{w.group}.{field}" for w in groups for field in w.added),
     )
     state = [] if outlines else joined_pieces(match.state) if live.live.pieces_of else match.state
-    is_placed = any(isinstance(one, LazyOptimizerState) for one in (given, given.get("state")))
+    waiting = [one for one in (given, given.get("state")) if isinstance(one, LazyOptimizerState)]
+    is_placed = any(is_dtensor(parameter) for one in waiting for parameter in one.parameters.values())
     return OptimizerWrites(state, match.other, groups, report, places, is_placed)
 
 
@@ -301,52 +309,6 @@ def _new_keys(live: LiveOptimizers, saved: SavedOptimizer) -> list[Any]:
         return []
     known = (saved.fields, live.by_name, live.live.by_name)
     return [key for key in saved.state if not any(key in names for names in known)]
-
-
-def _misshapen(state: list[Entry], fitting: Container[int]) -> list[str]:
-    """State tensors that should have the shape of their parameter and do not; of no parameter whose
-    id is `fitting`.
-
-    No schema says which state has that shape. A name counts as such if most tensors of that name in a param group have
-    it, of parameters with as many dims, since a state of rows has the shape of a vector; but not if all of them have
-    the same dims of their parameters: [rows, rows], as of a preconditioner, fits a square parameter, too.
-    """
-    misfits: dict[Any, list[str]] = {}
-    for one, values in state:
-        if values is None or id(one) in fitting:
-            continue
-        parameter = one.parameter
-        plain = one.piece is None and type(parameter) in (torch.Tensor, torch.nn.Parameter)
-        for key, value in values.items():
-            if plain and type(value) is torch.Tensor and (not value.dim() or value.is_same_size(parameter)):
-                continue  # nearly always
-            if not isinstance(value, torch.Tensor):
-                continue
-            shape = global_shape(value)
-            if shape and shape != one.shape:
-                misfits.setdefault((key, one.optimizer, one.group, len(one.shape)), []).append(
-                    f"{one.name}: its {key!r} in optimizer {one.optimizer} has shape {shape}, "
-                    f"which fits no layout of the parameter's shape {tuple(one.shape)}"
-                )
-    found = []
-    for (key, *place), lines in misfits.items():
-        beside = [(one, values[key]) for one, values in state if values and isinstance(values.get(key), torch.Tensor)]
-        shapes = [
-            (one.shape, global_shape(value))
-            for one, value in beside
-            if place == [one.optimizer, one.group, len(one.shape)]
-        ]
-        fits = sum(own == shape for own, shape in shapes)
-        found += lines if fits > len(lines) and not _are_dims_of_parameters(shapes) else []
-    return found
-
-
-def _are_dims_of_parameters(shapes: list[tuple[Shape, Shape]]) -> bool:
-    """Whether each size of a state is that of one dim of its parameter, the same for all of them."""
-    (own, first), *_ = shapes
-    return all(len(shape) == len(first) for _, shape in shapes) and all(
-        any(all(shape[i] == own[dim] for own, shape in shapes) for dim in range(len(own))) for i in range(len(first))
-    )
 
 
 def _apart(state: list[Entry], live: LiveOptimizers) -> list[str]:
@@ -529,7 +491,7 @@ class _Copies:
 
     def _note_placed(self, one: OptimizedParameter, values: Mapping[Any, Any]) -> None:
         """Who gives some state as shards of the parameter means the rest of it to be as it is."""
-        if self._is_placed or any(is_shard_like(value, one.parameter) for value in values.values()):
+        if self._is_placed or any(is_shard_like(value, one.parameter) for value in leaves_of(values).values()):
             self._placed.add(id(one.parameter))
 
     def finish(self, live: LiveModel, model_state: Mapping[str, Any]) -> None:
@@ -594,15 +556,15 @@ class _Copies:
                 self.values.append(value)
                 self._found.append((one, holder, key))
                 return old
-            lies = (parameter.device_mesh, parameter.placements) if is_dtensor(parameter) else parameter.device
-            same = (self.ties.same(value), key in SCALARS, on_device, parameter.dim() > 0, lies)
+            has_form = _has_form(old, value)
+            model = old if has_form else parameter
+            lies = (model.device_mesh, model.placements) if is_dtensor(model) else model.device
+            same = (self.ties.same(value), key in SCALARS, on_device, model.dim() > 0, lies, has_form)
             if same not in self._made:
                 tied = self.ties.model_tensor(value)
-                is_placed = id(parameter) in self._placed
-                is_plain = is_placed and not is_dtensor(value)
-                model = parameter.to_local() if is_plain and is_dtensor(parameter) else parameter
-                if is_dtensor(old) and not is_dtensor(parameter) and old.shape == value.shape:
-                    model = old
+                is_placed = id(parameter) in self._placed and not has_form
+                if is_placed and not is_dtensor(value) and is_dtensor(parameter):
+                    model = parameter.to_local()
                 self._made[same] = tied if tied is not None else _made_anew(value, model, key, on_device, is_placed)
             return self._made[same]
         if isinstance(value, dict):
@@ -612,8 +574,19 @@ class _Copies:
                 out[k] = self._restored(item, known.get(k), one, out, k, fields)
             return out
         if type(value) is list or type(value) is tuple:
-            return type(value)(self._restored(item, None, one, {}, None, fields) for item in value)
+            held = old if type(old) is type(value) and len(old) == len(value) else [None] * len(value)
+            return type(value)(self._restored(item, was, one, {}, None, None) for item, was in zip(value, held))
         return value if isinstance(value, (bool, int, float, str, type(None))) else copy.deepcopy(value)
+
+
+def _has_form(old: Any, value: torch.Tensor) -> bool:
+    """Whether an optimizer holds a tensor or a DTensor of the shape of a `value`, which its next step expects again."""
+    return (
+        (type(old) is torch.Tensor or is_dtensor(old))
+        and not old.is_meta
+        and old.shape == global_shape(value)
+        and tensor_class(old) == tensor_class(value)
+    )
 
 
 def _made_anew(

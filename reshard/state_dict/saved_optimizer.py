@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from planners.geometry.box import Shape
 from reshard.errors import NormalizationError
 from reshard.live.fsdp1 import FlatPiece, fill_absent
 from reshard.live.optimizer_state import SCALARS, PartialState, is_nested, listed_in, settings_of, split_flat_key
 from reshard.live.state import same_value
-from reshard.live.tensors import tensor_class
+from reshard.live.tensors import global_shape, tensor_class
 from reshard.live.tree import leaves_of
 from reshard.live.wrappers import loads_itself
 from reshard.state_dict.live_model import where
@@ -626,6 +627,60 @@ class StateKind:
         if self._base == "LBFGS" and values.get("n_iter", 1):
             needed += _LBFGS
         return needed
+
+
+def misshapen(
+    state: Sequence[tuple[OptimizedParameter, Mapping[Any, Any] | None]], fitting: Container[int], live: LiveOptimizers
+) -> list[str]:
+    """State tensors that should have the shape of their parameter and do not; of no parameter whose
+    id is `fitting`.
+
+    No schema says which state has that shape. A name counts as such if most tensors of that name in a param group have
+    it, of parameters with as many dims, since a state of rows has the shape of a vector; but not if they
+    may fit by chance: if all have the same dims of their parameters, or are tables, all of one shape, as those
+    that the optimizer has. What has the shape of the state that is there fits.
+    """
+    misfits: dict[Any, list[str]] = {}
+    for one, values in state:
+        if values is None or id(one) in fitting:
+            continue
+        parameter = one.parameter
+        plain = one.piece is None and type(parameter) in (torch.Tensor, torch.nn.Parameter)
+        for key, value in values.items():
+            if plain and type(value) is torch.Tensor and (not value.dim() or value.is_same_size(parameter)):
+                continue  # nearly always
+            if not isinstance(value, torch.Tensor):
+                continue
+            shape = global_shape(value)
+            held = live.optimizers[one.optimizer].state.get(parameter, {}).get(key)
+            if shape and shape != one.shape and not (isinstance(held, torch.Tensor) and global_shape(held) == shape):
+                misfits.setdefault((key, one.optimizer, one.group, len(one.shape)), []).append(
+                    f"{one.name}: its {key!r} in optimizer {one.optimizer} has shape {shape}, "
+                    f"which fits no layout of the parameter's shape {tuple(one.shape)}"
+                )
+    found = []
+    for (key, *place), lines in misfits.items():
+        beside = [(one, values[key]) for one, values in state if values and isinstance(values.get(key), torch.Tensor)]
+        shapes = [
+            (one.shape, global_shape(value))
+            for one, value in beside
+            if place == [one.optimizer, one.group, len(one.shape)]
+        ]
+        fits = sum(own == shape for own, shape in shapes)
+        held = [own.get(key) for own in live.optimizers[place[0]].state.values() if isinstance(own, dict)]
+        sizes = {global_shape(value) for value in held if isinstance(value, torch.Tensor)}
+        is_table = key not in _keys_of_torch() and len(sizes | {shape for _, shape in shapes}) == 1
+        found += lines if fits > len(lines) and not (is_table or _are_dims_of_parameters(shapes)) else []
+    return found
+
+
+def _are_dims_of_parameters(shapes: list[tuple[Shape, Shape]]) -> bool:
+    """Whether each size of a state is that of one dim of its parameter, the same for all of them: [rows, rows], as of a
+    preconditioner, fits a square parameter, too."""
+    (own, first), *_ = shapes
+    return all(len(shape) == len(first) for _, shape in shapes) and all(
+        any(all(shape[i] == own[dim] for own, shape in shapes) for dim in range(len(own))) for i in range(len(first))
+    )
 
 
 def _torch_class(optimizer: Optimizer) -> str:

@@ -390,19 +390,18 @@ def _cut(
 def _pieces(g: int, names: Sequence[str], values: Values, shapes: Shapes) -> States:
     out: States = {}
     at = 0
+    master = values[MASTER]
+    length = master.spec.numel if isinstance(master, StoredTensor) else 0
     for name in names:
         if name not in shapes:
             raise NormalizationError(f"the hint 'param_groups' names {name!r}, which the module does not have")
         stop = at + math.prod(shapes[name])
         out[name] = {}
         for key, value in values.items():
-            whole = isinstance(value, StoredTensor) and len(value.spec.shape) == 1
-            if whole and stop <= value.spec.numel:
+            if isinstance(value, StoredTensor) and value.spec.shape == (length,) and stop <= length:
                 value = cut(value, at, shapes[name], f"{name}.{key}")
             out[name][key] = value
         at = stop
-    master = values[MASTER]
-    length = master.spec.numel if isinstance(master, StoredTensor) else 0
     if at != length:
         raise NormalizationError(
             f"the hint 'param_groups' gives group {g} parameters of {at} elements, but its flat tensor has {length}"

@@ -432,6 +432,35 @@ def test_states_of_other_shapes_than_the_parameters_are_no_misfits(rank: int, tm
         reshard.set_optimizer_state_dict(other, others, state)
 
 
+class Quantized(torch.optim.Optimizer):
+    """Has a table of 4 values beside its state, as bitsandbytes has one of 256, and counts its steps in an int."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p] = {"state1": torch.ones_like(p, dtype=torch.uint8), "qmap1": torch.ones(4), "step": 1}
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_table_of_one_size_is_no_misfit_where_most_parameters_have_that_size(steps: int) -> None:
+    made = [nn.ParameterList([torch.ones(4), torch.ones(4), torch.ones(4), torch.ones(1)]) for _ in range(2)]
+    optimizer, other = map(Quantized, made)
+    optimizer.step()
+    if steps:
+        other.step()
+        del other.state[made[1][3]]  # as on a rank that has no element of it
+    state = reshard.get_optimizer_state_dict(made[0], optimizer)
+    reshard.set_optimizer_state_dict(made[1], other, state)
+    assert reshard.compare(reshard.get_optimizer_state_dict(made[1], other), state).ok
+    state = copy.deepcopy(state)
+    state["state"]["3"]["state1"] = torch.ones(4, dtype=torch.uint8)
+    state["state"]["3"]["qmap1"] = torch.ones(2)
+    with pytest.raises(KeyMismatchError, match=r"Mismatched: 3: its 'state1' in optimizer 0 has shape \(4,\)"):
+        reshard.set_optimizer_state_dict(made[1], other, state)
+
+
 def test_objects_without_hooks_are_refused_with_the_way_round(tmp_path: Path) -> None:
     model, optimizer = job(OfObjects, 0, 1)
     state = reshard.get_optimizer_state_dict(model, optimizer)

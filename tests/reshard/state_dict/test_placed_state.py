@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import reshard
+from reshard.live.tree import leaves_of
 from tests import gloo
 from tests.same import same
 from tests.torch_releases import FSDP2_TRAINS_ON_CPUS, requires
@@ -98,6 +99,8 @@ def values(model: nn.Module, optimizer: Any) -> Any:
 def whole(nest: Any) -> Any:
     if isinstance(nest, dict):
         return {key: whole(value) for key, value in nest.items()}
+    if isinstance(nest, list):
+        return [*map(whole, nest)]
     return (nest.full_tensor() if isinstance(nest, DTensor) else nest).clone()
 
 
@@ -255,3 +258,157 @@ def without_dims(folder: str) -> None:
 
 def test_state_of_a_dtensor_without_dims_is_a_dtensor(tmp_path: Path) -> None:
     gloo.run(without_dims, 2, str(tmp_path))
+
+
+class Factors(OneGroup):
+    """Keeps unsharded factors in a list and a dict beside a DTensor, as SOAP does, and a step of one element."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state, grad = self.state[parameter], parameter.grad
+            full = (grad.full_tensor() if isinstance(grad, DTensor) else grad).reshape(len(grad), -1)
+            found = [full @ full.T, full.T @ full]
+            moments, before = state.setdefault("moments", {}), state.get("factors", found)
+            moments["exp_avg"] = moments.get("exp_avg", torch.zeros_like(parameter)) * 0.9 + grad
+            state["factors"] = [one * 0.9 + other for one, other in zip(before, found)]
+            state["step"] = state.get("step", torch.zeros(1)) + 1
+            state["by_name"] = dict(zip(("left", "right"), state["factors"]))
+            scale = sum(float(one.abs().sum()) for one in state["factors"]) + float(state["step"])
+            parameter.sub_(moments["exp_avg"] / (1 + scale))
+
+
+class Projected(OneGroup):
+    """Keeps unsharded tensors of the parameter's shape of matrices, as a projection of full rank, and DTensors of the
+    rest; or of all parameters DTensors of which each rank has all."""
+
+    is_on_mesh = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state, grad = self.state[parameter], parameter.grad
+            if isinstance(grad, DTensor) and (self.is_on_mesh or grad.dim() > 1):
+                whole = grad.redistribute(placements=[Replicate()] * grad.device_mesh.ndim)
+                state["sum"] = state.get("sum", 0) + (whole if self.is_on_mesh else whole.to_local())
+                assert state["sum"].shape == parameter.shape
+            else:
+                state["sum"] = state.get("sum", 0) + grad
+            parameter.sub_(grad * 0.01)
+
+
+class Replicated(Projected):
+    is_on_mesh = True
+
+
+def square(kind: Callable[[Any], Any], seed: int) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 1))
+    if dist.is_initialized():
+        fully_shard(model)
+    return model, kind(model.parameters())
+
+
+@pytest.mark.parametrize("kind", [Factors, Projected, Replicated])
+def test_state_of_square_parameters_continues_as_it_was(kind: Callable[[Any], Any], tmp_path: Path) -> None:
+    saved, later = gloo.run(save, 2, kind, tmp_path / "x", square)[0]
+    for loaded, continued, placed, wanted in gloo.run(resume_square, 2, kind, tmp_path / "x"):
+        assert same(loaded, saved)
+        assert same(continued, later)
+        assert placed == wanted
+    assert same(gloo.run(resume, 3, kind, tmp_path / "x", square)[0][0], saved)
+
+
+def resume_square(kind: Callable[[Any], Any], path: Path) -> tuple[Any, ...]:
+    made: list[Any] = []
+
+    def kept(*how: Any) -> Any:
+        made.append(square(*how))
+        return made[0]
+
+    found, other = resume(kind, path, kept), square(kind, 2)
+    train(*other, 1)
+    return *found, forms(*made[0]), forms(*other)
+
+
+FULL = reshard.StateDictOptions(full_state_dict=True)
+
+
+def forms(model: nn.Module, optimizer: Any) -> list[Any]:
+    """What each state tensor is."""
+    kept = [leaves_of(optimizer.state[one]) for one in model.parameters() if one in optimizer.state]
+    return [
+        {path: (value.placements if isinstance(value, DTensor) else None) for path, value in one.items()}
+        for one in kept
+    ]
+
+
+def full_into_stepped(kind: Callable[[Any], Any]) -> None:
+    for way in ("handed over", "broadcast"):
+        one, other = square(kind, 0), square(kind, 1)
+        train(*one, 1, 2, 3)
+        train(*other, 7)
+        state, options = reshard.get_state_dict(*one, options=FULL), FULL
+        if way == "broadcast":
+            options = reshard.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+            state = state if dist.get_rank() == 0 else ({}, {})
+        reshard.set_state_dict(*other, model_state_dict=state[0], optim_state_dict=state[1], options=options)
+        assert forms(*other) == forms(*one), way
+        train(*one, 4, 5)
+        train(*other, 4, 5)
+        assert same(values(*other), values(*one)), way
+
+
+@pytest.mark.parametrize("kind", [Factors, Projected, Replicated])
+def test_an_optimizer_that_has_stepped_keeps_the_form_of_its_state(kind: Callable[[Any], Any]) -> None:
+    gloo.run(full_into_stepped, 2, kind)
+
+
+def replicated_into_fresh() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def made() -> tuple[nn.Module, Any]:
+        model = nn.Linear(4, 4)
+        for name, parameter in [*model.named_parameters()]:
+            setattr(model, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Replicate()])))
+        return model, Factors(model.parameters())
+
+    one, other = made(), made()
+    for parameter in one[0].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    one[1].step()
+    model, optimizer = reshard.get_state_dict(*one)
+    reshard.set_state_dict(*other, model_state_dict=model, optim_state_dict=optimizer)
+    assert forms(*other) == forms(*one)
+
+
+def test_unsharded_state_of_replicated_parameters_stays_so_where_it_is_handed_over() -> None:
+    gloo.run(replicated_into_fresh, 2)
+
+
+def frozen_first(seed: int) -> tuple[nn.Module, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    if dist.is_initialized():
+        fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def full_into_fresh(path: Path) -> None:
+    one = frozen_first(0)
+    train(*one, 1, 2, 3)
+    model, optimizer = reshard.get_state_dict(*one, options=FULL)
+    reshard.save({"model": model, "optim": optimizer}, path)
+    for way in ("handed over", "loaded"):
+        other = frozen_first(1)
+        if way == "loaded":
+            model, optimizer = reshard.get_state_dict(*other, options=FULL)
+            reshard.load({"model": model, "optim": optimizer}, path)
+        reshard.set_state_dict(*other, model_state_dict=model, optim_state_dict=optimizer, options=FULL)
+        assert forms(*other) == forms(*one), way
+        train(*other, 4, 5)
+
+
+def test_a_full_dict_becomes_dtensors_where_parameters_without_state_are_in_it(tmp_path: Path) -> None:
+    gloo.run(full_into_fresh, 2, tmp_path / "x")

@@ -80,6 +80,21 @@ def test_sixteen_bits_without_zero(tmp_path: Path, flat: bool) -> None:
     assert {float(of["step"][...]) for of in found["optim"]["state"].values()} == {4.0}
 
 
+def test_one_value_for_each_of_many_rows_is_not_cut_like_the_flat_group(tmp_path: Path) -> None:
+    """The first parameter has fewer elements than the state."""
+    shapes, table = {"a": (2,), "b": (4,)}, torch.arange(5.0)
+    module = {name: torch.ones(shape).bfloat16() for name, shape in shapes.items()}
+    inner = {"state": {0: {"table": table, "m": torch.arange(6.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    optimizer = {"optimizer_state_dict": inner, "fp32_groups_flat": [torch.ones(6)]}
+    state = {"module": module, "optimizer": optimizer, "param_shapes": None}
+    torch.save(state, tmp_path / "mp_rank_00_model_states.pt")
+
+    found = checkpoint.open(tmp_path).normalized({"param_groups": [["a", "b"]]})["optim"]["state"]
+
+    assert [found[name]["table"][...].tolist() for name in shapes] == [table.tolist()] * 2
+    assert [found[name]["m"][...].tolist() for name in shapes] == [[0, 1], [2, 3, 4, 5]]
+
+
 def test_a_transposed_view_is_not_tied(tmp_path: Path) -> None:
     """Its memory and shape are those of the weight, and its elements are not: it has no master."""
     weight, master = torch.arange(9.0).reshape(3, 3).bfloat16(), torch.arange(9.0).reshape(3, 3)
