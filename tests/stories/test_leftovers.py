@@ -204,7 +204,8 @@ def test_no_first_step_is_saved_below_a_checkpoint(kind, name, tmp_path, monkeyp
             lambda path=path: reshard.async_save(STATE, path).result(),
             lambda path=path: reshard.convert(tmp_path / "other", path, format="torch" if "." in name else "dcp"),
         ):
-            with pytest.raises(FormatError, match=rf"{top} is a checkpoint \((manifest.json|.metadata)\), so it .* has .*{name}: choose another"):
+            told = rf"{top} is a checkpoint \((manifest.json|.metadata)\), so it .* has .*{name}: choose another"
+            with pytest.raises(FormatError, match=told):
                 attempt()
     assert sorted(tmp_path.rglob("*")) == before
     assert reshard.open(top)["w"][...].tolist() == [1, 1, 1]

@@ -386,7 +386,7 @@ def test_a_root_that_holds_much_besides_is_no_run_yet(tmp_path: Path) -> None:
 def test_a_root_that_is_a_checkpoint_is_refused_at_once(tmp_path: Path) -> None:
     reshard.save({"w": torch.ones(3)}, tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(FormatError, match=r"is a checkpoint \(manifest.json\), so it cannot also be the folder of a run"):
+    with pytest.raises(FormatError, match=r"is a checkpoint \(manifest.json\), so it cannot also be the folder"):
         reshard.CheckpointManager(tmp_path, every=Every(steps=1))
     assert sorted(tmp_path.rglob("*")) == before
 
