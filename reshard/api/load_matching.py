@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import socket
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -420,7 +420,7 @@ def _is_empty(nest: Any) -> bool:
     """Return whether a nest consists of empty dicts, so that there is nothing to fill."""
     if isinstance(nest, Mapping):
         return all(map(_is_empty, nest.values()))
-    return isinstance(nest, list) and bool(nest) and all(map(_is_empty, nest))
+    return isinstance(nest, list | tuple | deque) and bool(nest) and all(map(_is_empty, nest))
 
 
 def _as_nested(value: Any, live: Any, keys_are_text: bool) -> Any:

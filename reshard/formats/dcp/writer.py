@@ -165,8 +165,8 @@ def as_torch_nests(contents: Contents) -> tuple[Contents, dict[str, tuple[str, s
 
         group.betas.0: 0.9, group.betas.1: 0.95    ->    group.betas: (0.9, 0.95)
 
-    A tuple that holds tensors is one object for torch, too, pickled with its tensors. So it is here if each is one
-    number, such as betas; else it becomes a list.
+    A tuple that holds tensors is one object for torch, too, pickled with its tensors. So it is here if it is in a param
+    group and each is one number, such as betas; else it becomes a list.
     """
     paths = contents.paths_in_order()
     kinds, changed_classes = builtin_kinds(contents.containers, {*paths.values()})
@@ -197,8 +197,9 @@ def as_torch_nests(contents: Contents) -> tuple[Contents, dict[str, tuple[str, s
 
 
 def _with_numbers_in_tuples(contents: Contents, paths: Mapping[str, KeyPath], kinds: Mapping[KeyPath, str]) -> Contents:
-    """The state with the tensors of tuples read, and among the objects, if each is one number."""
-    found = {key: contents.find(key) for key, path in paths.items() if kinds.get(path[:-1]) == "tuple"}
+    """The state with the tensors of tuples in param groups read, and among the objects, if each is one number."""
+    in_groups = {key: path for key, path in paths.items() if "param_groups" in path and kinds.get(path[:-1]) == "tuple"}
+    found = {key: contents.find(key) for key in in_groups}
     inside = {key: tensor for key, tensor in found.items() if tensor is not None}
     apart = {paths[key][:-1] for key, tensor in inside.items() if tensor.spec.shape}
     read = {key: read_box(one, Box.full(())) for key, one in inside.items() if paths[key][:-1] not in apart}

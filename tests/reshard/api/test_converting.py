@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import json
 import os
 import pickle
@@ -159,6 +160,15 @@ def test_empty_lists_and_dicts_beside_the_model_are_kept(format: str, tmp_path: 
         "loop.done",
         "loop.seen.0",
     )
+
+
+@pytest.mark.parametrize("empty", [[{}], deque([{}]), ({}, {})])
+def test_nests_of_empty_dicts_need_nothing(empty: Any, tmp_path: Path) -> None:
+    """DCP records no empty dicts."""
+    reshard.save({"s": {"a": empty}}, tmp_path / "c")
+    reshard.convert(tmp_path / "c", tmp_path / "dcp", format="dcp")
+
+    assert reshard.load({"s": {"a": copy.deepcopy(empty)}}, tmp_path / "dcp").ok
 
 
 def test_an_empty_section_of_an_optimizer_is_not_named(tmp_path: Path) -> None:

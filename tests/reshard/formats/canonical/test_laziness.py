@@ -28,7 +28,7 @@ def test_normalizing_reads_no_tensor() -> None:
     storage = Remote(sample("mcore_tp2_dp2_dpreshardable/ckpt"), max_gap_bytes=0)
     found = checkpoint.open(storage).normalized()
     tensors = sum(lazy.nbytes for lazy in found["model"].values())
-    assert storage.nbytes_of(".distcp") < tensors / 3  # param groups are objects in these files
+    assert storage.nbytes_of(".distcp") < 0.4 * tensors  # param groups are objects in these files
     lazy = found["optim"]["state"]["decoder.layers.1.mlp.linear_fc1.weight"]["exp_avg"]
     lazy[...]
     storage.ranges.clear()
