@@ -503,7 +503,8 @@ def save_of(checkpoint: Checkpoint) -> str:
 def refuse_replaced(again: str, *checkpoints: Checkpoint | None) -> None:
     """Raise CheckpointReplacedError if a later save replaced one of these since it was opened.
 
-    Then an error of the old one says nothing of the new one, and to do it `again` finds that whole.
+    Then an error of the old one says nothing of the new one,
+    and to do it `again` finds that whole.
     """
     for checkpoint in filter(None, checkpoints):
         native = checkpoint.contents.details(NativeFacts)

@@ -317,7 +317,8 @@ def _owner(rest: KeyPath, parameters: Mapping[str, Any]) -> str | None:
 
 
 class _Beside:
-    """Knows which state of the shape of a sharded parameter each rank had all of, so that it is no shard of it."""
+    """Knows which state of the shape of a sharded parameter
+    each rank had all of, so that it is no shard of it."""
 
     def __init__(
         self, all_rows: Iterable[Saved], depth: int, rows: Iterable[Saved], parameters: Mapping[str, Any]
@@ -330,7 +331,10 @@ class _Beside:
         self._in_parts |= {str(row.path[-1]) for row in all_rows if row.in_parts and row.path[-1] in parameters}
 
     def asked(self, row: Saved, owner: str) -> bool:
-        """Whether a parameter's state is such. A state dict without any DTensor is a full one, which says nothing."""
+        """Whether a parameter's state is such.
+
+        A state dict without any DTensor is a full one, which says nothing.
+        """
         if row.in_parts or not self._on_mesh:
             return False
         return owner in self._in_parts or (not row.on_mesh and owner in self._on_mesh)

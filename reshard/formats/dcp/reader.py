@@ -208,7 +208,8 @@ def _check_files(index: DcpIndex, files: Files, folder: str) -> list[str]:
             place = (item.file, item.offset, item.stop, key)
             places.setdefault(item.file, []).append(place)
     for file, held_there in places.items():
-        # tied tensors are one item; if one of two names belongs to another item, no name has that
+        # tied tensors are one item; if one of two names
+        # belongs to another item, no name has that
         once = {place[1:3]: place for place in held_there}
         is_full = sum(stop - start for start, stop in once) >= names.get(folder + file, 0)
         try:
