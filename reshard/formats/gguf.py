@@ -481,7 +481,9 @@ def _entries(
             )
     if source.nbytes > data_at + wanted:
         where = f"its {len(entries)} tensors end at byte {data_at + wanted}"
-        raise CorruptCheckpointError(f"{source.label}: {where}, but the file has {source.nbytes}: it was appended to")
+        raise CorruptCheckpointError(
+            f"{source.label}: {where}, but the file has {source.nbytes}: bytes were added, or the header was changed"
+        )
     return entries
 
 

@@ -129,7 +129,7 @@ def _check_names(by_path: Mapping[str, Mapping[int, _Entry]], label: str) -> Non
                     wrong.add(name)
             if wrong:
                 first = min(wrong)
-                what = f"{logical!r} should have {sorted(listed)}, see {first!r}"
+                what = f"{logical!r} should have {sorted(listed)}, but does not fit {first!r}"
                 raise CorruptCheckpointError(f"{label}: {what}")
 
 

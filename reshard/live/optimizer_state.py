@@ -197,7 +197,7 @@ def fill(
     made = _StateMemory(live or {})
     all_rows = list(rows)
     rows = [row for row in all_rows if _same_path(row.path[: len(above)], above)]
-    is_beside = _Beside(all_rows, len(above), rows, one.parameters)
+    unsharded = _UnshardedState(all_rows, len(above), rows, one.parameters)
     held = set[KeyPath]() if one.is_complete else _held(one, there.leaves)
     leaves = {} if one.is_complete else _of_classes(one, above, rows, containers, held)
     listed = _listed(above, all_rows) if one.has_own else None
@@ -212,7 +212,7 @@ def fill(
             continue
         owner = _owner(rest, one.parameters)
         if owner is not None:
-            leaves[rest] = made.place(row, one.parameters[owner], there.leaves.get(rest), is_beside.asked(row, owner))
+            leaves[rest] = made.place(row, one.parameters[owner], there.leaves.get(rest), unsharded.has(row, owner))
             none = f"state.{owner}"
             if rest != (none,) and (none,) in there.containers:  # it said that there was no state
                 del there.containers[none,], one[none]
@@ -316,7 +316,7 @@ def _owner(rest: KeyPath, parameters: Mapping[str, Any]) -> str | None:
     return None
 
 
-class _Beside:
+class _UnshardedState:
     """Knows which state of the shape of a sharded parameter
     each rank had all of, so that it is no shard of it."""
 
@@ -330,7 +330,7 @@ class _Beside:
         """Parameters that were sharded, or had state that was."""
         self._in_parts |= {str(row.path[-1]) for row in all_rows if row.in_parts and row.path[-1] in parameters}
 
-    def asked(self, row: Saved, owner: str) -> bool:
+    def has(self, row: Saved, owner: str) -> bool:
         """Whether a parameter's state is such.
 
         A state dict without any DTensor is a full one, which says nothing.

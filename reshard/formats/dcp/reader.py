@@ -198,22 +198,21 @@ def _check_files(index: DcpIndex, files: Files, folder: str) -> list[str]:
             f"{where}.metadata says where {stray[0]!r} is stored, but not what it is: {RESTORE}"
         )
     needed: dict[str, dict[str, int]] = {}
+    places: dict[str, list[tuple[str, int, int, str]]] = {}
     for key, items in index.items.items():
         for item in items.values():
             held = needed.setdefault(item.file, {})
             held[key] = max(held.get(key, 0), item.stop)
-    places: dict[str, list[tuple[str, int, int, str]]] = {}
-    for key, items in index.items.items():
-        for item in items.values():
             place = (item.file, item.offset, item.stop, key)
             places.setdefault(item.file, []).append(place)
+    # tied tensors are one item; if one of two names
+    # belongs to another item, no name has that
+    once = {file: {place[1:3]: place for place in held} for file, held in places.items()}
+    sizes = {file: sum(stop - start for start, stop in found) for file, found in once.items()}
+    are_full = all(size >= names.get(folder + file, 0) for file, size in sizes.items())
     for file, held_there in places.items():
-        # tied tensors are one item; if one of two names
-        # belongs to another item, no name has that
-        once = {place[1:3]: place for place in held_there}
-        is_full = sum(stop - start for start, stop in once) >= names.get(folder + file, 0)
         try:
-            check_apart(where, once.values() if is_full else held_there)
+            check_apart(where, once[file].values() if are_full else held_there)
         except CorruptCheckpointError:
             # DCP's own places mean nothing in a file with a header
             source = files[folder + file] if folder + file in names else None

@@ -352,15 +352,22 @@ def crashes_in_publication(at: int, monkeypatch: pytest.MonkeyPatch, *args: Any,
     return False
 
 
-@pytest.mark.parametrize("format", ["safetensors", "megatron", "torch_checkpointing", "deepspeed", "dcp", "native"])
+FOLDERS: dict[str, dict[str, Any]] = {
+    "safetensors": {"max_shard_bytes": 140, "model_only": True},
+    **{format: {} for format in ("megatron", "torch_checkpointing", "deepspeed", "dcp", "native")},
+}
+"""Formats of several files, with the options that make them so."""
+NAMES = ["embedding.word_embeddings.weight", "b.weight"]
+
+
+@pytest.mark.parametrize("format", FOLDERS)
 def test_a_replacement_that_was_stopped_is_told_and_completed(
     format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files of fixed names are replaced one by one: until all are, neither the old nor the new checkpoint opens."""
-    options: dict[str, Any] = {"max_shard_bytes": 140, "model_only": True} if format == "safetensors" else {}
-    names = ["embedding.word_embeddings.weight", "b.weight"]
-    reshard.save(trained(1.0, [*names, "c.weight"]), tmp_path / "old")
-    reshard.save(trained(2.0, names), tmp_path / "new")
+    options = FOLDERS[format]
+    reshard.save(trained(1.0, [*NAMES, "c.weight"]), tmp_path / "old")
+    reshard.save(trained(2.0, NAMES), tmp_path / "new")
     reshard.convert(tmp_path / "old", tmp_path / "first", format=format, **options)
     told = []
     for at in range(1, 200, 3 if format == "deepspeed" else 1):  # it has many small files
@@ -377,21 +384,20 @@ def test_a_replacement_that_was_stopped_is_told_and_completed(
             told.append(str(error))
         reshard.convert(tmp_path / "new", target, **arguments)
         model = reshard.open(target).normalized()["model"]
-        assert set(model) == set(names)
+        assert set(model) == set(NAMES)
         assert all(torch.equal(tensor[...], torch.full((8, 4), 2.0)) for tensor in model.values())
         assert not list(target.glob("convert-*"))
     assert bool(told) == (format not in ("dcp", "native"))
     assert all("run it again" in text and "restore it" not in text for text in told)
 
 
-@pytest.mark.parametrize("format", ["safetensors", "megatron", "torch_checkpointing", "deepspeed", "dcp", "native"])
+@pytest.mark.parametrize("format", FOLDERS)
 def test_a_publication_that_was_stopped_is_completed_by_the_same_call(
     format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without overwrite=True, though some files have their names already; and no unfinished file stays."""
-    options: dict[str, Any] = {"max_shard_bytes": 140, "model_only": True} if format == "safetensors" else {}
-    names = ["embedding.word_embeddings.weight", "b.weight"]
-    reshard.save(trained(2.0, names), tmp_path / "new")
+    options = FOLDERS[format]
+    reshard.save(trained(2.0, NAMES), tmp_path / "new")
     reshard.convert(tmp_path / "new", tmp_path / "whole", format=format, **options)
     unfinished = 0
     for at in range(1, 200, 5 if format == "deepspeed" else 2):
@@ -406,6 +412,6 @@ def test_a_publication_that_was_stopped_is_completed_by_the_same_call(
             found = [name for name in files_in(target) if "convert-" not in name and not name.endswith("claim.json")]
             assert len(found) == len(files_in(tmp_path / "whole"))
         model = reshard.open(target).normalized()["model"]
-        assert set(model) == set(names)
+        assert set(model) == set(NAMES)
         assert all(torch.equal(tensor[...], torch.full((8, 4), 2.0)) for tensor in model.values())
     assert unfinished

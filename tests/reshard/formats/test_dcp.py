@@ -461,6 +461,27 @@ def test_items_are_apart_and_belong_to_one_name_each(change: str, tmp_path: Path
         open_checkpoint(writer.write(tmp_path))
 
 
+@pytest.mark.parametrize("moved", ["c", "d"])
+def test_tied_tensors_are_one_item_but_no_other_item_is_without_a_name(moved: str, tmp_path: Path) -> None:
+    """Of `moved`, c is in the file of the tied ones, and d in another."""
+    tied = torch.ones(6)
+    saved = {"a": tied, "b": tied} | {name: torch.full((6,), float(ord(name))) for name in "cde"}
+    reshard.save(saved, tmp_path / "n")
+    convert(tmp_path / "n", tmp_path / "c", format="dcp", max_shard_bytes=48)
+    checkpoint = open_checkpoint(tmp_path / "c")
+    assert all(torch.equal(checkpoint[name][...], tensor) for name, tensor in saved.items())
+
+    metadata = pickle.loads((tmp_path / "c" / ".metadata").read_bytes())
+    of = {at.fqn: at for at in metadata.storage_data}
+    items = {name: metadata.storage_data[at] for name, at in of.items()}
+    assert (items["a"].relative_path, items["a"].offset) == (items["b"].relative_path, items["b"].offset)
+    assert (items["a"].relative_path == items[moved].relative_path) == (moved == "c")
+    metadata.storage_data[of[moved]] = items["a"]
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptCheckpointError, match="are both at byte"):
+        open_checkpoint(tmp_path / "c")
+
+
 def test_a_shape_that_no_tensor_can_have_is_damage(tmp_path: Path) -> None:
     """To list its windows would take all memory."""
     writer = written(tmp_path)
