@@ -14,10 +14,11 @@ import mmap
 import os
 import secrets
 import stat
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -300,6 +301,8 @@ class _LocalWriter(PlacedWriter):
     _name: str
     _path: Path
     _file: int
+    _one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
+    """The kernel lets one thread write a file, and the others spin for it. Here, they sleep."""
 
     def reserve(self, nbytes: int) -> Callable[[memoryview], None]:
         place = partial(self._write, at=self.at)
@@ -313,7 +316,8 @@ class _LocalWriter(PlacedWriter):
             self.at += len(data)
         with self._storage._errors("write", self._name):
             while data:
-                done = os.pwrite(self._file, data[:_WRITE_BYTES], at)
+                with self._one_at_a_time:
+                    done = os.pwrite(self._file, data[:_WRITE_BYTES], at)
                 start, at = at, at + done
                 stop = at // _WRITE_BYTES * _WRITE_BYTES
                 if start < stop:  # the disk writes while the next bytes are made
