@@ -35,6 +35,7 @@ test: $(VENV)/.ready
 check: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/ruff format --check --line-length 96 README.md $$(find docs -name '*.md')
 	$(BIN)/mypy
 	$(BIN)/mypy tests/typed_calls.py
 	$(BIN)/mypy --strict kernels/reshard_kernels

@@ -175,7 +175,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def problems(self, *, deep: bool = False) -> list[str]:
         """Return one text for each missing file, and for each tensor with missing elements or with
-        chunks that overlap or exceed it. Reads no tensor data.
+        chunks that overlap or extend past its bounds. Reads no tensor data.
 
         With `deep`, also check that the bytes of every chunk are there.
         """
@@ -206,8 +206,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def select(self, globs: str | Iterable[str], *more: str) -> Checkpoint:
         """Return the part of the checkpoint whose keys match a glob, to compare, plan, or
-        convert it. Reads no tensor data. `reshard.verify` checks all files of the checkpoint
-        all the same.
+        convert it. Reads no tensor data. `reshard.verify` still checks all files of the
+        checkpoint.
 
         Args:
             globs, more: `*` also matches dots. Globs that begin with `!` exclude keys.

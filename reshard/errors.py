@@ -72,7 +72,7 @@ class VerificationError(CorruptCheckpointError, ProofError):
 
 
 class UnsafeDataError(CheckpointError, ValueError):
-    """A pickle needs code beyond a short list of plain types. None of it was run."""
+    """A pickle imports code that is not in the list of allowed types. None of it was run."""
 
 
 class KeyMismatchError(ReshardError, KeyError, RuntimeError):

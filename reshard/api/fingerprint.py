@@ -64,8 +64,8 @@ def fingerprint(
         layouts: layouts of plain tensors that hold only this rank's shard, by key. A plain tensor
             without one is a full tensor.
         rank: this process's rank in those layouts. Default: its rank in the default group, or 0.
-        exchange: how bytes reach the other ranks. Default: the default group. `lambda data: [data]`
-            uses this process only.
+        exchange: sends bytes to all ranks, and returns those of all ranks in order. Default: an
+            exchange by the default group. `lambda data: [data]` uses this process only.
         key: see `Key`.
         executor: reads a checkpoint, given by its path, as tasks, as in `reshard.convert`.
 

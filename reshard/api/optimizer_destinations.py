@@ -50,8 +50,8 @@ def optimizer_destinations(
         saved, a load of the complete state ties the two again.
 
     Raises:
-        KeyMismatchError: the checkpoint has nothing under `prefix`, or has state by numbers of
-            parameters and not by names.
+        KeyMismatchError: the checkpoint has nothing under `prefix`, or has state by the index of
+            each parameter, not by its name.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     rows = [*saved_in(checkpoint)]
@@ -71,9 +71,9 @@ def optimizer_destinations(
     numbered = [row.key for row in rows if NUMBERED.fullmatch(row.key)]
     if numbered and not any(name.isdecimal() for name in parameters):
         raise KeyMismatchError(
-            f"{checkpoint.url} has the optimizer's state by numbers of parameters, such as {numbered[0]!r}, and not by "
-            f"names. Pass named = {named_from_numbers(repr(checkpoint.url))} here and to load: the names are in the "
-            "order in which the optimizer got its parameters"
+            f"{checkpoint.url} has the optimizer's state by the index of each parameter, such as {numbered[0]!r}, not "
+            f"by its name. Pass named = {named_from_numbers(repr(checkpoint.url))} here and to load: the names are in "
+            "the order in which the optimizer got its parameters"
         )
     live = get_optimizer_state_dict(model, optimizers)
     state = LazyOptimizerState({}, parameters, has_own=getattr(live.get("state"), "has_own", False))

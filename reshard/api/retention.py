@@ -164,7 +164,7 @@ def _is_gone(path: str) -> bool:
 def latest_complete(folder: AnyPath) -> str | None:
     """Return the path of the newest complete checkpoint of a run, in any format, or None.
 
-    The newest is the one with the highest step, or a native `last` whose save began after it.
+    The newest is the one with the highest step, or a native `last` whose save began later.
     Lightning's `last.ckpt` is always the newest. `reshard.open` chooses the same one. If no name has a
     step number, the newest is the native checkpoint, at or directly below `folder`, whose save began
     last. `reshard.open` does not choose among these. The result is None if the folder does not exist.
@@ -201,8 +201,8 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
     run continues from these.
 
     Some checkpoints stay and do not count: those in other formats, those whose names have no step
-    number, such as `best` and `last`, those that a save is replacing now, and damaged ones, even if
-    their manifest was lost. Steps that are links count. They stay, and so does each checkpoint that
+    number, such as `best` and `last`, those that a save is overwriting, and damaged ones, even if
+    their manifest was lost. Steps that are symbolic links count. They stay, and so does each checkpoint that
     a link in `folder` leads to, such as `best -> step-100`. `prune` does not know the rules of a
     `CheckpointManager`, so a warning names the deleted steps of its run.
 

@@ -123,8 +123,7 @@ def save(
 class PendingSave(Generic[T]):
     """A save that runs in the background.
 
-    It has `result`, `exception`, `done`, and `add_done_callback`, as a `concurrent.futures.Future`
-    has.
+    It has `result`, `exception`, `done`, and `add_done_callback` of a `concurrent.futures.Future`.
     """
 
     def __init__(self, future: Future[T]) -> None:

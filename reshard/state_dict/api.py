@@ -206,8 +206,8 @@ def set_state_dict(
         The report of `set_model_state_dict`. Its `optimizer` is the report of
         `set_optimizer_state_dict`.
 
-    Raises the errors of both. Nothing was changed then, except by a module's own `load_state_dict`
-    or hooks, which run first.
+    Raises the errors of both. In that case nothing was changed, except by a module's own
+    `load_state_dict` or hooks, which run first.
     """
     report, optimizer = _set("both", model, optimizers, model_state_dict, optim_state_dict, options)
     return replace(report, optimizer=optimizer)

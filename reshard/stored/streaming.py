@@ -40,9 +40,10 @@ from reshard.stored.tensor import StoredTensor, check_cover, copy_place
 #     thread 1   read piece 0 | use 0      read piece 2 | use 2
 #     thread 2   read piece 1         | use 1      read piece 3 | use 3
 #
-# The thread that reads a piece also hashes and writes it: then it crosses no other processor's cache. Memory is one
-# piece for each thread, however large the tensors are. Pieces of files of this machine are smaller than others, since
-# a read of them takes no request.
+# The thread that reads a piece also hashes and writes it: then it crosses no other
+# processor's cache. Memory is one piece for each thread, however large the tensors are.
+# Pieces of files of this machine are smaller than others, since a read of them takes no
+# request.
 
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -165,8 +166,11 @@ class Feed:
     done."""
 
     def __init__(self, *, is_near: bool, on_bytes: Callable[[int], None] = lambda nbytes: None) -> None:
-        """`is_near`: what is read is in files of this machine. `on_bytes` is called, on this thread, with the length of
-        each piece that was passed on; it may raise to end it."""
+        """`is_near`: what is read is in files of this machine.
+
+        `on_bytes` is called, on this thread, with the length of each piece that was passed on; it
+        may raise to end it.
+        """
         self._threads = _NEAR_THREADS if is_near else _FAR_THREADS
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="reshard-stream")
         self._pending: deque[tuple[Future[None], int]] = deque()

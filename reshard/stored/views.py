@@ -131,7 +131,7 @@ class _ChunkCopies(StoredChunk):
             where = f"{first.source.label} and {other.source.label}"
             if not is_near(first, other, self._dtype, self._drift):
                 self._refuse(where)
-            _log.warning("copies in %s have drifted apart: that of the first is used", where)
+            _log.warning("the ranks' copies in %s differ slightly: the first rank's copy is used", where)
         return first
 
     def derived(self, box: Box, change: Callable[[Window], Window]) -> StoredChunk:

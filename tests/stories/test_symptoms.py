@@ -172,7 +172,7 @@ def test_destinations_for_state_under_integer_ids_need_its_names(tmp_path: Path)
     call = "canonical(hints={'param_names': list(dict(model.named_parameters()))})"
     with pytest.raises(KeyMismatchError) as caught:
         reshard.optimizer_destinations(model, fresh, path)
-    words = "by numbers of parameters, such as 'optim.state.0.step', and not by names. Pass named = "
+    words = "by the index of each parameter, such as 'optim.state.0.step', not by its name. Pass named = "
     assert f"{words}reshard.open({path!r}).{call} here and to load" in str(caught.value)
 
     named = reshard.open(path).canonical(hints={"param_names": list(dict(model.named_parameters()))})

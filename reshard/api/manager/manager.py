@@ -53,13 +53,13 @@ _OF_ORBAX = {
     "load": "restore(state) fills a state",
     "should_save": "save() decides by every=, and its report is true if the step is saved",
 }
-"""Names in Orbax for what is called otherwise here."""
+"""Names in Orbax for what has another name here."""
 
 
 @dataclass(frozen=True, repr=False)
 class StepReport(Tabled):
-    """What `CheckpointManager.save` did at a step. The same on all ranks. True if the call saves
-    the step to storage or memory."""
+    """What `CheckpointManager.save` did at a step. The same on all ranks. Truthy if the call
+    saves the step to storage or memory."""
 
     step: int
     storage: str
@@ -167,8 +167,9 @@ class CheckpointManager:
         bytes_per_s: with `memory`, the average bandwidth with which each rank sends and receives
             copies.
         preemption: what may request a save at the next step.
-        sync_every: the ranks synchronize at every k-th step. Only then do they learn of requests, and
-            of the time on rank 0. This takes about one round trip to the store of the process group.
+        sync_every: the ranks synchronize at every k-th step. Between these steps, requests to end and
+            `Every(seconds=...)` have no effect. One takes about one round trip to the store of the
+            process group.
         read_only: only restore and list steps, for example while another manager saves.
         process_group: the ranks that save together. Default: the default group, or this process
             alone.

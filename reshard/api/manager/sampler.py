@@ -75,7 +75,8 @@ class ElasticSampler(Sampler[int]):
     def over(self, loader: DataLoader[Any]) -> Iterator[Any]:
         """Yield the batches of the rest of the epoch from a loader that uses this sampler.
 
-        A batch counts when you receive it, not when a worker fetches it. Then the next epoch begins.
+        A batch counts when you receive it, not when a worker fetches it. After the last one, the
+        next epoch begins.
         """
         batches = getattr(loader, "batch_sampler", None)
         per_batch = 1 if batches is None else batches.batch_size
@@ -93,12 +94,12 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "position": self.position, **self._order()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the position. Raises KeyMismatchError if it belongs to another order."""
+        """Set the position. Raises KeyMismatchError if it was saved for another order of samples."""
         other = [
             f"{key} is {own!r}, was {state.get(key)!r}" for key, own in self._order().items() if state.get(key) != own
         ]
         if other:
-            raise KeyMismatchError(f"the saved position belongs to another order of samples: {'; '.join(other)}")
+            raise KeyMismatchError(f"the position was saved for another order of samples: {'; '.join(other)}")
         self.epoch, self.position = state["epoch"], state["position"]
 
     def _order(self) -> dict[str, Any]:

@@ -472,7 +472,7 @@ def first_copy(name: str, full: str, tensors: Sequence[StoredTensor], hints: Hin
             "tp_dims",
             "by its name and the program's arguments, tensor parallel "
             f"ranks have copies of {full!r}, but {where} differ: it is "
-            "sharded, or ranks have drifted apart. None takes the first",
+            "sharded, or the ranks' copies differ too much. None takes the first",
             f"{{{name!r}: {None if is_expert(name) else 0}}}",
         )
 

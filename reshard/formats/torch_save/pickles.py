@@ -286,7 +286,7 @@ class _Unpickler(pickle.Unpickler):
             )
         if full not in _INERT and _is_standard(module):
             raise UnsafeDataError(
-                f"{self._where}: the pickle asks for {full}, which is not on the short list of plain types; nothing of "
+                f"{self._where}: the pickle imports {full}, which is not in the list of allowed types; nothing of "
                 "it was run. If you trust the file, load it with its own framework and save plain tensors instead"
             )
         if full not in self._types:

@@ -102,7 +102,7 @@ def test_copies_that_have_drifted_apart(drift: float, tmp_path: Path, caplog: py
             found[...]
         return
     assert torch.equal(found[...], mine)
-    assert re.search("copies in .* have drifted apart: that of the first is used", caplog.text)
+    assert re.search("the ranks' copies in .* differ slightly: the first rank's copy is used", caplog.text)
 
 
 def test_copies_of_different_dtypes(tmp_path: Path) -> None:
