@@ -178,8 +178,7 @@ def compare_sides(
 ) -> CompareReport:
     """See `compare`; `how` has the relative and the absolute tolerance, and whether differences are measured."""
     rtol, atol, is_measured = how
-    with gc_paused():
-        left, right = _Side(a, group), _Side(b, group, "b")
+    left, right = _Side(a, group), _Side(b, group, "b")
     own = (left.label, right.label)
     left.label, right.label = labels or (_BOTH if own == (_IN_MEMORY, _IN_MEMORY) else own)
     subject = f"{left.label} and {right.label}"

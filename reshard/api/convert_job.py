@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from glob import escape
@@ -45,6 +45,7 @@ from reshard.ranks.liveness import KeptLease, WriterLease
 from reshard.storage.base import NOTHING, Storage, is_temporary, temporary_name
 from reshard.storage.opening import open_storage, path_text
 from reshard.stored.checksums import Checking
+from reshard.stored.source import OnBytes
 from reshard.stored.streaming import MAX_SHARD_BYTES, FilePlan, FormatWriter, Target, WrittenFile
 
 
@@ -55,15 +56,15 @@ class ConvertJob:
     source: Any
     target: Any
     format: str
-    mapping: Any = None
-    onto: StateLayout | Topology | None = None
-    select: tuple[str, ...] = ()
-    dtype: str | None = None
-    normalized: bool = False
-    model_only: bool = False
-    hints: Mapping[str, Any] | None = None
-    max_shard_bytes: int | None = None
-    check: bool = True
+    mapping: Any
+    onto: StateLayout | Topology | None
+    select: tuple[str, ...]
+    dtype: str | None
+    normalized: bool
+    model_only: bool
+    hints: Mapping[str, Any] | None
+    max_shard_bytes: int | None
+    check: bool
 
     def __post_init__(self) -> None:
         """Raises OptionError for wrong arguments, FormatError or LayoutError for those that do not
@@ -268,7 +269,7 @@ class FileTasks:
         journal: Journal,
         checking: Checking,
         *,
-        on_bytes: Callable[[int], None] = lambda nbytes: None,
+        on_bytes: OnBytes = lambda nbytes: None,
         last: str | None = None,
     ) -> None:
         self._writer, self._journal, self._checking = writer, journal, checking

@@ -222,7 +222,7 @@ class _Load:
     match: KeyMatch
     before: Checking
     """What was checked before this load."""
-    prefetch: Callable[[ReadPlan], None] | None = None
+    prefetch: Callable[[ReadPlan], None] | None
 
     def run(self) -> LoadReport:
         """Load. Collective. Nothing is written before all checks that are possible without writing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
@@ -42,6 +42,7 @@ from reshard.ranks.liveness import machine
 from reshard.ranks.progress import Progress
 from reshard.storage.base import AnyPath, Storage
 from reshard.storage.opening import open_storage, path_text, place_of
+from reshard.stored.source import OnBytes
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def write(job: SaveJob, data: ToWrite, same: list[str]) -> tuple[Written, int, d
         return written, reused, {} if prints is None else prints.result()
 
 
-def _write_own(job: SaveJob, data: ToWrite, same: list[str], on_bytes: Callable[[int], None]) -> tuple[Written, int]:
+def _write_own(job: SaveJob, data: ToWrite, same: list[str], on_bytes: OnBytes) -> tuple[Written, int]:
     stem, budget = f"{job.generation.folder}/{job.group.job_rank:05d}", job.options.memory_budget_bytes
     reused, reused_bytes = Reused(tuple(data.entries), {}, ()), 0
     if job.base is not None:
@@ -160,7 +161,7 @@ def _write_own(job: SaveJob, data: ToWrite, same: list[str], on_bytes: Callable[
     return Written(record, parts, reused.linked), reused_bytes
 
 
-def _write_together(job: SaveJob, data: ToWrite, on_bytes: Callable[[int], None]) -> tuple[Written, int]:
+def _write_together(job: SaveJob, data: ToWrite, on_bytes: OnBytes) -> tuple[Written, int]:
     file_group = file_group_of(job.group, job.options.ranks_per_file)
     written = write_common_file(
         job.storage,

@@ -50,9 +50,9 @@ class TensorTransfer:
     """The layout of the source; the dtype is the one that is sent."""
     after: TensorLayout
     """Which of its elements are wanted, and where."""
-    turn: Dims | None = None
+    turn: Dims | None
     """See `planners.geometry.views.Pulled`, as for `slots`."""
-    slots: Mapping[int, tuple[TargetSlot, ...]] | None = None
+    slots: Mapping[int, tuple[TargetSlot, ...]] | None
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from reshard.live.tensors import LiveTensor, raw_bytes
 from reshard.ranks.global_layout import describe, join_layouts
 from reshard.ranks.group import Group
 from reshard.ranks.store import Answer, Worker
+from reshard.stored.source import OnBytes
 
 # Large pieces that are one run of memory are sent from where they are to where they go. All
 # others are packed, those of a message one after another, into a buffer that is made once. Two
@@ -157,7 +158,7 @@ class Exchange:
         self._wires = wires or {}
         self._device = torch.device(device)
         self._process_group = process_group
-        self._pace: Callable[[int], None] | None = None
+        self._pace: OnBytes | None = None
         self._sources, self._targets = _Memo(sources), _Memo(targets)
         self.copied_bytes = self.sent_bytes = self.received_bytes = 0
         """Bytes of one run, as counted on what is really copied and given to the backend."""
@@ -167,7 +168,7 @@ class Exchange:
         self._build_rounds()
         self._sources = self._targets = _Memo(_nothing)  # the views keep what is needed
 
-    def run(self, group: Group, pace: Callable[[int], None] | None = None) -> None:
+    def run(self, group: Group, pace: OnBytes | None = None) -> None:
         """Move everything. All ranks of `group` do so together, and before the deadline of their phase.
 
         Args:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from reshard.execute.reading import (
     ByteCounts,
     Copy,
-    OnBytes,
     Workspace,
     compare_plan,
     plan_compare,
@@ -21,7 +20,7 @@ from reshard.execute.reading import (
     wanted_by_file,
 )
 from reshard.ranks.group import Group
-from reshard.stored.source import FileSource, Source
+from reshard.stored.source import FileSource, OnBytes, Source
 
 if TYPE_CHECKING:  # reading by segments is imported by those who do it: several ranks, or from far away
     from reshard.execute.host_reading import HostReading, OwnMemory
@@ -45,8 +44,8 @@ class Fetch(AbstractContextManager["Fetch"]):
     space: Workspace
     is_checked: bool
     together: bool
-    room_bytes: int | None = None
-    in_place: bool = False
+    room_bytes: int | None
+    in_place: bool
     """What is checked may be compared when it is in the targets already."""
     done: ByteCounts = field(default_factory=ByteCounts)
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from planners.geometry.arrays import Flags, Ints, ints, zeros
 from planners.geometry.box import Range
 from reshard.errors import DeadlineError, format_ranks
-from reshard.execute.reading import ByteCounts, Copy, Elsewhere, OnBytes, Wanted
+from reshard.execute.reading import ByteCounts, Copy, Elsewhere, Wanted
 from reshard.execute.shared_reads import (
     TAIL_PAGE_BYTES,
     WHOLE_SHARE,
@@ -49,7 +49,7 @@ from reshard.live.fingerprint_arithmetic import kernel
 from reshard.ranks.group import Group
 from reshard.ranks.liveness import machine
 from reshard.stored.checksums import BlockChecksums
-from reshard.stored.source import FileSource
+from reshard.stored.source import FileSource, OnBytes
 
 #     rank 0   read segment 0 into its slot | take my part of segments 0, 1 | read segment 2 ...
 #     rank 1   read segment 1 into its slot | take my part of segments 1, 0 | read segment 3 ...
@@ -158,9 +158,7 @@ class HostReading:
         mine = any(group.exchange_within(machine, self.refused).values())
         return (self.fallback or self) if mine else self, True
 
-    def compared_elsewhere(
-        self, whole: Mapping[FileSource, Wanted], *, in_place: bool = False
-    ) -> dict[FileSource, Elsewhere]:
+    def compared_elsewhere(self, whole: Mapping[FileSource, Wanted], *, in_place: bool) -> dict[FileSource, Elsewhere]:
         """Return what others compare with checksums for this rank, and what it should compare for
         them before any rank writes: what is assigned to it, and of the segments that it reads for
         all those that it wants whole. Of files that have a view: what is far away is compared when

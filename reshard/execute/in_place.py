@@ -14,11 +14,11 @@ from planners.geometry.arrays import Ints, grouped, ints, zeros
 from planners.geometry.box import Range
 from planners.geometry.byte_ranges import merge_ranges, subtract_ranges
 from reshard.errors import CorruptCheckpointError, StorageError, format_names
-from reshard.execute.reading import ComparePlan, Copy, OnBytes, on_threads
+from reshard.execute.reading import ComparePlan, Copy, on_threads
 from reshard.execute.work_list import COPY, ENTRY, Kind, Memory, WorkList
 from reshard.live.fingerprint_arithmetic import kernel
 from reshard.stored.checksums import BlockChecksums
-from reshard.stored.source import FileSource
+from reshard.stored.source import FileSource, OnBytes
 
 #     READ a piece of a file into its target | COMPARE its blocks there | READ the next piece ...
 #

@@ -22,13 +22,11 @@ from reshard.errors import CorruptCheckpointError, OptionError
 from reshard.live.copy_streams import Uploads
 from reshard.live.dtypes import dtype_name, overflowing
 from reshard.stored.checksums import BlockChecksums, most_to_check
-from reshard.stored.source import DecodedSource, FileSource, Source
+from reshard.stored.source import DecodedSource, FileSource, OnBytes, Source
 from reshard.stored.tensor import MAX_BUFFER_BYTES, Extent, StoredTensor, check_cover, copy_place, empty
 
 T = TypeVar("T")
 R = TypeVar("R")
-OnBytes = Callable[[int], None]
-"""Takes the number of bytes that were processed since the last call."""
 
 MAX_THREADS = 8
 _MIN_PIECE_BYTES = 64 << 10

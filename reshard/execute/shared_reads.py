@@ -18,10 +18,10 @@ import numpy as np
 from planners.geometry.arrays import Array, Flags, Ints, grouped, zeros
 from planners.geometry.byte_ranges import Window
 from reshard.errors import CorruptCheckpointError
-from reshard.execute.reading import ByteCounts, Copy, OnBytes, Staged, in_pieces, on_threads
+from reshard.execute.reading import ByteCounts, Copy, Staged, in_pieces, on_threads
 from reshard.live.fingerprint_arithmetic import kernel
 from reshard.stored.checksums import BlockChecksums, add_touched
-from reshard.stored.source import BytesSource, FileSource
+from reshard.stored.source import BytesSource, FileSource, OnBytes
 from reshard.stored.tensor import Extent, copy_view
 
 # Files are divided into segments of equal size. A rank says how many bytes of each its reading

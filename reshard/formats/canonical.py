@@ -332,25 +332,23 @@ def read_optimizer(tree: Tree) -> StoredOptimizer:
     """Read a saved optimizer: its plain values, but not its tensors."""
     saved = StoredOptimizer()
     by_name: States = {}
-    nested = [key for key in tree if key in ("state", "param_groups")]
     flat = [key for key in tree if is_flat_key(key)]
-    if not nested and not flat:
+    if not flat and tree.keys().isdisjoint(("state", "param_groups")):
         saved.state = _states(tree)  # the states alone
         return saved
-    for key in nested:
-        if key == "state" and isinstance(tree[key], dict):
-            saved.state = _states(tree[key])
-        elif key == "param_groups":
-            groups = resolve(tree[key])
-            if isinstance(groups, dict):
-                by_name = groups if all(isinstance(g, dict) for g in groups.values()) else {}
-            elif isinstance(groups, list) and all(map(_is_group, groups)):
-                saved.groups = [dict(group) for group in groups]
-            else:
-                raise NormalizationError(
-                    "the 'param_groups' of an optimizer should be dicts, each with 'params', a list of names or ids. "
-                    "To leave the optimizer out, pass model_only=True"
-                )
+    if isinstance(states := tree.get("state"), dict):
+        saved.state = _states(states)
+    if "param_groups" in tree:
+        groups = resolve(tree["param_groups"])
+        if isinstance(groups, dict):
+            by_name = groups if all(isinstance(g, dict) for g in groups.values()) else {}
+        elif isinstance(groups, list) and all(map(_is_group, groups)):
+            saved.groups = [dict(group) for group in groups]
+        else:
+            raise NormalizationError(
+                "the 'param_groups' of an optimizer should be dicts, each with 'params', a list of names or ids. "
+                "To leave the optimizer out, pass model_only=True"
+            )
     for key in flat:
         section, owner, name = split_flat_key(key)
         for path, leaf in walk(tree[key]):
@@ -373,14 +371,13 @@ def _states(tree: Tree) -> States:
     for owner, states in tree.items():
         if isinstance(states, StoredLeaf):
             value = states.value()
-            if isinstance(value, dict) and not value:
-                continue  # a parameter without state yet
             if not isinstance(value, dict):
                 raise NormalizationError(
                     f"{states.key!r} should be the dict of an optimizer's states for {owner!r}, but is a single value. "
                     "To leave the optimizer out, pass model_only=True"
                 )
-            out[str(owner)] = value
+            if value:  # else a parameter without state yet
+                out[str(owner)] = value
         else:
             out[str(owner)] = {".".join(map(str, path)): leaf.value() for path, leaf in walk(states)}
     return out
@@ -424,9 +421,9 @@ def name_ids(saved: StoredOptimizer, hints: Hints, scope: int | str | None, what
     names = _stored_names(saved) or hints.ids(scope) or (hints.ids() if scope is not None else None)
     listed = set(listed_in(saved.groups))
     used = sorted(listed.union(map(int, saved.state)))
-    if names is None and hints.model_only and not any("fp32" in states for states in saved.state.values()):
-        return StoredOptimizer()  # DeepSpeed's fp32 masters are values of the model, too
     if names is None:
+        if hints.model_only and not any("fp32" in states for states in saved.state.values()):
+            return StoredOptimizer()  # DeepSpeed's fp32 masters are values of the model, too
         which = "the optimizer" if scope is None else f"optimizer {scope!r}"
         example = '["embed.weight", ...]' if scope is None else f'{{{scope!r}: ["embed.weight", ...]}}'
         hints.missing(

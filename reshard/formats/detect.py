@@ -117,12 +117,13 @@ def open_contents(
     """
     found = _find(path) if local_path(path) is None else None
     run = _run_at(path, found, preferred, is_sure=step is not None)
+    open_at = partial(_open_at, preferred=preferred, share=share, check=check, lists=lists)
     if step is None and not run.steps:
-        return _open_at(path, preferred, share, check, lists, found)
+        return open_at(path, found)
     if isinstance(path, Storage):
         what = f"the folder of a run, whose steps are {_listed(run.steps)}" if run.steps else "no folder of a run"
         raise FormatError(f"{path.url} is {what}: open a checkpoint of a run by the path of the run or of the step")
-    return _open_step(path, run, preferred, step, share, check, lists)
+    return _open_step(path, run, open_at, step)
 
 
 def steps_at(path: StoragePath, *, is_sure: bool = False) -> list[RunStep]:
@@ -214,8 +215,7 @@ class _SaveTime(msgspec.Struct):
 def _begun(path: AnyPath, step: RunStep) -> float | None:
     """When the save of a native step began; None of any other, and of one that is damaged."""
     with suppress(CheckpointError, StorageError):
-        storage = open_storage(path_below(path, step.name))
-        found: _SaveTime = read_manifest(storage, _SaveTime)
+        found: _SaveTime = read_manifest(open_storage(path_below(path, step.name)), _SaveTime)
         return found.created_unix_s
     return None
 
@@ -298,20 +298,14 @@ def _text(path: StoragePath) -> str:
 
 
 def _open_step(
-    path: AnyPath,
-    run: _Run,
-    preferred: Format | None,
-    wanted: int | None,
-    share: native.Share,
-    check: bool,
-    lists: bool,
+    path: AnyPath, run: _Run, open_at: Callable[[StoragePath], tuple[Contents, str]], wanted: int | None
 ) -> tuple[Contents, str]:
     """The checkpoint of that step, or the newest complete one, which then says what was skipped."""
     skipped: dict[str, Exception] = {}
     for step in run.having(wanted, path):
         place = path_below(path, step.name)
         try:
-            contents, url = _open_at(place, preferred, share, check, lists)
+            contents, url = open_at(place)
             if wanted is None:
                 contents.refuse_incomplete()
         except (CheckpointNotFoundError, CorruptCheckpointError, FormatError) as error:
@@ -358,11 +352,12 @@ def _file_of(path: AnyPath) -> str:
 
 def _open_at(
     path: StoragePath,
+    found: _Found | None = None,
+    *,
     preferred: Format | None,
     share: native.Share,
     check: bool,
     lists: bool,
-    found: _Found | None = None,
 ) -> tuple[Contents, str]:
     storage, names = found or _find(path)
     url = storage.url if isinstance(path, Storage) else os.fspath(path)
@@ -482,8 +477,9 @@ def _find(path: StoragePath) -> tuple[Storage, dict[str, int]]:
     else:
         text = path_text(path)
         parent, _, last = text.rstrip("/").rpartition("/")
+        parent = parent or ("/" if text.startswith("/") else ".")
         if "*" in last and not os.path.lexists(local_path(text) or ""):  # some files of a folder
-            storage = open_storage(parent or ("/" if text.startswith("/") else "."))
+            storage = open_storage(parent)
             found = storage.list(re.split(r"[*?[]", last)[0]).items()
             if fitting := {name: size for name, size in found if "/" not in name and fnmatchcase(name, last)}:
                 return storage, fitting
@@ -495,7 +491,7 @@ def _find(path: StoragePath) -> tuple[Storage, dict[str, int]]:
         if single and local is None and urlsplit(text).scheme == "memory":
             single = last in open_storage(parent).list(last)
         file = (unquote(last) if "://" in text else last) if single else ""
-        storage = open_storage((parent or ("/" if text.startswith("/") else ".")) if single else path)
+        storage = open_storage(parent if single else path)
     if not file and (top := storage.top()) is not None and MANIFEST in top and native.detect(storage, top):
         names = top  # what is below need not be listed, by each of many ranks: the manifest says it
     else:
@@ -503,8 +499,8 @@ def _find(path: StoragePath) -> tuple[Storage, dict[str, int]]:
     if file in _MARKERS:
         names = storage.list()
         marks = {name for name in marks_in(names) if not (has_dcp([name]) if file != MANIFEST else name == file)}
-        return storage, {name: size for name, size in names.items() if name not in marks and not is_temporary(name)}
-    if file and file in names:
+        names = {name: size for name, size in names.items() if name not in marks}
+    elif file in names:
         return storage, {file: names[file]}
     return storage, {name: size for name, size in names.items() if not is_temporary(name)}
 

@@ -142,16 +142,12 @@ def hinted_params(scope: str | int, hints: Hints) -> list[tuple[str, Shape]] | N
 def _by_prefix(name: str, flat_names: Sequence[str], hints: Hints) -> list[tuple[str, Shape]] | None:
     """The parameters of the module whose flat parameter this is, but not those of modules inside
     with their own."""
-    shapes = hints.mapping("param_shapes")
+    shapes = _param_shapes(hints)
     if not shapes:
         return None
     fronts = sorted((flat.removesuffix(FLAT) for flat in flat_names), key=len, reverse=True)
     mine = name.removesuffix(FLAT)
-    return [
-        (str(param), tuple(map(int, shape)))
-        for param, shape in shapes.items()
-        if next(filter(str(param).startswith, fronts), None) == mine
-    ]
+    return [item for item in shapes.items() if next(filter(item[0].startswith, fronts), None) == mine]
 
 
 # The files.
@@ -351,13 +347,18 @@ def _differs(first: TensorRef, values: Mapping[int, Any]) -> bool:
     return any(isinstance(value, TensorRef) and value.size != first.size for value in values.values())
 
 
+def _param_shapes(hints: Hints) -> dict[str, Shape]:
+    """The hint `param_shapes`. Raises NormalizationError for what are no shapes."""
+    try:
+        return {str(name): tuple(map(int, shape)) for name, shape in hints.mapping("param_shapes").items()}
+    except (TypeError, ValueError):
+        raise NormalizationError("the hint 'param_shapes' must be {name: shape}") from None
+
+
 def _shapes(hints: Hints) -> dict[str, Shape]:
     """Shapes by name, from `param_shapes` and from `flat_params`. Raises NormalizationError if they
     are none."""
-    try:
-        shapes = {str(name): tuple(map(int, shape)) for name, shape in hints.mapping("param_shapes").items()}
-    except (TypeError, ValueError):
-        raise NormalizationError("the hint 'param_shapes' must be {name: shape}") from None
+    shapes = _param_shapes(hints)
     for key in hints.mapping("flat_params"):
         shapes.update(hinted_params(key, hints) or ())
     return shapes
@@ -382,14 +383,14 @@ def _pieces(name: str, shape: Shape, values: Mapping[int, Any], files: FilesOfRa
                 )
             parts.append(stored_tensor(f"{name} of rank {rank}", files[rank], ref, rank))
     at, numel = sum(part.spec.numel for part in parts), math.prod(shape)
-    if at != numel and at % max(numel, 1) == 0 and at > numel:
+    if at > numel and at % max(numel, 1) == 0:
         ask_copies(
             f"the pieces of {name!r} have {at} elements on all ranks, but its shape {list(shape)} would", numel, hints
         )
     if at != numel:
         raise CorruptCheckpointError(
             f"{name!r}: the pieces of {len(values)} ranks have {at} elements, but the hint gives the shape "
-            f"{list(shape)} of {math.prod(shape)}: the file of a rank is missing, or the hint is wrong"
+            f"{list(shape)} of {numel}: the file of a rank is missing, or the hint is wrong"
         )
     return unflatten(concat(parts, 0, name), shape, name)
 

@@ -35,17 +35,17 @@ from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
-PLAIN: dict[int, tuple[str, str, int]] = {
-    0: ("F32", "float32", 4),
-    1: ("F16", "float16", 2),
-    24: ("I8", "int8", 1),
-    25: ("I16", "int16", 2),
-    26: ("I32", "int32", 4),
-    27: ("I64", "int64", 8),
-    28: ("F64", "float64", 8),
-    30: ("BF16", "bfloat16", 2),
+PLAIN: dict[int, tuple[str, str]] = {
+    0: ("F32", "float32"),
+    1: ("F16", "float16"),
+    24: ("I8", "int8"),
+    25: ("I16", "int16"),
+    26: ("I32", "int32"),
+    27: ("I64", "int64"),
+    28: ("F64", "float64"),
+    30: ("BF16", "bfloat16"),
 }
-"""By ggml's number of the type: its name there, torch's name, and bytes an element."""
+"""By ggml's number of the type: its name there, and torch's name."""
 
 
 @dataclass(frozen=True)
@@ -275,10 +275,7 @@ _ALIGNMENT = 32
 _MAX_DIMS = 8
 _PIECE_BYTES = 1 << 20
 _MAX_PIECE_BYTES = 16 << 20
-_U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
-_NUMBERS = {code: struct.Struct("<" + sign) for code, sign in enumerate("BbHhIif")} | {
-    code: struct.Struct("<" + sign) for code, sign in zip((10, 11, 12), "Qqd")
-}
+_NUMBERS = {code: struct.Struct("<" + sign) for code, sign in zip((*range(7), 10, 11, 12), "BbHhIifQqd", strict=True)}
 _BOOL, _TEXT, _ARRAY = 7, 8, 9
 _MAX_DEPTH = 16
 
@@ -345,10 +342,10 @@ class _Cursor:
         self.at += length
 
     def u32(self) -> int:
-        return int(_U32.unpack(self.take(4))[0])
+        return int.from_bytes(self.take(4), "little")
 
     def u64(self) -> int:
-        return int(_U64.unpack(self.take(8))[0])
+        return int.from_bytes(self.take(8), "little")
 
     def text(self) -> bytes:
         return bytes(self.take(self.u64()))
@@ -490,8 +487,8 @@ def _entries(
 def _nbytes(source: Source, name: str, shape: Shape, code: int) -> tuple[str, int]:
     """The name of a tensor's type, and how many bytes the tensor has."""
     if code in PLAIN:
-        type_, _, itemsize = PLAIN[code]
-        return type_, math.prod(shape) * itemsize
+        type_, dtype = PLAIN[code]
+        return type_, math.prod(shape) * itemsize(dtype)
     if code not in BLOCKS:
         raise FormatError(f"{source.label}: tensor {name!r} has the unknown ggml type {code}, so its size is unknown")
     block = BLOCKS[code]
@@ -513,7 +510,7 @@ def _nbytes(source: Source, name: str, shape: Shape, code: int) -> tuple[str, in
 
 _NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 _METADATA = "metadata"
-_DTYPES = {of: dtype for of, dtype, _ in PLAIN.values()}
+_DTYPES = dict(PLAIN.values())
 _BLOCKS = {block.name: block for block in BLOCKS.values()}
 
 

@@ -27,11 +27,10 @@ from reshard.stored.source import Files
 from reshard.stored.streaming import (
     FilePart,
     FilePlan,
-    FormatWriter,
+    HashedFilesWriter,
     HashingWriter,
     Publication,
     Target,
-    WrittenFile,
     grouped,
 )
 from reshard.stored.tensor import StoredChunk, StoredTensor
@@ -167,9 +166,8 @@ def open_files(files: Files, found: list[str]) -> Contents:
             chunks.setdefault(key, []).append((file, header, offset))
             inferred |= key in offsets
     tensors = {key: _tensor(key, parts) for key, parts in chunks.items()}
-    metadata: dict[str, str] = {}
-    for header in headers.values():
-        metadata.update({k: v for k, v in header.metadata.items() if k != "DCP_SHARDING_INFO"})
+    said = (item for header in headers.values() for item in header.metadata.items())
+    metadata = {key: value for key, value in said if key != "DCP_SHARDING_INFO"}
     warnings = ["global shapes are inferred from the chunks: the files do not say them"] if inferred else []
     small = [key for key, tensor in tensors.items() if not tensor.spec.shape]
     if small and any(n.startswith("sharded/") and _SHARD.fullmatch(n.rpartition("/")[2]) for n in names):
@@ -306,7 +304,7 @@ _SUFFIXES = (".safetensors", _INDEX)
 _OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
-class SafetensorsWriter(FormatWriter):
+class SafetensorsWriter(HashedFilesWriter):
     """Tensors only. Of tied tensors one is stored; the names of the others stand in the files' metadata."""
 
     def __init__(self, contents: Contents, target: Target) -> None:
@@ -331,20 +329,15 @@ class SafetensorsWriter(FormatWriter):
         empty = empty_sequences(contents.containers, contents.paths.values())
         self.left_out += (*contents.per_rank, *contents.objects, *empty)
 
-    def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
-        """Stream one file."""
-        name = storage.temporary(file.name, self.job_id)
-        storage.delete(name)
+    def put(self, file: FilePlan, out: HashingWriter) -> Mapping[str, Any]:
+        """The header, then the elements."""
         mine = {part.spec.fqn for part in file.parts}
         tied = {alias: kept for alias, kept in self.contents.aliases.items() if kept in mine}
-        with storage.create(name) as raw, self.feed(file, on_bytes) as feed:
-            out = HashingWriter(raw, feed, self.seen)
-            rows = ((part.spec.fqn, part.spec.dtype, part.spec.shape) for part in file.parts)
-            out.write(encode_header(rows, tied, has_f4=True))
-            for part in file.parts:
-                out.copy(self.region(part))
-            done = out.digest(), out.nbytes
-        return self.done(name, *done)
+        rows = ((part.spec.fqn, part.spec.dtype, part.spec.shape) for part in file.parts)
+        out.write(encode_header(rows, tied, has_f4=True))
+        for part in file.parts:
+            out.copy(self.region(part))
+        return {}
 
     def finish(self, out: Publication) -> None:
         """Give the files their names, and publish the index last."""

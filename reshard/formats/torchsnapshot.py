@@ -123,9 +123,7 @@ def _check_names(by_path: Mapping[str, Mapping[int, _Entry]], label: str) -> Non
             wrong = listed ^ held.keys()
             for rank, name in told:
                 of = held.get(name, {})
-                if any(map(_is_of_all, of.values())):
-                    continue
-                if rank not in of:
+                if rank not in of and not any(map(_is_of_all, of.values())):
                     wrong.add(name)
             if wrong:
                 first = min(wrong)

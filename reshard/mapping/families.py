@@ -222,7 +222,7 @@ def centred_otherwise(rules: Iterable[Rule], by: float, exact: bool) -> Rules:
 _PARTS = {"gate_proj": "w1_EFD", "down_proj": "w2_EDF", "up_proj": "w3_EFD"}
 
 
-def experts_to_titan(generation: str, fill: float | None = None) -> Rules:
+def experts_to_titan(generation: str, fill: float | None) -> Rules:
     """Stack the experts. Map the router, its bias, and the shared experts."""
     block = titan_block(generation)
     stacks: Rules = [
@@ -369,7 +369,7 @@ def next_layers_to_megatron(model: Decoder, rules: Sequence[Rule], inner: str) -
 _BLOCK = f"{HF}mlp.experts."
 
 
-def gpt_oss_to_plain(model: Decoder, fill: float | None = None) -> Mapping:
+def gpt_oss_to_plain(model: Decoder, fill: float | None) -> Mapping:
     """Map gpt-oss's own names to those of other mixture-of-experts models: one matrix per expert.
 
     Raises NormalizationError if the number of rows of an expert is unknown.
@@ -508,7 +508,7 @@ def to_transformer_engine() -> Rules:
     return [*rules, *renames(names, HF, HF)]
 
 
-def as_not_fused(model: Decoder, interleaved: bool | None = None) -> Mapping:
+def as_not_fused(model: Decoder, interleaved: bool | None) -> Mapping:
     """Split fused projections in three, and drop the states of fp8 recipes, which are not parameters."""
     if interleaved is None and model.kv_heads == 1:
         interleaved = False  # one query group is the same in both

@@ -362,7 +362,7 @@ def replaced_by_save(storage: Storage, names: Collection[str], overwrite: bool) 
     return found
 
 
-def unpublish(storage: Storage, save_ids: Collection[str], only: str | None = None) -> bool:
+def unpublish(storage: Storage, save_ids: Collection[str], only: str | None) -> bool:
     """Let no generation count, so that a removal that is interrupted is not taken for a lost manifest.
 
     Returns False if a save other than `only` counts by now: then it stays.

@@ -21,8 +21,8 @@ from reshard.live.copy_streams import CopyStreams, row_major_pieces
 from reshard.native.manifest import BLOCK_BYTES, STAGE_BYTES, FileRecord, entry_key
 from reshard.storage.base import PlacedWriter, Storage, Writer
 from reshard.stored.safetensors_header import MAX_HEADER_BYTES, encode_header, encode_rows, framed
+from reshard.stored.source import OnBytes
 
-_OnBytes = Callable[[int], None] | None
 _AT_ONCE_BYTES = 512 << 10
 """So much is hashed before it is written: it is still in a cache then."""
 
@@ -47,7 +47,7 @@ def write_file(
     lanes: CopyStreams | None = None,
     stage_bytes: int = STAGE_BYTES,
     digests: bool = False,
-    on_bytes: _OnBytes = None,
+    on_bytes: OnBytes | None = None,
 ) -> FileRecord:
     """Write `entries` as one safetensors file, and its block checksums beside it. Both are durable on return.
 
@@ -84,8 +84,8 @@ def write_pieces(
     pieces: Iterable[memoryview],
     nbytes: int,
     *,
-    on_bytes: _OnBytes = None,
-    seen: Callable[[memoryview], object] | None = None,
+    on_bytes: OnBytes | None = None,
+    seen: Callable[[memoryview], object] | None,
 ) -> FileRecord:
     """Write a data file front to end, and its block checksums: its header, then arrays of these
     sizes, in pieces. `seen` is called with all that is written."""
@@ -167,7 +167,7 @@ class BlockSums:
         self,
         runs: Iterable[Range],
         pieces: Iterable[memoryview],
-        on_bytes: _OnBytes,
+        on_bytes: OnBytes | None,
     ) -> None:
         """Write pieces into runs (first byte, length) one after another: the last bytes that pass."""
         places, at, left = iter(runs), 0, 0
@@ -282,7 +282,7 @@ def write_common_file(
     *,
     lanes: CopyStreams | None = None,
     stage_bytes: int = STAGE_BYTES,
-    on_bytes: _OnBytes = None,
+    on_bytes: OnBytes | None = None,
 ) -> CommonFile | None:
     """Write this rank's `entries` into the safetensors file that the ranks of `file_group` write together, and what it
     knows of the checksums beside it. Collective among them, also for a rank that has no entries.
@@ -342,7 +342,7 @@ def _write(
     name: str,
     shape: _Shape,
     pieces: Iterable[memoryview],
-    on_bytes: _OnBytes,
+    on_bytes: OnBytes | None,
 ) -> _WriteReport:
     with storage.open_shared(name, shape.nbytes) as out:
         sums = BlockSums(out, shape.nbytes)

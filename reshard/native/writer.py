@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,6 +25,7 @@ from reshard.ranks.liveness import release_lease
 from reshard.storage.base import Storage
 from reshard.stored.contents import Contents
 from reshard.stored.safetensors_header import encode_header
+from reshard.stored.source import OnBytes
 from reshard.stored.streaming import (
     FilePart,
     FilePlan,
@@ -100,7 +101,7 @@ class NativeWriter(FormatWriter):
         finally:
             release_lease(self.save_id)
 
-    def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
+    def write(self, storage: Storage, file: FilePlan, on_bytes: OnBytes) -> WrittenFile:
         """Stream one rank's file and its checksums."""
         storage.delete(file.name)
         storage.delete(f"{file.name}.sums")

@@ -115,7 +115,7 @@ class LocalState:
         return cls(state, objects, said, msgspec.json.encode(said))
 
 
-def take_global_state(state: LiveState, group: Group, *, check_replicas: bool = True) -> GlobalState:
+def take_global_state(state: LiveState, group: Group, *, check_replicas: bool) -> GlobalState:
     """Collective: the census of what the ranks of `group` hold.
 
     Raises, on every rank:

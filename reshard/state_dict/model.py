@@ -47,7 +47,7 @@ from reshard.state_dict.live_model import LiveModel, SelfLoadingModule, StateEnt
 from reshard.state_dict.options import Cast, SetReport, StateDictOptions
 
 
-def read_model(live: LiveModel, *, whole: bool = False) -> dict[str, Any]:
+def read_model(live: LiveModel, *, whole: bool) -> dict[str, Any]:
     """The canonical state dict: {name: tensor or extra state}; tensors share memory with the live
     ones. `whole`: the caller gathers what it is given, also parameters that are partitioned, which
     are refused else."""

@@ -378,7 +378,7 @@ Fields = Mapping[str, Any]
 
 
 def apply_optimizers(
-    live: LiveOptimizers, writes: OptimizerWrites, model_state: Mapping[str, Any] | None = None
+    live: LiveOptimizers, writes: OptimizerWrites, model_state: Mapping[str, Any] | None
 ) -> OptimizerReport:
     """Write what was planned.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Generic, NoReturn, TypeVar, cast
+from typing import Any, Generic, NoReturn, TypeGuard, TypeVar, cast
 
 from planners.units import format_count
 from reshard.errors import CorruptCheckpointError, FormatError, KeyMismatchError, did_you_mean, format_names
@@ -326,6 +326,11 @@ def make_record_type(module: str, name: str) -> type[Record]:
     """Create a class of records for `module.name`."""
     members = {"__slots__": (), "path": f"{module}.{name}"}
     return cast("type[Record]", _FrozenType(name.rpartition(".")[2] or "object", (Record,), members))
+
+
+def is_record_type(value: object) -> TypeGuard[type[Record]]:
+    """Return True for a class of records."""
+    return isinstance(value, _FrozenType)
 
 
 def unknown_class(value: Any) -> str | None:

@@ -23,6 +23,9 @@ from reshard.errors import RESTORE, CheckpointNotFoundError, CorruptCheckpointEr
 from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import BlockChecksums, Checking, Checksums, most_to_check, touched_ranges
 
+OnBytes = Callable[[int], None]
+"""Takes the number of bytes that were processed since the last call. It may raise to end that, or wait."""
+
 DIRECT_BYTES = 1 << 20
 """Runs of at least this many bytes are read by calls to the storage, even where there is a
 zero-copy view: one call to the kernel is faster than a page fault for every few pages of a fresh

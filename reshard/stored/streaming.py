@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from types import MappingProxyType
 from typing import Any, Self, TypeVar, cast
 
 import msgspec
@@ -30,7 +29,7 @@ from reshard.live.dtypes import dtype_from_name, item_dtype
 from reshard.live.fingerprints import Partial, comparable, partials
 from reshard.storage.base import Listing, Storage, Writer
 from reshard.stored.contents import Contents
-from reshard.stored.source import FileSource
+from reshard.stored.source import FileSource, OnBytes
 from reshard.stored.tensor import StoredTensor, check_cover, copy_place
 
 #     with Feed(is_near=True) as feed:
@@ -165,7 +164,7 @@ class Feed:
     """Reads the pieces of regions on several threads, and passes them on in order. A context, which ends when all is
     done."""
 
-    def __init__(self, *, is_near: bool, on_bytes: Callable[[int], None] = lambda nbytes: None) -> None:
+    def __init__(self, *, is_near: bool, on_bytes: OnBytes = lambda nbytes: None) -> None:
         """`is_near`: what is read is in files of this machine.
 
         `on_bytes` is called, on this thread, with the length of each piece that was passed on; it
@@ -327,8 +326,8 @@ class Target:
     """The last part of the path: of the file, or of the folder."""
     job_id: str
     """In hex: it is in the names of files that are not to be taken for those of another job."""
-    max_shard_bytes: int = MAX_SHARD_BYTES
-    onto: StateLayout | None = None
+    max_shard_bytes: int
+    onto: StateLayout | None
     """The files are those of the ranks of this layout; without it, of at most `max_shard_bytes` of tensors."""
 
 
@@ -342,7 +341,7 @@ class Publication:
     check: Callable[[], None]
     """Raises where another process has taken the work over. Called before each step, since this process may be paused
     between any two."""
-    left: Collection[str] = ()
+    left: Collection[str]
     """Temporary objects that were there before this conversion, of processes that are gone."""
 
     def publish(self, name: str, data: bytes) -> None:
@@ -394,7 +393,7 @@ class FormatWriter(ABC):
         return nullcontext()
 
     @abstractmethod
-    def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
+    def write(self, storage: Storage, file: FilePlan, on_bytes: OnBytes) -> WrittenFile:
         """Write one file, durably, from a stream of bounded memory."""
 
     @abstractmethod
@@ -423,7 +422,7 @@ class FormatWriter(ABC):
         """True if what is written is summed up: where the source has fingerprints, they must be the same."""
         return bool(self.contents.fingerprints)
 
-    def feed(self, file: FilePlan, on_bytes: Callable[[int], None]) -> Feed:
+    def feed(self, file: FilePlan, on_bytes: OnBytes) -> Feed:
         """Start to read the parts of a file."""
         self._prints, self._small = {}, []
         return Feed(is_near=any(self.region(part).is_near for part in file.parts[:1]), on_bytes=on_bytes)
@@ -446,7 +445,7 @@ class FormatWriter(ABC):
         for (spec, _, _), one in zip(small, found, strict=True):
             self._prints[spec.fqn] = self._prints[spec.fqn] + one if spec.fqn in self._prints else one
 
-    def done(self, name: str, digest: str, nbytes: int, facts: Mapping[str, Any] = MappingProxyType({})) -> WrittenFile:
+    def done(self, name: str, digest: str, nbytes: int, facts: Mapping[str, Any]) -> WrittenFile:
         """A file that was written from `feed`, with what its elements add to fingerprints."""
         self._sum_up()
         prints = {fqn: part.to_bytes().hex() for fqn, part in self._prints.items()}
@@ -577,6 +576,28 @@ class HashingWriter:
         for data in [parts[0]()] if len(parts) == 1 else [b"".join(make() for make in parts)]:
             place(memoryview(data).cast("B"))
             self._state.update(data)
+
+
+class HashedFilesWriter(FormatWriter):
+    """Writes files that are put together in order, and have no checksums but the digest of each."""
+
+    @abstractmethod
+    def put(self, file: FilePlan, out: HashingWriter) -> Mapping[str, Any]:
+        """Put one file together. Returns what `finish` needs to know of it."""
+
+    def first_name(self, storage: Storage, file: FilePlan) -> str:
+        """The name under which a file is written. It is renamed when all are done."""
+        return storage.temporary(file.name, self.job_id)
+
+    def write(self, storage: Storage, file: FilePlan, on_bytes: OnBytes) -> WrittenFile:
+        """Stream one file."""
+        name = self.first_name(storage, file)
+        storage.delete(name)
+        with storage.create(name) as raw, self.feed(file, on_bytes) as feed:
+            out = HashingWriter(raw, feed, self.seen)
+            facts = self.put(file, out)
+            done = out.digest(), out.nbytes
+        return self.done(name, *done, facts)
 
 
 def grouped(things: Iterable[S], max_bytes: int) -> list[list[S]]:

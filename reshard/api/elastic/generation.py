@@ -43,6 +43,7 @@ from reshard.ranks import liveness
 from reshard.ranks.group import Group, device_of_kind, sending_kinds
 from reshard.storage.base import NOTHING, Storage, Writer, is_temporary
 from reshard.storage.local import LocalStorage, make_folder, os_errors, sync_folder
+from reshard.stored.source import OnBytes
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -156,7 +157,7 @@ def remove(folder: Path, keep: Sequence[GenerationFolder] = ()) -> None:
             storage.delete(f"{name}/{NOTHING}")
 
 
-def held_in(storage: Storage, manifest: Manifest, part: int = 0, of: int = 1, threads: int = 1) -> Held:
+def held_in(storage: Storage, manifest: Manifest, part: int, of: int, threads: int) -> Held:
     """Check every `of`-th file of a generation, from `part` on, block by block."""
     names = storage.list()
     found: Held = {}
@@ -384,7 +385,7 @@ def move(
     process_group: dist.ProcessGroup | None,
     *,
     max_inflight_bytes: int,
-    pace: Callable[[int], None] | None = None,
+    pace: OnBytes | None = None,
 ) -> int:
     """Collective: bring what ranks want from ranks that hold it, by a proved plan; ranks between
     which nothing moves may give other files. Returns the bytes that this rank got from others.

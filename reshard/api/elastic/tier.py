@@ -52,6 +52,7 @@ from reshard.ranks.group import DEADLINE_S, Group
 from reshard.ranks.progress import current, phase
 from reshard.storage.base import AnyPath, check_name
 from reshard.storage.local import LocalStorage
+from reshard.stored.source import OnBytes
 
 if TYPE_CHECKING:
     from reshard.mapping import Mapping as StateMapping
@@ -395,9 +396,7 @@ class _KeepJob:
             save = SaveJob(group, storage, storage.url, generation, options, Choice(), None)
         return cls(settings, save, hosts, kept, copies, entries), incarnation
 
-    def finish(
-        self, data: ToWrite, wire: dist.ProcessGroup | None, pace: Callable[[int], None] | None = None
-    ) -> TierSaveReport:
+    def finish(self, data: ToWrite, wire: dist.ProcessGroup | None, pace: OnBytes | None = None) -> TierSaveReport:
         """Finish. Collective. The previous generation counts until all hosts have all of their files; then it is
         removed."""
         group, hosts = self.save.group, self.hosts
@@ -426,9 +425,7 @@ class _KeepJob:
         total_bytes = self.save.generation.plan.total_bytes
         return TierSaveReport(current.get(), received, *self.kept, total_bytes, self.copies.bytes_by_host)
 
-    def _mirror(
-        self, record: FileRecord | None, wire: dist.ProcessGroup | None, pace: Callable[[int], None] | None
-    ) -> int:
+    def _mirror(self, record: FileRecord | None, wire: dist.ProcessGroup | None, pace: OnBytes | None) -> int:
         """Collective: send copies of this rank's file to other hosts, and receive and check copies of theirs."""
         group, copies = self.save.group, self.copies
         files = group.exchange_within(f"ring {copies.ring_of[self.hosts.name]}", record, kind=FileRecord | None)

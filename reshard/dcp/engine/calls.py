@@ -194,7 +194,7 @@ def run_save(
     planner: SavePlanner,
     group: Group,
     coordinator: int,
-    write: Write = write_here,
+    write: Write,
 ) -> Metadata:
     """Plan on every rank, merge the plans on the coordinator, write on every rank, and finish on
     the coordinator.

@@ -27,7 +27,16 @@ from reshard.live.dtypes import dtype_from_name, dtype_name
 from reshard.state import KeyPath, key_of
 from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
-from reshard.stored.contents import DATA_FILE, RANK_METADATA, Contents, Facts, LazyMapping, Record, has_dcp
+from reshard.stored.contents import (
+    DATA_FILE,
+    RANK_METADATA,
+    Contents,
+    Facts,
+    LazyMapping,
+    Record,
+    has_dcp,
+    is_record_type,
+)
 from reshard.stored.safetensors_header import Header, find_header
 from reshard.stored.source import DecodedSource, Files, FileSource, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
@@ -48,7 +57,7 @@ class DcpIndex:
     """What all `.metadata` files of a checkpoint say together."""
 
     tensors: dict[str, list[Record]] = field(default_factory=dict)
-    objects: list[str] = field(default_factory=list)
+    objects: dict[str, None] = field(default_factory=dict)
     items: dict[str, dict[Shape | None, Item]] = field(default_factory=dict)
     """By key and the offsets of its chunk, None for an object: where it is stored."""
     paths: dict[str, KeyPath] = field(default_factory=dict)
@@ -69,7 +78,7 @@ class DcpFacts(Facts):
 
 
 def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents:
-    """The checkpoint in `folder`, "" or ending in "/"; `undo`: see `Items`.
+    """The checkpoint in `folder`, "" or ending in "/"; `undo`: see `_Items`.
 
     Raises:
         CorruptCheckpointError: there is no `.metadata` (the save did not end), it is unreadable, or a file that it
@@ -91,14 +100,12 @@ def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents
         source = files[file]
         _add(index, _metadata(source.read(0, source.nbytes), source.label), source.label)
     needed = _check_files(index, files, folder)
-    items = Items(files, folder, undo)
+    items = _Items(index, files, folder, undo)
     tensors: dict[str, Callable[[], StoredTensor]] = {
         key: partial(_tensor, key, metas, index.items.get(key, {}), items) for key, metas in index.tensors.items()
     }
-    objects: dict[str, Callable[[], Any]] = {
-        key: partial(items.object, key, index.items.get(key, {}).get(None)) for key in index.objects
-    }
-    facts = DcpFacts(lambda key: items.file(key, index.items.get(key, {}).get(None)), index)
+    objects: dict[str, Callable[[], Any]] = {key: partial(items.object, key) for key in index.objects}
+    facts = DcpFacts(items.file, index)
     named = tuple(files[name] for name in (*(found or by_rank), *needed))  # others are of a save that did not end
     older = "beside .metadata was not read: one of them is of an older save"
     warnings = tuple(f"{file} {older}" for file in by_rank[:1] if found)
@@ -139,8 +146,7 @@ def _add(index: DcpIndex, fields: Mapping[str, Any], where: str) -> None:
     try:
         for key, meta in fields["state_dict_metadata"].items():
             if meta.name == "BytesStorageMetadata":
-                if str(key) not in index.objects:
-                    index.objects.append(str(key))
+                index.objects[str(key)] = None
             else:
                 index.tensors.setdefault(str(key), []).append(meta)
         written: set[object] = set()
@@ -232,7 +238,7 @@ def _check_files(index: DcpIndex, files: Files, folder: str) -> list[str]:
     return sorted(folder + file for file in found)
 
 
-def _tensor(key: str, metas: list[Record], stored: Mapping[Shape | None, Item], items: Items) -> StoredTensor:
+def _tensor(key: str, metas: list[Record], stored: Mapping[Shape | None, Item], items: _Items) -> StoredTensor:
     """A tensor from its metadata: one record, or one of each rank where ranks wrote their own."""
     try:
         spec = _spec(key, metas[0])
@@ -270,7 +276,7 @@ def _dtype_named(dtype: Any) -> str:
     one."""
     if isinstance(dtype, torch.dtype):
         return dtype_name(dtype)
-    path = dtype.path if isinstance(dtype, type) and issubclass(dtype, Record) else ""
+    path = dtype.path if is_record_type(dtype) else ""
     name = path.removeprefix("torch.")
     if name == path or name not in ITEM_SIZES:
         raise ValueError(f"{dtype!r:.80} is not a dtype")
@@ -298,7 +304,7 @@ class Item:
     file: str
     offset: int
     length: int
-    transforms: tuple[str, ...] = ()
+    transforms: tuple[str, ...]
 
     @property
     def stop(self) -> int:
@@ -306,13 +312,12 @@ class Item:
         return self.offset + self.length
 
 
-class Items:
+class _Items:
     """Looks into the items of one checkpoint."""
 
-    def __init__(self, files: Files, folder: str, undo: Undo | None = None) -> None:
+    def __init__(self, index: DcpIndex, files: Files, folder: str, undo: Undo | None) -> None:
         """`undo`: of transforms that the caller knows; without it, zstandard is known."""
-        self._files, self._undo = files, undo
-        self._folder = folder
+        self._index, self._files, self._folder, self._undo = index, files, folder, undo
         self._kept = DecodedSource.Kept()
         self._headers: dict[str, Header | None] = {}
 
@@ -335,9 +340,9 @@ class Items:
             )
         return place
 
-    def object(self, key: str, item: Item | None) -> Any:
+    def object(self, key: str) -> Any:
         """A non-tensor item, as plain data. Raises CorruptCheckpointError or UnsafeDataError."""
-        source, start, length = self._object(key, item)
+        source, start, length = self._object(key)
         try:
             if bytes(source.read(start, min(4, length))) == ZIP_MAGIC:
                 return TorchArchive(source, start, length).object()
@@ -345,14 +350,15 @@ class Items:
         except ReshardError as error:
             raise type(error)(f"object {key!r}: {error}") from None
 
-    def file(self, key: str, item: Item | None) -> TorchFile:
+    def file(self, key: str) -> TorchFile:
         """A non-tensor item as a file of `torch.save`, whose tensors are not read. Raises
         CorruptCheckpointError."""
-        source, start, length = self._object(key, item)
+        source, start, length = self._object(key)
         archive = TorchArchive(source, start, length)
         return TorchFile(source, archive.value(), archive.place)
 
-    def _object(self, key: str, item: Item | None) -> tuple[Source, int, int]:
+    def _object(self, key: str) -> tuple[Source, int, int]:
+        item = self._index.items.get(key, {}).get(None)
         if item is None:
             raise CorruptCheckpointError(f"the object {key!r} is in no file of the checkpoint")
         return self._payload(item, _MOST_BYTES)
@@ -372,9 +378,9 @@ class Items:
                 f"{file.label}: the transforms {list(item.transforms)} are unknown. Known are stream.zstd and the "
                 "ones registered in reshard.dcp.FileSystemReader(_extension_registry=...)"
             )
-        codec, stop = ", ".join(item.transforms), item.offset + item.length
+        codec = ", ".join(item.transforms)
         source = DecodedSource(
-            f"{file.label} (bytes [{item.offset}, {stop}), {codec})",
+            f"{file.label} (bytes [{item.offset}, {item.stop}), {codec})",
             lambda: decode(bytes(file.read(item.offset, item.length, elements=True))),
             self._kept,
             (file, item.offset, item.length, codec),

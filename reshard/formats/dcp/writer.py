@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -41,11 +41,10 @@ from reshard.stored.contents import Contents
 from reshard.stored.streaming import (
     FilePart,
     FilePlan,
-    FormatWriter,
+    HashedFilesWriter,
     HashingWriter,
     Publication,
     Target,
-    WrittenFile,
     spread,
 )
 from reshard.stored.tensor import read_box
@@ -53,7 +52,7 @@ from reshard.stored.tensor import read_box
 _METADATA = ".metadata"
 
 
-class DcpWriter(FormatWriter):
+class DcpWriter(HashedFilesWriter):
     """One file for each rank of `onto`, or files of a limited size; objects are in the first."""
 
     def __init__(self, contents: Contents, target: Target) -> None:
@@ -73,27 +72,27 @@ class DcpWriter(FormatWriter):
                 files.append(FilePlan(f"__{first}_{self.job_id}_{second}.distcp", tuple(parts), rank))
         self.files = tuple(files)
 
-    def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
-        """Stream the items of one file."""
-        storage.delete(file.name)
+    def first_name(self, storage: Storage, file: FilePlan) -> str:
+        """The last one, which no other save has."""
+        return file.name
+
+    def put(self, file: FilePlan, out: HashingWriter) -> Mapping[str, Any]:
+        """The items of one file."""
         regions = with_sums(self.region(part) for part in file.parts)
         items: list[list[Any]] = []
-        with storage.create(file.name) as raw, self.feed(file, on_bytes) as feed:
-            out = HashingWriter(raw, feed, self.seen)
-            for part, summed in zip(file.parts, regions, strict=True):
+        for part, summed in zip(file.parts, regions, strict=True):
+            start = out.nbytes
+            pickled = pickled_tensor(part.spec.dtype, part.box.sizes)
+            archive = begin_archive(out.write, pickled, out.write_later)
+            tensor_record(archive, "data/0", out, summed)
+            end_archive(archive)
+            items.append([part.spec.fqn, list(part.box.offsets), list(part.box.sizes), start, out.nbytes - start])
+        if file is self.files[0]:
+            for key, value in self.contents.objects.items():
                 start = out.nbytes
-                pickled = pickled_tensor(part.spec.dtype, part.box.sizes)
-                archive = begin_archive(out.write, pickled, out.write_later)
-                tensor_record(archive, "data/0", out, summed)
-                end_archive(archive)
-                items.append([part.spec.fqn, list(part.box.offsets), list(part.box.sizes), start, out.nbytes - start])
-            if file is self.files[0]:
-                for key, value in self.contents.objects.items():
-                    start = out.nbytes
-                    out.write(object_to_bytes(value))
-                    items.append([key, None, None, start, out.nbytes - start])
-            done = out.digest(), out.nbytes
-        return self.done(file.name, *done, {"items": items})
+                out.write(object_to_bytes(value))
+                items.append([key, None, None, start, out.nbytes - start])
+        return {"items": items}
 
     def finish(self, out: Publication) -> None:
         """Publish `.metadata`, then remove the files of an older checkpoint."""

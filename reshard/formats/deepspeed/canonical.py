@@ -204,7 +204,7 @@ def _add_zero(parts: Parts, stage: _ModelParallelRank, shapes: list[Shapes]) -> 
         raise CorruptCheckpointError(
             f"{stage.first.source.label}: it has no param_shapes, which list the parameters in the pieces"
         )
-    ranks = [read_rank(stage.optims[r][0], stage.optims[r][1], r) for r in ordered]
+    ranks = [read_rank(*stage.optims[r], r) for r in ordered]
     cut = cut_stage3 if ranks[0].stage == 3 else cut_stage12
     for fqn, states in cut(ranks, shapes).items():
         master = states.pop(MASTER)
@@ -302,9 +302,10 @@ def _add_universal(
             parts.state.setdefault(fqn, {})[state] = stored
         found = True
     common = files.get("zero/optimizer_state")
-    if found and common is not None:
-        _add_common_step(parts, common)
-    if found and common is not None and common.entries and not parts.groups:
+    if not found or common is None:
+        return
+    _add_common_step(parts, common)
+    if common.entries and not parts.groups:
         rank = Rank(common.source.label, groups=saved_groups(common.entries, common))
         for stage in stages.values():
             _add_groups(parts, [rank], stage.shapes())

@@ -53,7 +53,7 @@ class DeepSpeedFacts(Facts):
 
     files: Mapping[str, TorchFile]
     """By the path below the checkpoint's folder, without `.pt`."""
-    missing: tuple[str, ...] = ()
+    missing: tuple[str, ...]
     """In a sentence each, files of ranks that are not there."""
 
     def problems(self) -> tuple[str, ...]:
@@ -107,41 +107,32 @@ def beside(contents: Contents) -> Iterator[str]:
             yield key
 
 
-@dataclass(frozen=True)
-class _Counts:
-    """How many ranks the files of a checkpoint speak of; 0 where none does."""
-
-    partitions: int = 0
-    """Of the optimizer: each has a file."""
-    models: int = 0
-    """Ranks of model parallelism: each has files of its own."""
-    shards_models: bool = False
-    """Stage 3: each partition has a file of the model, too."""
-
-    @classmethod
-    def of(cls, files: Iterable[TorchFile]) -> _Counts:
-        partitions, models, shards_models = [0], [0], False
-        for file in files:
-            value = file.entries
-            state = value.get("optimizer_state_dict")
-            counts = state.get("partition_count") if isinstance(state, dict) else None
-            partitions += [n for n in (counts if isinstance(counts, list) else [counts]) if isinstance(n, int)]
-            models += [n for n in [value.get("mp_world_size")] if isinstance(n, int)]
-            shards_models |= isinstance(state, dict) and "fp32_flat_groups" in state
-        return cls(max(partitions), max(models), shards_models)
+def _counts(files: Iterable[TorchFile]) -> tuple[int, int, bool]:
+    """How many ranks the files of a checkpoint speak of, 0 where none does: those that share an optimizer, with a file
+    each; those of model parallelism, with files of their own. And whether each of the first has a file of the model,
+    too, as of stage 3."""
+    partitions, models, shards_models = [0], [0], False
+    for file in files:
+        value = file.entries
+        state = value.get("optimizer_state_dict")
+        counts = state.get("partition_count") if isinstance(state, dict) else None
+        partitions += [n for n in (counts if isinstance(counts, list) else [counts]) if isinstance(n, int)]
+        models += [n for n in [value.get("mp_world_size")] if isinstance(n, int)]
+        shards_models |= isinstance(state, dict) and "fp32_flat_groups" in state
+    return max(partitions), max(models), shards_models
 
 
 def _lost_of_ranks(there: Collection[str], files: Iterable[TorchFile]) -> Iterator[str]:
     """Files that are missing among those of ranks: where there is one of a kind, every rank has one."""
     is_universal = any(map(_UNIVERSAL.fullmatch, there))  # it has copies of some files, whatever these say
-    stated = _Counts.of(() if is_universal else files)
+    partitions, mp_ranks, shards_models = _counts(() if is_universal else files)
     matches = [*filter(None, map(_OF_RANK.fullmatch, there))]
     models = [int(match[1]) for match in map(_OF_MODEL.fullmatch, there) if match] + [int(m["mp"]) for m in matches]
     kinds = {match["kind"]: match[0] for match in matches}
-    if stated.shards_models:
+    if shards_models:
         kinds.setdefault("model", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-    ranks = range(max([stated.partitions, *(1 + int(match["rank"]) for match in matches)]))
-    for mp in range(max([stated.models, is_universal, *(1 + n for n in models)])):
+    ranks = range(max([partitions, *(1 + int(match["rank"]) for match in matches)]))
+    for mp in range(max([mp_ranks, is_universal, *(1 + n for n in models)])):
         wanted = {
             re.sub(r"pp_rank_\d+_mp_rank_\d+", f"pp_rank_{rank}_mp_rank_{mp:02}", name)
             for name in kinds.values()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,16 +40,16 @@ _VERSION = "0.19.8"
 class DeepSpeedState(Facts):
     """All values beside tensors."""
 
-    groups: tuple[Mapping[str, Any], ...] = ()
+    groups: tuple[Mapping[str, Any], ...]
     """Settings, and the names of the trained parameters in "params"."""
-    steps: Mapping[str, float | None] = field(default_factory=dict)
-    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    cut_dims: Mapping[str, int] = field(default_factory=dict)
+    steps: Mapping[str, float | None]
+    shapes: Mapping[str, tuple[int, ...]]
+    cut_dims: Mapping[str, int]
     """The dim that tensor parallelism shards, by parameter, as the hint says: DeepSpeed takes a part of it if ranks
     have less."""
-    tied: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, str]
     """Second names of parameters, and the first ones."""
-    client: Mapping[str, Any] = field(default_factory=dict)
+    client: Mapping[str, Any]
 
     @property
     def step(self) -> int:

@@ -218,7 +218,7 @@ class RankFiles:
     pp: int
     ep: int
     model: TorchFile
-    optimizer: TorchFile | None = None
+    optimizer: TorchFile | None
     """Of the distributed optimizer."""
 
 
@@ -271,13 +271,9 @@ def _place(at: tuple[int, ...], of: Mapping[str, TorchFile], url: str) -> RankFi
     if not isinstance(file.value, dict):
         raise CorruptCheckpointError(f"{file.source.label}: expected a dict of model and optimizer")
     stages = arguments(file).get("pipeline_model_parallel_size")
-    tp, pp, ep = at[0], 0, 0
-    if len(at) == 3:
-        pp, ep = at[1], at[2]
-    elif len(at) == 2 and stages == 1:
-        ep = at[1]
-    elif len(at) == 2:
-        pp = at[1]
+    tp, pp, ep, *_ = *at, 0, 0
+    if len(at) == 2 and stages == 1:
+        pp, ep = ep, pp
     return RankFiles(folder, tp, pp, ep, file, of.get("optimizer"))
 
 

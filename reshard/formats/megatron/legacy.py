@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 from planners.geometry.arrays import grouped
@@ -261,7 +262,7 @@ class RankModel:
     """The parameters and buffers of one rank, by chunk of the model, under the names in its file."""
 
     files: RankFiles
-    chunks: list[Tensors] = field(default_factory=list)
+    chunks: list[Tensors]
 
 
 def read_rank_optimizers(rank: RankModel, args: Mapping[str, Any], hints: Hints) -> Iterator[Found]:
@@ -269,13 +270,14 @@ def read_rank_optimizers(rank: RankModel, args: Mapping[str, Any], hints: Hints)
     several = _as_list(rank.files.model.value.get("optimizer"))
     params = [(c, name) for c, chunk in enumerate(rank.chunks) for name in chunk if not is_buffer(name)]
     flats = _as_list(rank.files.optimizer.value) if rank.files.optimizer is not None else []
-    for i in range(max(len(several), len(flats))):
+    found = list(zip_longest(several, flats))
+    for i, (saved, flat) in enumerate(found):
         mine = params
-        if max(len(several), len(flats)) > 1:
+        if len(found) > 1:
             mine = [p for p in params if is_expert(canonical_key(p[1])) == (i > 0)]
-        groups, states = _by_id(rank, several[i], mine, hints) if i < len(several) else ([], {})
-        if i < len(flats) and rank.files.optimizer is not None:
-            for param, values in _from_flat(rank, rank.files.optimizer, flats[i], mine, args, hints):
+        groups, states = ([], {}) if saved is None else _by_id(rank, saved, mine, hints)
+        if flat is not None and rank.files.optimizer is not None:
+            for param, values in _from_flat(rank, rank.files.optimizer, flat, mine, args, hints):
                 states.setdefault(param, {}).update(values)
         yield groups, states
 

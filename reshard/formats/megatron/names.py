@@ -47,10 +47,13 @@ def is_expert(name: str) -> bool:
     return ".experts.local_experts." in name
 
 
+def _unwrapped(key: str) -> str:
+    return re.sub(r"^(module\.)+", "", key)
+
+
 def canonical_key(key: str) -> str:
     """The name of a parameter that is no stack: without wrappers, norms where they belong, experts numbered."""
-    while key.startswith("module."):
-        key = key.removeprefix("module.")
+    key = _unwrapped(key)
     match = _GROUPED.fullmatch(key)
     if match:
         key = f"{match['head']}.local_experts.{match['number']}.{match['tail']}"
@@ -61,8 +64,7 @@ def canonical_key(key: str) -> str:
 
 def expand(key: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
     """The parameters that a stored tensor holds, by canonical name. Raises CorruptCheckpointError for a 0-d stack."""
-    while key.startswith("module."):
-        key = key.removeprefix("module.")
+    key = _unwrapped(key)
     layers, experts = _STACKED.fullmatch(key), _EXPERTS.fullmatch(key)
     match = layers or experts
     if match is None:

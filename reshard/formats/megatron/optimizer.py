@@ -394,7 +394,7 @@ def _search(value: Any) -> Iterator[dict[str, Any]]:
             yield from _search(inner)
 
 
-def assign_groups(result: Canonical, settings: Groups, own_rate: Any = None) -> None:
+def assign_groups(result: Canonical, settings: Groups, own_rate: Any) -> None:
     """Put the groups into the result, each with the parameters that belong to it, and its `step` into their states.
 
     Args:

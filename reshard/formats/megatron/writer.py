@@ -17,7 +17,7 @@ from reshard.formats.canonical import Canonical, Groups, Hints, Tensors, ties
 from reshard.formats.dcp.writer import DcpWriter, object_to_bytes
 from reshard.formats.format import Widen, Writing
 from reshard.formats.megatron.files import LATEST
-from reshard.formats.megatron.names import is_expert
+from reshard.formats.megatron.names import LAYER, is_expert
 from reshard.formats.megatron.optimizer import groups_to_save
 from reshard.live.tree import unflatten
 from reshard.state import KeyPath
@@ -46,9 +46,9 @@ _COMMON = {"common_backend": "torch", "common_backend_version": 1}
 class MegatronState(Facts):
     """All values beside tensors."""
 
-    common: Mapping[str, Any] = field(default_factory=dict)
+    common: Mapping[str, Any]
     """All of `common.pt`."""
-    empty: tuple[str, ...] = ()
+    empty: tuple[str, ...]
     """Keys of objects that modules ask for and that hold nothing."""
 
 
@@ -282,7 +282,6 @@ def _optimizer(groups: Groups, step: float | None, own_experts: bool, scaler: An
 # layers are made of. Where that is not known here, the same bytes have both names.
 
 
-_LAYER = re.compile(r"(?P<block>(?:.*?\.)?layers)\.(?P<layer>\d+)\.(?P<tail>.+)")
 _EXPERT = re.compile(r"(?P<front>.*\bexperts)\.local_experts\.(?P<expert>\d+)\.(?P<tail>.+)")
 _NUMBERED = re.compile(r"(?:.*\.)?mtp\.layers")
 """Layers that are never stacked, as those that predict tokens further on."""
@@ -310,8 +309,8 @@ class _ParameterSite:
 
     @classmethod
     def of(cls, name: str) -> _ParameterSite:
-        match = _LAYER.fullmatch(name)
-        block, layer, rest = (match["block"], int(match["layer"]), match["tail"]) if match else ("", -1, name)
+        match = LAYER.fullmatch(name)
+        block, layer, rest = (match["head"], int(match["layer"]), match["tail"]) if match else ("", -1, name)
         match = _EXPERT.fullmatch(rest)
         return cls(block, layer, match["front"], int(match["expert"]), match["tail"]) if match else cls(
             block, layer, "", -1, rest

@@ -27,7 +27,7 @@ from planners.geometry.mesh import Mesh, Placement, Replicate, Shard, StridedSha
 from reshard.errors import CorruptCheckpointError, FormatError, UnsafeDataError
 from reshard.live.dtypes import dtype_name
 from reshard.live.tensors import wrappers
-from reshard.stored.contents import Record, make_record_type
+from reshard.stored.contents import Record, is_record_type, make_record_type
 
 
 def _sealed(self: Any, state: Any) -> NoReturn:
@@ -363,10 +363,6 @@ def _ordered_dict(items: Iterable[Any] = ()) -> PlainDict:
     return PlainDict(_checked(items, list, tuple, dict))
 
 
-def _default_dict(factory: Any = None, items: Iterable[Any] = ()) -> PlainDict:
-    return _ordered_dict(items)
-
-
 def _checked(value: Any, *types: type) -> Any:
     if not isinstance(value, types):
         raise TypeError(f"wanted {' or '.join(t.__name__ for t in types)}, got {type(value).__name__}")
@@ -416,7 +412,7 @@ def _from_type(function: Any, cls: Any, args: Any, state: Any) -> Any:
     """A tensor subclass: the plain tensor if it is that, or wraps it; else a record of class, arguments, and state."""
     if function in (_KNOWN["torch._utils._rebuild_tensor_v2"], _KNOWN["torch._utils._rebuild_tensor_v3"]):
         return function(*_checked(args, tuple))
-    if not (isinstance(cls, type) and issubclass(cls, Record)):
+    if not is_record_type(cls):
         raise TypeError("wanted a class of tensors")
     inner = state.get(wrappers.get(cls.path, "")) if isinstance(state, dict) else None
     if isinstance(inner, TensorRef):
@@ -433,7 +429,7 @@ def _layout(text: Any) -> str:
 def _member(cls: Any, name: Any) -> type[Record]:
     """Return how protocol 2 names a member of an enum or a nested class. Nothing is looked up: only
     the two names count."""
-    if not (isinstance(cls, type) and issubclass(cls, Record)):
+    if not is_record_type(cls):
         raise UnsafeDataError("the pickle uses getattr on something that is not a class; nothing of it was run")
     if _is_standard(cls.path):
         raise UnsafeDataError(f"the pickle asks for {cls.path}.{name}; nothing of it was run")
@@ -442,7 +438,7 @@ def _member(cls: Any, name: Any) -> type[Record]:
 
 def _reconstruct(cls: Any, base: Any = None, state: Any = None) -> Any:
     """Return how protocols 0 and 1 make an object."""
-    if not (isinstance(cls, type) and issubclass(cls, Record)):
+    if not is_record_type(cls):
         raise TypeError("wanted a class that became a record")
     return cls()
 
@@ -462,7 +458,7 @@ _KNOWN: dict[str, Any] = {
     "builtins.object": _OBJECT,
     "collections.OrderedDict": _Function(_ordered_dict),
     "collections.Counter": _Function(_ordered_dict),
-    "collections.defaultdict": _Function(_default_dict),
+    "collections.defaultdict": _Function(lambda factory=None, items=(): _ordered_dict(items)),
     "_codecs.encode": _Function(_bytes_of),
     "copyreg._reconstructor": _Function(_reconstruct),
     "builtins.getattr": _Function(_member),

@@ -73,15 +73,7 @@ FilesOfRanks = Mapping[int, TorchFile]
 
 def looks_like_torch_file(head: bytes) -> bool:
     """Return True if a file that begins so (20 bytes) may be one of `torch.save`, or a plain pickle."""
-    return head.startswith(
-        (
-            ZIP_MAGIC,
-            b"\x80\x02",
-            b"\x80\x03",
-            b"\x80\x04",
-            b"\x80\x05",
-        )
-    )
+    return head.startswith((ZIP_MAGIC, b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"))
 
 
 _UNREADABLE: dict[str, Any] = {}

@@ -24,47 +24,41 @@ from reshard.live.dtypes import as_array, dtype_from_name, dtype_name, row_major
 from reshard.live.plain_data import UNSUPPORTED_TENSORS
 from reshard.live.tree import builtin_kinds, nested, unflatten, unresolved_class
 from reshard.state import KeyPath
-from reshard.storage.base import Listing, Storage
+from reshard.storage.base import Listing
 from reshard.stored.contents import Contents, unknown_class
 from reshard.stored.record_checksums import combined, crc32
 from reshard.stored.streaming import (
     FilePlan,
-    FormatWriter,
+    HashedFilesWriter,
     HashingWriter,
     Publication,
     Region,
     StreamedRows,
     Target,
-    WrittenFile,
 )
 from reshard.stored.tensor import Extent
 
 
-class ArchivesWriter(FormatWriter):
+class ArchivesWriter(HashedFilesWriter):
     """Files of `torch.save`, in each of which the stub of number n stands for its nth part."""
 
     @abstractmethod
     def value(self, file: FilePlan, numbers: Mapping[str, int]) -> Any:
         """Return what a file holds, with a stub for each tensor; `numbers` are those of its parts, by name."""
 
-    def write(self, storage: Storage, file: FilePlan, on_bytes: Callable[[int], None]) -> WrittenFile:
-        """Stream one archive."""
+    def put(self, file: FilePlan, out: HashingWriter) -> Mapping[str, Any]:
+        """One archive."""
         value = self.value(file, {part.spec.fqn: number for number, part in enumerate(file.parts)})
         regions = with_sums(self.region(part) for part in file.parts)
         pickled, inside = pickled_with_tensors(value, len(regions))
-        name = storage.temporary(file.name, self.job_id)
-        storage.delete(name)
-        with storage.create(name) as raw, self.feed(file, on_bytes) as feed:
-            out = HashingWriter(raw, feed, self.seen)
-            archive = begin_archive(out.write, pickled, out.write_later)
-            for number, summed in enumerate(regions):
-                tensor_record(archive, f"data/{number}", out, summed)
-            for number, tensor in enumerate(inside, len(regions)):
-                data = row_major_bytes(as_array(tensor))
-                archive.record(f"data/{number}", len(data), [data])
-            end_archive(archive)
-            done = out.digest(), out.nbytes
-        return self.done(name, *done)
+        archive = begin_archive(out.write, pickled, out.write_later)
+        for number, summed in enumerate(regions):
+            tensor_record(archive, f"data/{number}", out, summed)
+        for number, tensor in enumerate(inside, len(regions)):
+            data = row_major_bytes(as_array(tensor))
+            archive.record(f"data/{number}", len(data), [data])
+        end_archive(archive)
+        return {}
 
 
 class NestsWriter(ArchivesWriter):

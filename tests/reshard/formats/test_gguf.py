@@ -24,7 +24,7 @@ from tests.storages import Remote
 
 A = torch.arange(12.0).reshape(3, 4)
 B = torch.arange(5, dtype=torch.int64)
-CODES = {dtype_from_name(dtype): code for code, (_, dtype, _) in PLAIN.items()}
+CODES = {dtype_from_name(dtype): code for code, (_, dtype) in PLAIN.items()}
 KINDS = {bool: (7, "<?"), int: (5, "<i"), float: (12, "<d")}
 
 
@@ -71,7 +71,7 @@ def blocks(code: int, count: int) -> bytes:
 
 def test_plain_types_and_what_is_known_of_the_model(tmp_path: Path) -> None:
     raw = torch.arange(64, dtype=torch.uint8)
-    state = {f"t.{name}": raw.view(dtype_from_name(dtype)).reshape(2, -1) for name, dtype, _ in PLAIN.values()}
+    state = {f"t.{name}": raw.view(dtype_from_name(dtype)).reshape(2, -1) for name, dtype in PLAIN.values()}
     state |= {"scalar": torch.tensor(2.0), "empty": torch.empty(0, 4), "cube": torch.arange(24.0).reshape(2, 3, 4)}
     known = {"general.architecture": "llama", "n": -3, "eps": 1e-5, "yes": True, "general.alignment": 64}
     known |= {"tokens": ["a", "", "ü"], "nest": [[1, 2], [3]], "bytes": b"\xff\xfe", "scores": [0.5, 2.0]}
