@@ -142,6 +142,20 @@ def test_a_rank_whose_error_does_not_travel_is_told_of_in_words(tmp_path):
 
 
 @pytest.mark.gloo
+@pytest.mark.parametrize("torchs", [False, True])
+def test_ranks_that_save_to_different_folders_are_refused(tmp_path, torchs):
+    for said, written in gloo.run(jobs.each_to_its_own, 2, str(tmp_path), torchs):
+        assert f"rank 1 saves to {tmp_path}/1, and rank 0 to {tmp_path}/0: pass the same path" in said
+        assert ".metadata" not in written
+
+
+@pytest.mark.gloo
+def test_one_folder_by_two_names_is_one(tmp_path):
+    for names in gloo.run(jobs.by_other_names, 2, str(tmp_path)):
+        assert names == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+
+
+@pytest.mark.gloo
 def test_loads_tell_of_every_rank_that_misses_a_key(tmp_path):
     ours.save({"w": torch.ones(2)}, checkpoint_id=tmp_path)
     for kinds, failures in gloo.run(jobs.some_ranks_miss, 3, str(tmp_path)):
