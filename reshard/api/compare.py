@@ -600,8 +600,8 @@ class _Side:
     def __init__(self, source: Any, group: Group | None = None, name: str = "a") -> None:
         self.fingerprints: Mapping[str, str] = {}
         self.checkpoint: Checkpoint | None = None
-        self.tensors: Mapping[str, Any]
-        self.objects: Mapping[str, Any]
+        self.tensors: dict[str, Any]
+        self.objects: dict[str, Any]
         self.own: Mapping[str, Mapping[int, Any]]
         self.foreign: set[str] = set()
         self.why_left_out = "which belong to neither model nor optimizer"
@@ -651,6 +651,7 @@ class _Side:
         paths = map(contents.path_of, (*names, *contents.objects, *contents.per_rank))
         empty: dict[str, Any] = {key: [] for key in empty_sequences(contents.containers, paths)}
         self.objects = self._values(checkpoint.objects) | empty
+        self.tensors |= {key: self.objects.pop(key) for key, value in [*self.objects.items()] if is_tensor(value)}
         self.own = contents.per_rank
         self.fingerprints = checkpoint.fingerprints or {}
         self.left_out = contents.left_out

@@ -57,7 +57,7 @@ class SaveJob:
     choice: Choice
     base: Base | None
     """The checkpoint that was chosen, as far as this rank can open it."""
-    begun_in: str
+    begun_in: str = ""
     """Where the first rank saves."""
 
 

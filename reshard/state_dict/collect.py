@@ -197,7 +197,7 @@ def _unsharded(state: Mapping[str, Any], places: Mapping[str, Any]) -> Iterator[
             continue
         is_plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided
         if is_plain and not (leaf.is_meta or lacks_memory(leaf)):
-            yield _text(path), digest_of(resolved_bytes(leaf).cpu().numpy().data), ranks_of(places[path[0]])
+            yield _text(path), digest_of(resolved_bytes(leaf).cpu().numpy().tobytes()), ranks_of(places[path[0]])
         elif isinstance(leaf, (bool, int, float, str)):
             yield _text(path), digest_of(repr(leaf).encode()), ranks_of(places[path[0]])
 
@@ -219,18 +219,17 @@ def _compare(mine: list[_Row], group: Group) -> None:
             lacking = [rank for rank in ranks if name not in holders[rank]]
             other = next((rank for rank in ranks if holders[rank].get(name, (shape,))[0] != shape), None)
             if isinstance(shape, bytes):
-                if other is None:
-                    continue
-                raise NormalizationError(
-                    f"{name!r} is not sharded, and rank {other} has another value than {format_ranks(who)}, so there is "
-                    "no full state dict: leave full_state_dict out, and wrap what differs on purpose in reshard.PerRank"
-                )
-            if lacking:
+                if other is not None:
+                    raise NormalizationError(
+                        f"{name!r} is not sharded, and rank {other} has another value than {format_ranks(who)}: leave out "
+                        "full_state_dict, and wrap what differs on purpose in reshard.PerRank"
+                    )
+            elif lacking:
                 raise NormalizationError(
                     f"{name!r} is sharded over ranks {ranks}, but ranks {lacking} do not have it: all ranks of a mesh "
                     "must hold the same state to gather it"
                 )
-            if other is not None:
+            elif other is not None:
                 raise NormalizationError(
                     f"{name!r} has shape {tuple(shape)} on some ranks and {tuple(holders[other][name][0])} "
                     f"on rank {other}"

@@ -504,4 +504,4 @@ def test_unsharded_state_of_sharded_parameters_that_differs_between_ranks_is_no_
         assert same[0] != "0"
         assert all(said.isdecimal() for said in same)
         for key, said in found.items():
-            assert all(f"{key!r}\" is not sharded, and rank 1 has another value than rank 0" in one for one in said)
+            assert all(f'{key!r}" is not sharded, and rank 1 has another value than rank 0' in one for one in said)
