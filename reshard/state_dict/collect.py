@@ -221,8 +221,8 @@ def _compare(mine: list[_Row], group: Group) -> None:
             if isinstance(shape, bytes):
                 if other is not None:
                     raise NormalizationError(
-                        f"{name!r} is not sharded, and rank {other} has another value than {format_ranks(who)}: leave out "
-                        "full_state_dict, and wrap what differs on purpose in reshard.PerRank"
+                        f"{name!r} is not sharded, and rank {other} has another value than {format_ranks(who)}: leave "
+                        "full_state_dict out, and wrap what differs on purpose in reshard.PerRank"
                     )
             elif lacking:
                 raise NormalizationError(
