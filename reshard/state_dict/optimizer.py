@@ -98,6 +98,8 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
                     if name in state:
                         raise NormalizationError(f"two optimizers have state under the key {name!r}{where()}")
                     if one is not None and one.piece is not None:
+                        if one.piece.is_idle:
+                            continue
                         state[name] = split_state(one.piece, one.parameter, values, copy=i > 0)
                     else:
                         state[name] = copy_containers(values)

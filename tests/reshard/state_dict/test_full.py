@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+import reshard
 from reshard.errors import KeyMismatchError, LayoutError, NormalizationError, RankFailedError, ReshardError
 from reshard.state_dict import (
     StateDictOptions,
@@ -505,3 +506,23 @@ def test_unsharded_state_of_sharded_parameters_that_differs_between_ranks_is_no_
         assert all(said.isdecimal() for said in same)
         for key, said in found.items():
             assert all(f'{key!r}" is not sharded, and rank 1 has another value than rank 0' in one for one in said)
+
+
+def steps_of_what_few_ranks_hold(path: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Adagrad begins with state, also where a rank holds no element of a parameter, and its step count stays behind."""
+    model = zoo.fsdp1("FULL_SHARD", True)(zoo.make(0))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    zoo.train(model, optimizer, 2)
+    state = get_optimizer_state_dict(model, optimizer, options=FULL)["state"]
+    reshard.save({"optim": get_optimizer_state_dict(model, optimizer)}, path)
+    saved = reshard.open(path)
+    steps = {name: float(saved[f"optim.state.{name}.step"][...]) for name in state}
+    return {name: float(values["step"]) for name, values in state.items()}, steps
+
+
+@pytest.mark.gloo
+def test_step_counts_are_of_ranks_that_hold_elements(tmp_path: Any) -> None:
+    for counts in gloo.run(steps_of_what_few_ranks_hold, 2, str(tmp_path / "c")):
+        for steps in counts:
+            assert len(steps) == 12
+            assert set(steps.values()) == {2.0}
