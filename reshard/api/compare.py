@@ -144,13 +144,12 @@ def compare(
         check_options(rtol=rtol, atol=atol)
         if by_fingerprint and (rtol or atol):
             raise option_error("compare: by_fingerprint compares bit by bit: pass it, or rtol and atol", ValueError)
-        how = (rtol, atol, measure)
         if group is not None:
             name, soon_s = (_WITHOUT_GROUP, MEETING_S) if process_group is None else ("compare", None)
             with group.together(name, deadline_s=soon_s, meet=False):
-                group.same_options("compare", {"tolerance and measure": how, "labels": labels})
+                group.same_options("compare", {"tolerance and measure": (rtol, atol, measure), "labels": labels})
         with engine(executor, workers) as hands:
-            return compare_sides(a, b, how, by_fingerprint, labels, hands, progress, group)
+            return compare_sides(a, b, (rtol, atol, measure), by_fingerprint, labels, hands, progress, group)
 
 
 def _taken_apart(*sides: Any) -> Iterable[Any]:

@@ -56,6 +56,11 @@ class PartialState(dict[Any, Any]):
         super().__init__(state)
         self.elsewhere = elsewhere
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether some unsharded tensor here is to stay so beside a DTensor."""
+        return None in self.elsewhere.values()
+
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, (list(self.items()),)
 
@@ -94,6 +99,11 @@ class LazyOptimizerState(PartialState):
         self.offered = offered
         self.has_own = has_own
         self.is_complete = False
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether a load places tensors beside DTensors."""
+        return super().is_placed or any(map(is_dtensor, self.parameters.values()))
 
     def receive(self, filled: Mapping[Any, Any]) -> None:
         """Hold these places. Nothing is offered, and no other rank alone has state."""

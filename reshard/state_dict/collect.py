@@ -193,13 +193,11 @@ _Row = tuple[str, list[int] | bytes, list[int]]
 def _unsharded(state: Mapping[str, Any], places: Mapping[str, Any]) -> Iterator[_Row]:
     """State of sharded parameters that is not sharded: the full state dict has one value for all ranks."""
     for path, leaf in leaves_of(state).items():
-        if path[0] not in places or is_sharded(leaf):
-            continue
-        is_plain = type(leaf) is torch.Tensor and leaf.layout is torch.strided
-        if is_plain and not (leaf.is_meta or lacks_memory(leaf)):
-            yield _text(path), digest_of(resolved_bytes(leaf).cpu().numpy().tobytes()), ranks_of(places[path[0]])
-        elif isinstance(leaf, (bool, int, float, str)):
-            yield _text(path), digest_of(repr(leaf).encode()), ranks_of(places[path[0]])
+        data = repr(leaf).encode() if isinstance(leaf, bool | int | float | str) else b""
+        if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not (leaf.is_meta or lacks_memory(leaf)):
+            data = resolved_bytes(leaf).cpu().numpy().tobytes()
+        if data and path[0] in places:
+            yield _text(path), digest_of(data), ranks_of(places[path[0]])
 
 
 def _compare(mine: list[_Row], group: Group) -> None:
