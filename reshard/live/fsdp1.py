@@ -79,7 +79,8 @@ class FlatPiece:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the optimizer has no element of it here, and so no gradient: its step count stays behind."""
+        """Whether the optimizer has no element of it here,
+        and so no gradient: its step count stays behind."""
         return not self.parameter.numel() and 0 not in self.shape
 
     @property

@@ -48,8 +48,8 @@ class PartialState(dict[Any, Any]):
 
     Attributes:
         elsewhere: parameter -> its `FlatPiece`, if some ranks hold no element of it and so no state; or the one rank
-            that has its state; or None, if unsharded tensors are here beside a DTensor. On all ranks of its process
-            group, a `FlatPiece` is under the same names.
+            that has its state; or None, if unsharded tensors are here beside a DTensor.
+            On all ranks of its process group, a `FlatPiece` is under the same names.
     """
 
     def __init__(self, state: Mapping[Any, Any], elsewhere: Mapping[str, Any]) -> None:

@@ -74,7 +74,8 @@ def collect_optimizer(state: dict[str, Any], live: LiveOptimizers, options: Stat
     tensors = _tensors_in(state["state"])
     # a rank may have no state where others have some
     places = {name: one.place for name in names if (one := live.by_name.get(name)) and one.place is not None}
-    agree_on_gathering(tensors, options._shared(), places=places.values(), unsharded=_unsharded(state["state"], places))
+    unsharded = _unsharded(state["state"], places)
+    agree_on_gathering(tensors, options._shared(), places=places.values(), unsharded=unsharded)
     # ranks may have met their parameters in different orders, but must gather in one
     name_of = {_text(path): path[0] for path in leaves_of(state["state"])}
     whole = {path: _whole(tensors[path], name_of[path], owner) for path in sorted(tensors)}
@@ -170,7 +171,8 @@ def agree_on_gathering(
     places: Iterable[Any] = (),
     unsharded: Iterable[_Row] = (),
 ) -> None:
-    """Check that every rank that holds a part of a tensor is about to gather it, and that `unsharded` values are equal.
+    """Check that every rank that holds a part of a tensor is about to gather it,
+    and that `unsharded` values are equal.
 
     Collective over `process_group`, if any tensor is sharded; by default, over the ranks that the sharded tensors,
     and other `places`, are on. Raises NormalizationError, the same on all ranks, that
@@ -187,11 +189,13 @@ def agree_on_gathering(
 
 
 _Row = tuple[str, list[int] | bytes, list[int]]
-"""A name, the shape of a sharded tensor or the digest of another value, and the ranks that have it."""
+"""A name, the shape of a sharded tensor or the digest of another value,
+and the ranks that have it."""
 
 
 def _unsharded(state: Mapping[str, Any], places: Mapping[str, Any]) -> Iterator[_Row]:
-    """State of sharded parameters that is not sharded: the full state dict has one value for all ranks."""
+    """State of sharded parameters that is not sharded:
+    the full state dict has one value for all ranks."""
     for path, leaf in leaves_of(state).items():
         data = repr(leaf).encode() if isinstance(leaf, bool | int | float | str) else b""
         if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not (leaf.is_meta or lacks_memory(leaf)):
