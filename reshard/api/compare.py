@@ -66,7 +66,7 @@ from reshard.live.state import PerRank
 from reshard.live.tensor_classes import expanded
 from reshard.live.tensors import OVERWRITTEN_BY, LiveTensor, is_sharded, is_tensor, state_instead_of, this_rank
 from reshard.live.tree import flatten
-from reshard.ranks.group import DEADLINE_S, Group
+from reshard.ranks.group import DEADLINE_S, MEETING_S, Group
 from reshard.ranks.progress import Phase, Progress
 from reshard.state import empty_sequences, key_of
 from reshard.storage import Storage
@@ -137,18 +137,19 @@ def compare(
     a, b = _taken_apart(a, b)
     is_joint = process_group is not None or any(map(_is_sharded, (a, b)))
     group = Group(process_group, deadline_s=timeout) if is_joint else None
-    with nullcontext() if group is None else group.together("compare" if process_group is not None else _WITHOUT_GROUP):
+    with nullcontext() if group is None else group.together("compare"):
         a, b = map(saved_state, (a, b))
         check_executor(executor, workers, a, b)
         check_options(by_fingerprint=by_fingerprint, progress=progress, measure=measure, labels=labels)
         check_options(rtol=rtol, atol=atol)
         if by_fingerprint and (rtol or atol):
             raise option_error("compare: by_fingerprint compares bit by bit: pass it, or rtol and atol", ValueError)
-        how = (rtol, atol, measure)
         if group is not None:
-            group.same_options("compare", {"tolerance and measure": how, "labels": labels})
+            name, soon_s = (_WITHOUT_GROUP, MEETING_S) if process_group is None else ("compare", None)
+            with group.together(name, deadline_s=soon_s, meet=False):
+                group.same_options("compare", {"tolerance and measure": (rtol, atol, measure), "labels": labels})
         with engine(executor, workers) as hands:
-            return compare_sides(a, b, how, by_fingerprint, labels, hands, progress, group)
+            return compare_sides(a, b, (rtol, atol, measure), by_fingerprint, labels, hands, progress, group)
 
 
 def _taken_apart(*sides: Any) -> Iterable[Any]:
@@ -599,8 +600,8 @@ class _Side:
     def __init__(self, source: Any, group: Group | None = None, name: str = "a") -> None:
         self.fingerprints: Mapping[str, str] = {}
         self.checkpoint: Checkpoint | None = None
-        self.tensors: Mapping[str, Any]
-        self.objects: Mapping[str, Any]
+        self.tensors: dict[str, Any]
+        self.objects: dict[str, Any]
         self.own: Mapping[str, Mapping[int, Any]]
         self.foreign: set[str] = set()
         self.why_left_out = "which belong to neither model nor optimizer"
@@ -650,6 +651,7 @@ class _Side:
         paths = map(contents.path_of, (*names, *contents.objects, *contents.per_rank))
         empty: dict[str, Any] = {key: [] for key in empty_sequences(contents.containers, paths)}
         self.objects = self._values(checkpoint.objects) | empty
+        self.tensors |= {key: self.objects.pop(key) for key, value in [*self.objects.items()] if is_tensor(value)}
         self.own = contents.per_rank
         self.fingerprints = checkpoint.fingerprints or {}
         self.left_out = contents.left_out

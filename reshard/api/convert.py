@@ -42,7 +42,7 @@ from reshard.mapping import Mapping as StateMapping
 from reshard.native.commit import folder_of, generations_in
 from reshard.native.manifest import HF_INDEX, MANIFEST
 from reshard.native.reader import detect
-from reshard.ranks.group import Group, either, pack_flags, unpack_flags
+from reshard.ranks.group import MEETING_S, Group, either, pack_flags, unpack_flags
 from reshard.ranks.liveness import WriterLease
 from reshard.ranks.progress import Progress, phase
 from reshard.ranks.timespans import Span
@@ -57,8 +57,6 @@ _log = logging.getLogger("reshard")
 
 IN_REPORT = {"is_in_report": True}
 """Marks records of the log whose text is in the report, too."""
-MEETING_S = 300.0
-"""How long ranks wait for one another to begin: of a job in which one rank alone converts, the others never come."""
 
 
 @renamed(left_out="omitted", retyped="changed_classes")

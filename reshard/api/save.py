@@ -269,14 +269,15 @@ def _prepare(
             raise StorageError(f"{storage.url} does not support files that several ranks write: omit ranks_per_file")
         if options.globs is not None:
             check_globs(options.globs, census, state_dict)
-        (save_id, choice, replaces), base = first, None
+        (save_id, choice, replaces, begun_in), base = first, None
         generation = Generation(storage, save_id, commit.begin(), census, kept.plan, options.globs, replaces)
         if choice.save_id is not None:
             base, choice = save_job.open_base(path, choice, group)
     except BaseException:
         data.release()
         raise
-    return save_job.SaveJob(group, storage.without_new_folders(), str(path), generation, options, choice, base), data
+    own = storage.without_new_folders()
+    return save_job.SaveJob(group, own, str(path), generation, options, choice, base, begun_in), data
 
 
 def _decide_on_first_rank(storage: Storage, path: Any, options: SaveOptions, census: GlobalState) -> SaveDecision:
@@ -291,7 +292,7 @@ def _decide_on_first_rank(storage: Storage, path: Any, options: SaveOptions, cen
     chosen = save_job.Choice()
     if options.base:
         chosen = save_job.choose_base(path, options.base, census.tensors, by_print=options.fingerprints)
-    return commit.new_save_id(), chosen, replaces
+    return commit.new_save_id(), chosen, replaces, storage.url
 
 
 def _finish(job: save_job.SaveJob, data: ToWrite) -> SaveReport:
@@ -304,7 +305,7 @@ def _finish(job: save_job.SaveJob, data: ToWrite) -> SaveReport:
                 commit.claim(generation.storage, generation.save_id)
             group.barrier()  # no rank writes before there is a claim
             if group.rank:
-                commit.check_claimed(job.storage, generation.save_id, group.ranks[0])
+                commit.check_claimed(job.storage, generation.save_id, f"rank {group.ranks[0]} in {job.begun_in}")
         with group.together("write"):
             data, same = save_job.summed_up(job, data) if job.choice.by_print else (data, [])
             written, reused, prints = save_job.write(job, data, same)
@@ -412,9 +413,9 @@ class CachedPlan:
     """Of this rank."""
 
 
-SaveDecision = tuple[str, save_job.Choice, str | None]
-"""What the first rank has for all: the id of the save, what it is based on, and the id of the one
-that it replaces."""
+SaveDecision = tuple[str, save_job.Choice, str | None, str]
+"""What the first rank has for all: the id of the save, what it is based on, the id of the one
+that it replaces, and where it saves."""
 
 
 class Agreement(NamedTuple):

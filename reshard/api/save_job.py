@@ -58,6 +58,8 @@ class SaveJob:
     choice: Choice
     base: Base | None
     """The checkpoint that was chosen, as far as this rank can open it."""
+    begun_in: str = ""
+    """Where the first rank saves."""
 
 
 def holdings_of(state_dict: Any, options: SaveOptions, group: Group) -> LocalState:

@@ -44,6 +44,7 @@ from reshard.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     FormatError,
+    LayoutError,
     StorageError,
     UnsafeDataError,
 )
@@ -53,7 +54,7 @@ from reshard.formats.dcp.writer import object_to_bytes, paths_of, tensor_metadat
 from reshard.formats.detect import kind_beside, open_contents
 from reshard.formats.torch_save.writer import save_tensor
 from reshard.live.copy_streams import CopyStreams, Uploads, has_copy_streams, of_caller, to_host, wait_for
-from reshard.live.dtypes import as_array, dtype_from_name
+from reshard.live.dtypes import NO_MEMORY, as_array, dtype_from_name
 from reshard.live.tensors import LiveTensor
 from reshard.native.manifest import MANIFEST
 from reshard.storage.base import AnyPath, Storage, Writer
@@ -486,6 +487,8 @@ def write_items(
                 stream.write(data.getbuffer())  # type: ignore[union-attr]  # the planner gives bytes for it
             else:
                 (local,) = LiveTensor(item.index.fqn, data).local
+                if local.is_meta:
+                    raise LayoutError(f"tensor {item.index.fqn!r} {NO_MEMORY}")
                 save_tensor(_compact(local, callers), stream)
             stream.close()
             info = _stored_at(name, start, out.nbytes - start, transforms)

@@ -169,7 +169,8 @@ def item_dtype(itemsize: int) -> np.dtype[Any]:
 
 
 NO_MEMORY = (
-    "has no memory: it is a FakeTensor, or its storage was freed, as while a model is offloaded. Give it memory first"
+    "has no memory: it is on the meta device or a FakeTensor, or its storage was freed, as while a model is offloaded. "
+    "Give it memory first"
 )
 
 

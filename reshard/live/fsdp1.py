@@ -78,6 +78,12 @@ class FlatPiece:
         return low < high
 
     @property
+    def is_idle(self) -> bool:
+        """Whether the optimizer has no element of it here,
+        and so no gradient: its step count stays behind."""
+        return not self.parameter.numel() and 0 not in self.shape
+
+    @property
     def lacks_ranks(self) -> bool:
         """Whether the optimizer of some rank keeps no state of it, as the rank holds none of its elements."""
         ranks = range(dist.get_world_size(self.group))
@@ -381,9 +387,7 @@ def join_state(
                     f"{name!r} was saved with {key!r} = {value}, but shares an FSDP1 flat parameter with "
                     f"{together[0][0]!r}, which has {out[key]}: use_orig_params=True keeps them apart"
                 )
-    if not parameter.numel() and 0 not in together[0][1].shape:
-        return None  # without elements here it gets no gradient here, so that a step count would stay behind
-    return out or None
+    return None if together[0][1].is_idle else out or None
 
 
 def _holds(nest: Any, shape: Shape) -> bool:

@@ -48,12 +48,18 @@ class PartialState(dict[Any, Any]):
 
     Attributes:
         elsewhere: parameter -> its `FlatPiece`, if some ranks hold no element of it and so no state; or the one rank
-            that has its state. On all ranks of its process group, a `FlatPiece` is under the same names.
+            that has its state; or None, if unsharded tensors are here beside a DTensor.
+            On all ranks of its process group, a `FlatPiece` is under the same names.
     """
 
     def __init__(self, state: Mapping[Any, Any], elsewhere: Mapping[str, Any]) -> None:
         super().__init__(state)
         self.elsewhere = elsewhere
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether some unsharded tensor here is to stay so beside a DTensor."""
+        return None in self.elsewhere.values()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return OrderedDict, (list(self.items()),)
@@ -93,6 +99,11 @@ class LazyOptimizerState(PartialState):
         self.offered = offered
         self.has_own = has_own
         self.is_complete = False
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether a load places tensors beside DTensors."""
+        return super().is_placed or any(map(is_dtensor, self.parameters.values()))
 
     def receive(self, filled: Mapping[Any, Any]) -> None:
         """Hold these places. Nothing is offered, and no other rank alone has state."""

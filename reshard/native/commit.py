@@ -319,16 +319,19 @@ def claim(storage: Storage, save_id: str) -> None:
     liveness.take_lease(storage, f"{folder_of(save_id)}/{CLAIM}", save_id)
 
 
-def check_claimed(storage: Storage, save_id: str, claimer: int) -> None:
+def check_claimed(storage: Storage, save_id: str, claimer: str) -> None:
     """Make sure that the first rank's claim is in the storage that this rank writes to, before it writes anything.
 
-    Raises StorageError if the claim of the rank `claimer` cannot be seen from here.
+    Args:
+        claimer: the first rank and its folder, as text.
+
+    Raises StorageError if its claim cannot be seen from here.
     """
     until = time.monotonic() + _VISIBLE_S
     while not has_claim(storage, save_id):
         if time.monotonic() > until:
             raise StorageError(
-                f"the files of rank {claimer} are not visible in {storage.url} from {socket.gethostname()}: "
+                f"the files of {claimer} are not visible in {storage.url} from {socket.gethostname()}: "
                 "all ranks must pass the same path, to a folder that they share, not to one on each host"
             )
         time.sleep(0.1)

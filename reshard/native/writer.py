@@ -62,7 +62,7 @@ class NativeWriter(FormatWriter):
                 parts.sort(key=lambda part: -part.spec.itemsize)
                 files.append(FilePlan(f"{folder}/{rank:05d}.safetensors", tuple(parts), rank))
         self.files = tuple(files)
-        self.objects = {key: self._encoded(key, value) for key, value in contents.objects.items()}
+        self.objects = {key: self._encoded(key, value, OWN_TENSOR_BYTES) for key, value in contents.objects.items()}
 
     def _values_of_ranks(self) -> tuple[dict[str, dict[int, Any]], dict[str, StoredTensor]]:
         """The manifest's table of values that are each rank's own, and the tensors among these, by hidden names."""

@@ -43,6 +43,9 @@ S = TypeVar("S")
 DEADLINE_S = 1800.0
 """How long a verb may take where the caller says nothing."""
 
+MEETING_S = 300.0
+"""How long ranks wait for one another to begin,
+where others may never come, as if one rank alone converts."""
 
 _MESSAGE_CHARS = 20_000
 """Of a traceback that is sent to the other ranks; its end says most."""

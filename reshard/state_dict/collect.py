@@ -18,6 +18,7 @@ from reshard.arguments import renamed
 from reshard.errors import NormalizationError, format_ranks
 from reshard.live.copy_streams import to_host
 from reshard.live.deepspeed import gather_partitioned, is_partitioned
+from reshard.live.dtypes import lacks_memory
 from reshard.live.fsdp1 import fill_absent
 from reshard.live.tensors import (
     OVERWRITTEN_BY,
@@ -26,13 +27,14 @@ from reshard.live.tensors import (
     is_dtensor,
     is_sharded,
     mark_overwritten,
+    resolved_bytes,
     this_rank,
     with_local,
     world_size,
 )
 from reshard.live.tree import copy_containers, leaves_of, map_leaves
-from reshard.ranks.group import Group
-from reshard.state_dict.gather import as_chunks, gather, joint_ranks, member_ranks, place_of
+from reshard.ranks.group import Group, digest_of
+from reshard.state_dict.gather import as_chunks, gather, joint_ranks, member_ranks, place_of, ranks_of
 from reshard.state_dict.live_model import LiveModel, Models
 from reshard.state_dict.model import read_model
 from reshard.state_dict.optimizer_parameters import LiveOptimizers
@@ -71,8 +73,9 @@ def collect_optimizer(state: dict[str, Any], live: LiveOptimizers, options: Stat
             state = {**state, "state": _state_of_all_ranks(state["state"], live, k, mine, options)}
     tensors = _tensors_in(state["state"])
     # a rank may have no state where others have some
-    owners = [one for name in names if (one := live.by_name.get(name)) is not None]
-    agree_on_gathering(tensors, options._shared(), places=[one.place for one in owners if one.place is not None])
+    places = {name: one.place for name in names if (one := live.by_name.get(name)) and one.place is not None}
+    unsharded = _unsharded(state["state"], places)
+    agree_on_gathering(tensors, options._shared(), places=places.values(), unsharded=unsharded)
     # ranks may have met their parameters in different orders, but must gather in one
     name_of = {_text(path): path[0] for path in leaves_of(state["state"])}
     whole = {path: _whole(tensors[path], name_of[path], owner) for path in sorted(tensors)}
@@ -166,15 +169,18 @@ def agree_on_gathering(
     process_group: dist.ProcessGroup | None = None,
     *,
     places: Iterable[Any] = (),
+    unsharded: Iterable[_Row] = (),
 ) -> None:
-    """Check that every rank that holds a part of a tensor is about to gather it.
+    """Check that every rank that holds a part of a tensor is about to gather it,
+    and that `unsharded` values are equal.
 
     Collective over `process_group`, if any tensor is sharded; by default, over the ranks that the sharded tensors,
     and other `places`, are on. Raises NormalizationError, the same on all ranks, that
     names the tensor and the ranks. Raises LayoutError if ranks use different options.
     """
     sharded = sorted((name, value) for name, value in tensors.items() if is_sharded(value))
-    mine = [(name, list(global_shape(value)), member_ranks(value)) for name, value in sharded]
+    mine: list[_Row] = [(name, list(global_shape(value)), member_ranks(value)) for name, value in sharded]
+    mine += unsharded
     if process_group is None:
         for ranks in joint_ranks([*places, *(place_of(value) for _, value in sharded)]):
             _compare([row for row in mine if {*row[2]} <= {*ranks}], _meeting(options, ranks=ranks))
@@ -182,8 +188,23 @@ def agree_on_gathering(
         _compare(mine, _meeting(options, process_group))
 
 
-def _compare(mine: list[tuple[str, list[int], list[int]]], group: Group) -> None:
-    """`mine`: names, shapes and ranks."""
+_Row = tuple[str, list[int] | bytes, list[int]]
+"""A name, the shape of a sharded tensor or the digest of another value,
+and the ranks that have it."""
+
+
+def _unsharded(state: Mapping[str, Any], places: Mapping[str, Any]) -> Iterator[_Row]:
+    """State of sharded parameters that is not sharded:
+    the full state dict has one value for all ranks."""
+    for path, leaf in leaves_of(state).items():
+        data = repr(leaf).encode() if isinstance(leaf, bool | int | float | str) else b""
+        if type(leaf) is torch.Tensor and leaf.layout is torch.strided and not (leaf.is_meta or lacks_memory(leaf)):
+            data = resolved_bytes(leaf).cpu().numpy().tobytes()
+        if data and path[0] in places:
+            yield _text(path), digest_of(data), ranks_of(places[path[0]])
+
+
+def _compare(mine: list[_Row], group: Group) -> None:
     answers = group.distinct_answers(mine)
     for name, _, ranks in (row for held, _ in answers for row in held):
         if outside := set(ranks).difference(group.ranks):
@@ -195,16 +216,22 @@ def _compare(mine: list[tuple[str, list[int], list[int]]], group: Group) -> None
         return
     parties = [({name: (shape, ranks) for name, shape, ranks in held}, who) for held, who in answers]
     holders = {rank: held for held, who in parties for rank in who}
-    for held, _ in parties:
+    for held, who in parties:
         for name, (shape, ranks) in held.items():
             lacking = [rank for rank in ranks if name not in holders[rank]]
-            if lacking:
+            other = next((rank for rank in ranks if holders[rank].get(name, (shape,))[0] != shape), None)
+            if isinstance(shape, bytes):
+                if other is not None:
+                    raise NormalizationError(
+                        f"{name!r} is not sharded, and rank {other} has another value than {format_ranks(who)}: leave "
+                        "full_state_dict out, and wrap what differs on purpose in reshard.PerRank"
+                    )
+            elif lacking:
                 raise NormalizationError(
                     f"{name!r} is sharded over ranks {ranks}, but ranks {lacking} do not have it: all ranks of a mesh "
                     "must hold the same state to gather it"
                 )
-            other = next((rank for rank in ranks if holders[rank][name][0] != shape), None)
-            if other is not None:
+            elif other is not None:
                 raise NormalizationError(
                     f"{name!r} has shape {tuple(shape)} on some ranks and {tuple(holders[other][name][0])} "
                     f"on rank {other}"

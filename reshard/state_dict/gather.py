@@ -53,7 +53,7 @@ def parts_of(tensor: LiveTensor) -> list[tuple[Part, torch.Tensor]]:
 
 def member_ranks(tensor: Any) -> list[int]:
     """The ranks that must take part in gathering `tensor`, in ascending order."""
-    return _ranks_of(place_of(tensor))
+    return ranks_of(place_of(tensor))
 
 
 def place_of(tensor: Any) -> Any:
@@ -65,12 +65,13 @@ def joint_ranks(places: Iterable[Any]) -> list[tuple[int, ...]]:
     """The ranks of each device mesh or process group that this rank shares with others, unless they are in another
     one, too. All these ranks find the same, in one order."""
     every = [
-        ranks for ranks in {tuple(_ranks_of(place)) for place in {*places}} if this_rank() in ranks[1:] + ranks[:-1]
+        ranks for ranks in {tuple(ranks_of(place)) for place in {*places}} if this_rank() in ranks[1:] + ranks[:-1]
     ]
     return sorted(ranks for ranks in every if not any({*ranks} < {*others} for others in every))
 
 
-def _ranks_of(place: Any) -> list[int]:
+def ranks_of(place: Any) -> list[int]:
+    """The ranks of a device mesh or process group, in ascending order."""
     is_group = isinstance(place, dist.ProcessGroup)
     ranks = dist.get_process_group_ranks(place) if is_group else place.mesh.flatten().tolist()
     return sorted(ranks)

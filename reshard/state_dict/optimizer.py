@@ -18,7 +18,7 @@ from reshard.errors import KeyMismatchError, NormalizationError, format_names
 from reshard.live.deepspeed import HOW_TO_SAVE
 from reshard.live.dtypes import lacks_memory
 from reshard.live.fsdp1 import split_state
-from reshard.live.optimizer_state import SCALARS, LazyOptimizerState, is_nested, listed_in, settings_of
+from reshard.live.optimizer_state import SCALARS, PartialState, is_nested, listed_in, settings_of
 from reshard.live.state import same_value
 from reshard.live.tensors import dtype_of, global_shape, identity_of, inner_names, is_dtensor, is_sharded, tensor_class
 from reshard.live.tree import copy_containers, leaves_of, map_leaves
@@ -98,6 +98,8 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
                     if name in state:
                         raise NormalizationError(f"two optimizers have state under the key {name!r}{where()}")
                     if one is not None and one.piece is not None:
+                        if one.piece.is_idle:
+                            continue
                         state[name] = split_state(one.piece, one.parameter, values, copy=i > 0)
                     else:
                         state[name] = copy_containers(values)
@@ -203,8 +205,7 @@ def plan_optimizers(
         added_fields=tuple(f"{w.optimizer}.{w.group}.{field}" for w in groups for field in w.added),
     )
     state = [] if outlines else joined_pieces(match.state) if live.live.pieces_of else match.state
-    waiting = [one for one in (given, given.get("state")) if isinstance(one, LazyOptimizerState)]
-    is_placed = any(is_dtensor(parameter) for one in waiting for parameter in one.parameters.values())
+    is_placed = any(one.is_placed for one in (given, given.get("state")) if isinstance(one, PartialState))
     return OptimizerWrites(state, match.other, groups, report, places, is_placed)
 
 

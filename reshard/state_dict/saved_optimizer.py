@@ -19,7 +19,7 @@ from reshard.errors import NormalizationError
 from reshard.live.fsdp1 import FlatPiece, fill_absent
 from reshard.live.optimizer_state import SCALARS, PartialState, is_nested, listed_in, settings_of, split_flat_key
 from reshard.live.state import same_value
-from reshard.live.tensors import global_shape, tensor_class
+from reshard.live.tensors import global_shape, is_dtensor, is_sharded, tensor_class
 from reshard.live.tree import leaves_of
 from reshard.live.wrappers import loads_itself
 from reshard.state_dict.live_model import where
@@ -57,16 +57,25 @@ def saved_by(optimizer: Optimizer) -> dict[str, Any]:
     return {**Optimizer.state_dict(optimizer), "state": local}
 
 
-def elsewhere_of(live: LiveOptimizers, state: Container[str], options: StateDictOptions) -> dict[str, Any]:
+def elsewhere_of(live: LiveOptimizers, state: Mapping[str, Any], options: StateDictOptions) -> dict[str, Any]:
     """What `PartialState` needs to know of the state that this rank has."""
     pieces = {} if options.in_chunks else live.pieces
     found: dict[str, Any] = {name: piece for name, piece in pieces.items() if piece.lacks_ranks}
+    found |= {
+        name: None for name in state if (one := live.by_name.get(name)) and _is_beside(state[name], one.parameter)
+    }
     for optimizer, own in zip(live.optimizers, live.parameters):
         if is_zero_redundancy(optimizer):
             zero: Any = optimizer
             ranks = {one.name: zero._param_to_rank[one.parameter] for one in own if one.name not in state}
             found |= {name: rank for name, rank in ranks.items() if rank != zero.rank}
     return found
+
+
+def _is_beside(values: Any, parameter: torch.Tensor) -> bool:
+    """Whether an optimizer keeps unsharded tensors, though the parameter is a DTensor."""
+    kept = leaves_of(values).values() if is_dtensor(parameter) else ()
+    return any(isinstance(value, torch.Tensor) and value.dim() and not is_sharded(value) for value in kept)
 
 
 @dataclass(frozen=True)
@@ -136,6 +145,8 @@ def with_state_of_others(saved: SavedOptimizer, given: Mapping[str, Any], live: 
     held = given if isinstance(given, PartialState) else given.get("state")
     pieces: dict[str, FlatPiece] = {}
     for name, at in held.elsewhere.items() if isinstance(held, PartialState) else ():
+        if at is None:
+            continue
         one = live.by_name.get(name)
         if isinstance(at, FlatPiece):
             mine = None if one is None else one.piece

@@ -616,7 +616,7 @@ def saved_each_to_its_own(folder: str) -> str:
 @pytest.mark.gloo
 def test_folders_of_each_machine_are_found_out_before_anything_is_written(tmp_path):
     for said in gloo.run(saved_each_to_its_own, 3, str(tmp_path)):
-        assert "the files of rank 0 are not visible in" in said
+        assert f"the files of rank 0 in {tmp_path}/0 are not visible in {tmp_path}/" in said
         assert "to a folder that they share" in said
     assert list(tmp_path.iterdir()) == []
 

@@ -207,15 +207,21 @@ def run_save(
     local = writer.prepare_local_plan(planner.create_local_plan())
     gathered = group.gather(pickle.dumps(local), coordinator)
     final, metadata, plans, known = local, Metadata({}), None, b""
+    here = writer.storage.url if isinstance(writer, FileSystemWriter) else str(getattr(writer, "checkpoint_id", ""))
     with group.together("plan"):
         if gathered is not None:
             made, metadata = planner.create_global_plan(_with_own(local, gathered, coordinator))
             made = writer.prepare_global_plan(made)
-            final, known = made[coordinator], pickle.dumps(metadata)
+            final, known = made[coordinator], pickle.dumps((metadata, here))
             plans = [b"" if rank == coordinator else pickle.dumps(plan) for rank, plan in enumerate(made)]
     mine, known = group.scatter(plans, coordinator, common=known)
     if not is_coordinator:
-        final, metadata = pickle.loads(mine), pickle.loads(known)
+        final, (metadata, there) = pickle.loads(mine), pickle.loads(known)
+        if os.path.realpath(there) != os.path.realpath(here):  # of URLs, too
+            raise StorageError(
+                f"rank {group.job_rank} saves to {here}, and rank {group.ranks[coordinator]} to {there}: pass the same "
+                "path on all ranks"
+            )
     final = planner.finish_plan(final)
     with group.together("write"), phase("write") as span:
         results = write(writer, final, planner)

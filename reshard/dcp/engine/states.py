@@ -264,7 +264,7 @@ def on_the_cpu(state: Any) -> Any:
     """Copy the state: every tensor to the CPU, and everything else that can change."""
     leaves = leaves_of(state)
     for path, value in leaves.items():
-        if is_tensor(value) and any(map(lacks_memory, held_tensors(value))):
+        if is_tensor(value) and any(one.is_meta or lacks_memory(one) for one in held_tensors(value)):
             raise LayoutError(f"tensor {'.'.join(map(str, path))!r} {NO_MEMORY}")
     inner = (value._local_tensor if isinstance(value, DTensor) else value for value in leaves.values())
     plain = (value for value in inner if type(value) in (torch.Tensor, torch.nn.Parameter))

@@ -26,7 +26,11 @@ import pytest
 import safetensors.torch
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import reshard
 from planners.errors import PlanError
@@ -372,6 +376,29 @@ def test_torch_loads_an_optimizer_from_the_folder(source: str, kind: str, tmp_pa
         assert fresh.param_groups[0]["betas"] == pytest.approx((0.8, 0.9))
         return
     assert_same(fresh.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_tensors_that_torch_keeps_within_objects_are_compared_and_converted_back(flat: bool, tmp_path: Path) -> None:
+    """torch pickles a tuple of tensors, such as betas, which the native format has as tensors."""
+    model, options = torch.nn.Linear(3, 2), {"flatten_optimizer_state_dict": flat}
+    betas = (torch.tensor(0.8), torch.tensor(0.9))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), betas=betas, foreach=False)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = reshard.get_optimizer_state_dict(model, optimizer, options=reshard.StateDictOptions(**options))
+    theirs = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(**options))
+    save_alone({"optim": theirs}, checkpoint_id=tmp_path / "dcp")
+    reshard.save({"optim": state}, tmp_path / "native")
+    reshard.convert(tmp_path / "native", tmp_path / "ours", format="dcp")
+
+    for name in ("dcp", "ours"):
+        reshard.convert(tmp_path / name, tmp_path / f"{name} back")
+        for each in (name, f"{name} back"):
+            assert reshard.compare(tmp_path / each, tmp_path / "native").ok
+            assert reshard.compare(tmp_path / each, {"optim": state}).ok
+    betas[1].fill_(0.7)
+    assert not reshard.compare(tmp_path / "dcp", {"optim": state}).ok
 
 
 def test_what_torch_does_not_record_is_as_in_the_target(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import reshard
 import reshard.dcp as ours
 from reshard.dcp.engine import calls
+from reshard.errors import ReshardError
 
 A = torch.arange(13 * 6, dtype=torch.float32).reshape(13, 6)
 
@@ -341,6 +343,26 @@ def some_ranks_fail(folder: str, step: str) -> Told:
     _hear_all()
     state = _shards()
     return _told(lambda: ours.save(state, checkpoint_id=folder, planner=_Fails(step, (0, 2, 3))))
+
+
+def each_to_its_own(folder: str, torchs: bool) -> tuple[str, list[str]]:
+    own = f"{folder}/{dist.get_rank()}"
+    writer = theirs.FileSystemWriter(own) if torchs else None
+    try:
+        ours.save(_shards(), checkpoint_id=own, storage_writer=writer)
+    except ReshardError as error:
+        return str(error), os.listdir(own) if os.path.isdir(own) else []
+    return "", os.listdir(own)
+
+
+def by_other_names(folder: str) -> list[str]:
+    """One rank names the folder by a link to it."""
+    os.makedirs(f"{folder}/here", exist_ok=True)
+    if not dist.get_rank():
+        os.symlink(f"{folder}/here", f"{folder}/link")
+    dist.barrier()
+    ours.save(_shards(), checkpoint_id=f"{folder}/{'here' if dist.get_rank() else 'link'}")
+    return sorted(os.listdir(f"{folder}/here"))
 
 
 def unpicklable_failure(folder: str) -> Told:

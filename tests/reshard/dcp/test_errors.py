@@ -14,7 +14,14 @@ from torch.distributed.checkpoint import CheckpointException
 import reshard
 import reshard.dcp as ours
 from reshard.dcp.engine import calls
-from reshard.errors import CorruptCheckpointError, KeyMismatchError, OptionError, RankFailedError, StorageError
+from reshard.errors import (
+    CorruptCheckpointError,
+    KeyMismatchError,
+    LayoutError,
+    OptionError,
+    RankFailedError,
+    StorageError,
+)
 from tests import gloo
 from tests.reshard.dcp import jobs
 from tests.samples import sample
@@ -139,6 +146,27 @@ def test_a_rank_whose_error_does_not_travel_is_told_of_in_words(tmp_path):
         ((place, (kind, text)),) = failures.items()
         assert place == 1
         assert "Stubborn" in (kind if rank == 1 else text)
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("torchs", [False, True])
+def test_ranks_that_save_to_different_folders_are_refused(tmp_path, torchs):
+    for said, written in gloo.run(jobs.each_to_its_own, 2, str(tmp_path), torchs):
+        assert f"rank 1 saves to {tmp_path}/1, and rank 0 to {tmp_path}/0: pass the same path" in said
+        assert ".metadata" not in written
+
+
+@pytest.mark.gloo
+def test_one_folder_by_two_names_is_one(tmp_path):
+    for names in gloo.run(jobs.by_other_names, 2, str(tmp_path)):
+        assert names == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+
+
+@pytest.mark.parametrize("call", [ours.save, lambda *args, **more: ours.async_save(*args, **more).result()])
+def test_a_tensor_on_the_meta_device_is_named(call, tmp_path):
+    with pytest.raises(LayoutError, match=r"'m\.w' has no memory: it is on the meta device"):
+        call({"m": {"w": torch.ones(2, device="meta"), "v": torch.ones(2)}}, checkpoint_id=tmp_path)
+    assert not (tmp_path / ".metadata").exists()
 
 
 @pytest.mark.gloo

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+import reshard
 from reshard.errors import KeyMismatchError, LayoutError, NormalizationError, RankFailedError, ReshardError
 from reshard.state_dict import (
     StateDictOptions,
@@ -461,3 +462,67 @@ def refused_in_another_layout(what: str) -> str:
 def test_what_one_rank_refuses_of_another_layout_all_refuse(what: str) -> None:
     for heard in gloo.run(refused_in_another_layout, 2, what, timeout_s=60.0):
         assert "Unexpected key: x" in heard
+
+
+class OfEachRank(torch.optim.Optimizer):
+    """Keeps beside a shard what each rank has its own value of."""
+
+    def __init__(self, parameters: Any, key: str) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.key = key
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        own = 1 + dist.get_rank()
+        for parameter in (p for p in self.param_groups[0]["params"] if p.grad is not None and p.numel()):
+            values = {"tensor": torch.tensor(own), "row": torch.full((2,), own), "number": own}
+            self.state[parameter] = {"sum": torch.ones_like(parameter), "step": torch.tensor(1.0)}
+            if self.key:
+                self.state[parameter][self.key] = values[self.key]
+
+
+def states_of_each_rank(name: str) -> dict[str, list[str]]:
+    layout = next(layout for layout in LAYOUTS if layout.__name__ == name)
+    found: dict[str, list[str]] = {}
+    for key in ("tensor", "row", "number", ""):
+        model = layout(zoo.make(0, dim=8, hidden=8))
+        optimizer = OfEachRank(model.parameters(), key)
+        zoo.train(model, optimizer, 1)
+        for options in (FULL, ON_ONE):
+            try:
+                state = get_optimizer_state_dict(model, optimizer, options=options)
+                found.setdefault(key, []).append(str(len(state and state["state"])))
+            except NormalizationError as error:
+                found.setdefault(key, []).append(str(error))
+    return found
+
+
+@pytest.mark.gloo
+@pytest.mark.parametrize("layout", [zoo.fsdp2, *(zoo.fsdp1("FULL_SHARD", original) for original in (False, True))])
+def test_unsharded_state_of_sharded_parameters_that_differs_between_ranks_is_no_full_state(layout: Any) -> None:
+    for found in gloo.run(states_of_each_rank, 2, layout.__name__):
+        same = found.pop("")
+        assert same[0] != "0"
+        assert all(said.isdecimal() for said in same)
+        for key, said in found.items():
+            assert all(f'{key!r}" is not sharded, and rank 1 has another value than rank 0' in one for one in said)
+
+
+def steps_of_what_few_ranks_hold(path: str) -> tuple[dict[str, float], dict[str, float]]:
+    """Adagrad begins with state, also where a rank holds no element of a parameter, and its step count stays behind."""
+    model = zoo.fsdp1("FULL_SHARD", True)(zoo.make(0))
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    zoo.train(model, optimizer, 2)
+    state = get_optimizer_state_dict(model, optimizer, options=FULL)["state"]
+    reshard.save({"optim": get_optimizer_state_dict(model, optimizer)}, path)
+    saved = reshard.open(path)
+    steps = {name: float(saved[f"optim.state.{name}.step"][...]) for name in state}
+    return {name: float(values["step"]) for name, values in state.items()}, steps
+
+
+@pytest.mark.gloo
+def test_step_counts_are_of_ranks_that_hold_elements(tmp_path: Any) -> None:
+    for counts in gloo.run(steps_of_what_few_ranks_hold, 2, str(tmp_path / "c")):
+        for steps in counts:
+            assert len(steps) == 12
+            assert set(steps.values()) == {2.0}

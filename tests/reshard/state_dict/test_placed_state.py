@@ -57,6 +57,18 @@ class Beside(OneGroup):
             parameter.sub_(state["exp_avg"] / float(1 + state["z"].abs().sum()))
 
 
+class Alone(OneGroup):
+    """Keeps an unsharded tensor of the parameter's shape, and nothing that is sharded."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state, grad = self.state[parameter], parameter.grad
+            full = grad.full_tensor() if isinstance(grad, DTensor) else grad.clone()
+            state["z"] = state.get("z", torch.zeros(full.shape)) * 0.9 + full
+            parameter.sub_(grad / float(1 + state["z"].abs().sum()))
+
+
 class OnMesh(OneGroup):
     """Keeps DTensors without dims, as Adam-mini does, of rows, and of the parameter's shape, of which each rank has
     all, beside one that is sharded."""
@@ -138,12 +150,18 @@ def hand_over(kind: Callable[[Any], Any]) -> tuple[Any, Any]:
     train(*one, 1, 2, 3)
     model, optimizer = reshard.get_state_dict(*one)
     reshard.set_state_dict(*other, model_state_dict=model, optim_state_dict=optimizer)
-    train(*one, 4, 5)
     train(*other, 4, 5)
+    flat = reshard.StateDictOptions(flatten_optimizer_state_dict=True)
+    third = job(kind, 2)
+    model, optimizer = reshard.get_state_dict(*one, options=flat)
+    reshard.set_state_dict(*third, model_state_dict=model, optim_state_dict=optimizer)
+    train(*one, 4, 5)
+    train(*third, 4, 5)
+    assert same(values(*third), values(*one))
     return values(*one), values(*other)
 
 
-@pytest.mark.parametrize("kind", [Beside, OnMesh])
+@pytest.mark.parametrize("kind", [Beside, OnMesh, Whole, Alone])
 def test_state_that_is_handed_over_is_placed_as_it_was(kind: Callable[[Any], Any]) -> None:
     for one, other in gloo.run(hand_over, 2, kind):
         assert same(one, other)
