@@ -615,7 +615,7 @@ _SUFFIXES = tuple(mark[1:] for row in FORMATS for mark in row.marks if mark.star
 """What the files of every known format are called: one of them is at the top of a checkpoint, or a folder below it."""
 
 _OWNED = re.compile(
-    r"\.metadata|__\d+\.metadata|__\d+_\d+\.distcp|.*\.index\.json"
+    rf"\.metadata|__\d+\.metadata|{DATA_FILE.pattern}|.*\.index\.json"
     r"|(?:model|adapter_model|pytorch_model|diffusion_pytorch_model|consolidated)(?:[-._].*)?\.(?:safetensors|bin|pth)"
 )
 """Files that are of a checkpoint right there: of DCP, and what Hugging Face's tools look for. Those of other names may

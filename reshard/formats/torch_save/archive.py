@@ -55,6 +55,8 @@ class TorchArchive:
         """By name without the folder: offset of the record's header, its size, and its full name."""
         if "data.pkl" not in self.records:
             raise FormatError(f"{self.label}: a zip archive without data.pkl, so not one of torch.save")
+        self.folder = self.records["data.pkl"][2].decode("utf-8", "replace").partition("/")[0]
+        """The folder of its records: `torch.save` calls it as the file, without its suffix, or "archive"."""
         if "byteorder" in self.records and self.read("byteorder") not in (b"little", b""):
             raise FormatError(f"{self.label}: written on a big-endian machine, which is not supported")
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -88,8 +89,10 @@ _UNREADABLE: dict[str, Any] = {}
 """The value of a damaged file."""
 
 
-def read_torch_file(source: Source) -> TorchFile:
+def read_torch_file(source: Source, *, numbered: bool = True) -> TorchFile:
     """Read what a file holds, without its tensors. Of a damaged file that is only listed, this is an empty dict.
+
+    `numbered`: numbers in its name say what it holds.
 
     Raises:
         CorruptCheckpointError: it is truncated or not what it seems.
@@ -97,16 +100,18 @@ def read_torch_file(source: Source) -> TorchFile:
         UnsafeDataError: its pickle asks for something that could run code.
     """
     try:
-        return _read_torch_file(source)
+        return _read_torch_file(source, numbered)
     except CorruptCheckpointError as error:
         source.refuse(error)
         return TorchFile(source, _UNREADABLE, partial(_nowhere, source))
 
 
-def _read_torch_file(source: Source) -> TorchFile:
+def _read_torch_file(source: Source, numbered: bool) -> TorchFile:
     head = bytes(source.read(0, min(len(_MAGIC_PICKLE), source.nbytes)))
     if head.startswith(ZIP_MAGIC):
         archive = TorchArchive(source)
+        if numbered:
+            _check_numbers(source.label, archive.folder)
         return TorchFile(source, archive.value(), archive.place, archive.sums)
     if head == _MAGIC_PICKLE:
         return _read_stream(source)
@@ -117,6 +122,15 @@ def _read_torch_file(source: Source) -> TorchFile:
     if not head:
         raise CorruptCheckpointError(f"{source.label} is empty: restore it, or load another checkpoint")
     raise FormatError(f"{source.label}: not a file of torch.save, because it begins with {head[:8]!r}")
+
+
+def _check_numbers(label: str, saved: str) -> None:
+    """Raise CorruptCheckpointError if a file has another number than when it was saved, such as another rank's."""
+    now, before = (re.split(r"0*(\d+)", name) for name in (PurePath(label).stem, saved))
+    if now[::2] == before[::2] and now != before:
+        raise CorruptCheckpointError(
+            f"{label}: torch.save wrote it as {saved}. If it was renamed, rename it back; else, restore it"
+        )
 
 
 def _check_end(source: Source, what: str, end: int) -> None:
@@ -250,9 +264,9 @@ def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Facts = NO
     return found.build(name, facts, warnings=warnings)
 
 
-def open_file(name: str, source: Source) -> Contents:
+def open_file(name: str, source: Source, *, numbered: bool = False) -> Contents:
     """The contents of one file, in the format `name`. Raises what `read_torch_file` and `contents_of` raise."""
-    return contents_of(name, {(): read_torch_file(source)})
+    return contents_of(name, {(): read_torch_file(source, numbered=numbered)})
 
 
 def _unreadable(path: str, keys: list[str]) -> str:
