@@ -455,6 +455,8 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
         contents = format.open(files)
     except (CorruptCheckpointError, FormatError) as error:
         if any(map(JOB_FOLDER.match, names)) and not isinstance(error, NewerVersionError):
+            if has_dcp(names) and ".metadata" not in names:
+                raise CheckpointNotFoundError(_CONVERTS.format(url)) from None
             raise CorruptCheckpointError(_REPLACES.format(url, str(error).removesuffix(f": {RESTORE}"))) from None
         raise
     beside = [name for name in marks_in(names) if name not in (MANIFEST, HF_INDEX)]

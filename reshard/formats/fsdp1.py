@@ -190,7 +190,8 @@ def detect(storage: Storage, names: Listing) -> bool:
         return False  # one file is a checkpoint of its own
     files = Files(storage)
     try:
-        return any(_holds_pieces(read_torch_file(files[ranks[min(ranks)]]).value) for ranks in sections.values())
+        first = (read_torch_file(files[ranks[min(ranks)]], numbered=False) for ranks in sections.values())
+        return any(_holds_pieces(file.value) for file in first)
     except FormatError:
         return False  # no files of torch.save
 

@@ -142,7 +142,7 @@ def _check_ranks(files: Files, section: Section, ranks: Collection[int]) -> None
 
 def holds_parts(source: Source) -> bool:
     """Return True if a file has parts of tensors that other ranks have the rest of."""
-    leaves = flat_leaves(read_torch_file(source)).leaves.values()
+    leaves = flat_leaves(read_torch_file(source, numbered=False)).leaves.values()
     return any(is_dtensor(leaf) or is_sharded_tensor(leaf) for leaf in leaves)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from planners.geometry.box import Box
+from planners.geometry.box import Box, Shape
 from planners.geometry.layout import TensorSpec
 from planners.units import format_count, format_some
 from reshard.errors import CorruptCheckpointError, FormatError, KeyMismatchError
@@ -110,8 +110,12 @@ def _read_torch_file(source: Source, numbered: bool) -> TorchFile:
     head = bytes(source.read(0, min(len(_MAGIC_PICKLE), source.nbytes)))
     if head.startswith(ZIP_MAGIC):
         archive = TorchArchive(source)
-        if numbered:
-            _check_numbers(source.label, archive.folder)
+        now, before = (re.split(r"0*(\d+)", name) for name in (PurePath(source.label).stem, archive.folder))
+        if numbered and now != before and now[::2] == before[::2]:  # the same name with another number
+            raise CorruptCheckpointError(
+                f"{source.label}: torch.save wrote it as {archive.folder}. If it was renamed, rename it back; else, "
+                "restore it"
+            )
         return TorchFile(source, archive.value(), archive.place, archive.sums)
     if head == _MAGIC_PICKLE:
         return _read_stream(source)
@@ -122,15 +126,6 @@ def _read_torch_file(source: Source, numbered: bool) -> TorchFile:
     if not head:
         raise CorruptCheckpointError(f"{source.label} is empty: restore it, or load another checkpoint")
     raise FormatError(f"{source.label}: not a file of torch.save, because it begins with {head[:8]!r}")
-
-
-def _check_numbers(label: str, saved: str) -> None:
-    """Raise CorruptCheckpointError if a file has another number than when it was saved, such as another rank's."""
-    now, before = (re.split(r"0*(\d+)", name) for name in (PurePath(label).stem, saved))
-    if now[::2] == before[::2] and now != before:
-        raise CorruptCheckpointError(
-            f"{label}: torch.save wrote it as {saved}. If it was renamed, rename it back; else, restore it"
-        )
 
 
 def _check_end(source: Source, what: str, end: int) -> None:
@@ -148,8 +143,7 @@ def _nowhere(source: Source, ref: TensorRef) -> Extent:
 
 def _pickles(source: Source, count: int, seen: list[StorageRef] | None = None) -> tuple[list[Any], int]:
     """The first pickles of a file, and where they end. Without a view of the file, more and more of it is read."""
-    view = source.view()
-    length = source.nbytes if view is not None else min(_FIRST_READ_BYTES, source.nbytes)
+    length = min(_FIRST_READ_BYTES, source.nbytes) if source.view() is None else source.nbytes
     while True:
         data = source.read(0, length)
         try:
@@ -359,7 +353,7 @@ def join_sharded(name: str, values: Mapping[int, Any], files: FilesOfRanks) -> S
 
     Raises CorruptCheckpointError if the records make no sense or disagree.
     """
-    specs: set[tuple[tuple[int, ...], str]] = set()
+    specs: set[tuple[Shape, str]] = set()
     chunks: dict[Box, StoredChunk] = {}
     for rank, value in sorted(values.items()):
         label = files[rank].source.label
@@ -368,15 +362,23 @@ def join_sharded(name: str, values: Mapping[int, Any], files: FilesOfRanks) -> S
         try:
             locals_, metadata = value.state[0], value.state[1].fields
             shape = tuple(map(int, metadata["size"]))
-            dtype = _dtype(metadata["tensor_properties"])
-            specs.add((shape, dtype))
+            specs.add((shape, _dtype(metadata["tensor_properties"])))
             for shard in locals_:
                 ref, at = shard.fields["tensor"], shard.fields["metadata"].fields
                 box = Box(at["shard_offsets"], at["shard_sizes"])
-                _add_shard(chunks, name, box, shape, ref, files[rank], rank)
+                if not isinstance(ref, TensorRef):
+                    raise TypeError("a shard without a tensor")
+                if ref.size != box.sizes:
+                    raise CorruptCheckpointError(
+                        f"{label}: a shard of {name!r} has shape {list(ref.size)}, but its metadata says {box}"
+                    )
+                inside = Box.full(shape) & box  # a flat parameter's last shard may be padded
+                if inside is not None:
+                    whole = stored_tensor(name, files[rank], ref, rank).chunks[0].shift(box.offsets)
+                    chunks[inside] = whole.crop(inside)
+        except CorruptCheckpointError:
+            raise
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-            if isinstance(error, CorruptCheckpointError):
-                raise
             raise CorruptCheckpointError(f"{label}: the ShardedTensor {name!r} is malformed: {error}") from None
     if len(specs) != 1:
         raise CorruptCheckpointError(f"{name!r}: the ranks disagree about its shape or dtype: {sorted(specs)}")
@@ -401,27 +403,6 @@ def _dtype(properties: Any) -> str:
     if not isinstance(value, torch.dtype):
         raise TypeError(f"{value!r:.40} is not a dtype")
     return dtype_name(value)
-
-
-def _add_shard(
-    chunks: dict[Box, StoredChunk],
-    name: str,
-    box: Box,
-    shape: tuple[int, ...],
-    ref: Any,
-    file: TorchFile,
-    rank: int,
-) -> None:
-    if not isinstance(ref, TensorRef):
-        raise TypeError("a shard without a tensor")
-    if ref.size != box.sizes:
-        raise CorruptCheckpointError(
-            f"{file.source.label}: a shard of {name!r} has shape {list(ref.size)}, but its metadata says {box}"
-        )
-    inside = Box.full(shape) & box  # a flat parameter's last shard may be padded
-    if inside is not None:
-        whole = stored_tensor(name, file, ref, rank).chunks[0].shift(box.offsets)
-        chunks[inside] = whole.crop(inside)
 
 
 FORMAT = Format(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.errors import CorruptCheckpointError
+from reshard.errors import CorruptCheckpointError, FormatError
 from tests.same import same
 from tests.samples import sample
 
@@ -61,6 +61,19 @@ def test_the_only_file_may_have_any_name(tmp_path: Path) -> None:
 
     for path in (tmp_path / "step_2.pt", tmp_path):
         assert same({**reshard.open(path)}["w"][...], state["w"])
+
+
+def test_files_that_are_only_called_as_if_of_ranks_may_have_any_name(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "lora_rank_8.pt")
+    (tmp_path / "lora_rank_8.pt").rename(tmp_path / "lora_rank_16.pt")
+    assert list(reshard.open(tmp_path / "lora_rank_16.pt")) == ["w"]
+
+    for number in (1, 2):
+        torch.save({"w": torch.ones(2)}, tmp_path / "epochs_0.pt")
+        (tmp_path / "epochs").mkdir(exist_ok=True)
+        (tmp_path / "epochs_0.pt").rename(tmp_path / "epochs" / f"epochs_{number}.pt")
+    with pytest.raises(FormatError, match="open one by its path"):
+        reshard.open(tmp_path / "epochs")
 
 
 @pytest.mark.parametrize("now", ["optim_world_size_4_rank_00{}.pt", "optim_world_size_4_rank_{}.pth"])
