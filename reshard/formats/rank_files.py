@@ -62,7 +62,8 @@ def detect(storage: Storage, names: Listing) -> bool:
 
 
 def sections_of(names: Listing, patterns: Sequence[re.Pattern[str]] = (_VERL, _ACCELERATE)) -> dict[str, Section]:
-    """The files of the top folder that are numbered by rank, by what stands before the number."""
+    """The files of the top folder that are numbered by rank, by what stands before the
+    number."""
     sections: dict[str, Section] = {}
     for file in names:
         match = next((m for p in patterns if (m := p.fullmatch(file))), None)
@@ -226,7 +227,8 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _dtensor(key: str, leaves: Mapping[int, Any], files: FilesOfRanks) -> StoredTensor:
-    """A tensor from its parts in the files of all ranks; of replicas, the one of the lowest rank is taken."""
+    """A tensor from its parts in the files of all ranks; of replicas, the one of the
+    lowest rank is taken."""
     parts = {
         rank: read_dtensor(key, record, rank, files[rank].read, files[rank].source.label)
         for rank, record in leaves.items()

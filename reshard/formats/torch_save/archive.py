@@ -44,7 +44,8 @@ class TorchArchive:
     """A zip archive of `torch.save` at [start, start + length) of a source."""
 
     def __init__(self, source: Source, start: int = 0, length: int | None = None) -> None:
-        """Reads the central directory. Raises CorruptCheckpointError if there is none, or it makes no sense."""
+        """Reads the central directory. Raises CorruptCheckpointError if there is none,
+        or it makes no sense."""
         self.source = source
         self.start = start
         self.length = source.nbytes - start if length is None else length
@@ -52,7 +53,8 @@ class TorchArchive:
         self.sums: dict[str, int] = {}
         """CRC-32 of each record's data, by name."""
         self.records = self._directory()
-        """By name without the folder: offset of the record's header, its size, and its full name."""
+        """By name without the folder: offset of the record's header, its size, and its
+        full name."""
         if "data.pkl" not in self.records:
             raise FormatError(f"{self.label}: a zip archive without data.pkl, so not one of torch.save")
         if "byteorder" in self.records and self.read("byteorder") not in (b"little", b""):
@@ -133,7 +135,8 @@ class TorchArchive:
         return self.start + at, size
 
     def read(self, name: str) -> bytes | memoryview:
-        """The bytes of a record. Raises CorruptCheckpointError if they do not have its CRC-32."""
+        """The bytes of a record. Raises CorruptCheckpointError if they do not have its
+        CRC-32."""
         at, size = self.locate(name)
         add_record(self.source, at, size, lambda: self.sums[name])
         return self.source.read(at, size)

@@ -42,7 +42,8 @@ _FIRST_READ_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class TorchFile:
-    """What a file holds, with a `TensorRef` for each tensor, and a function that finds the bytes of one."""
+    """What a file holds, with a `TensorRef` for each tensor, and a function that finds
+    the bytes of one."""
 
     source: Source
     value: Any
@@ -56,7 +57,8 @@ class TorchFile:
         return self.value if isinstance(self.value, dict) else {}
 
     def crc(self, ref: TensorRef) -> int | None:
-        """The CRC-32 that was written with the storage of a tensor; None if there is none."""
+        """The CRC-32 that was written with the storage of a tensor; None if there is
+        none."""
         return self.sums.get(f"data/{ref.storage.key}") or None
 
     def read(self, ref: TensorRef) -> Any:
@@ -73,7 +75,8 @@ FilesOfRanks = Mapping[int, TorchFile]
 
 
 def looks_like_torch_file(head: bytes) -> bool:
-    """Return True if a file that begins so (20 bytes) may be one of `torch.save`, or a plain pickle."""
+    """Return True if a file that begins so (20 bytes) may be one of `torch.save`, or a
+    plain pickle."""
     return head.startswith(
         (
             ZIP_MAGIC,
@@ -142,7 +145,8 @@ def _nowhere(source: Source, ref: TensorRef) -> Extent:
 
 
 def _pickles(source: Source, count: int, seen: list[StorageRef] | None = None) -> tuple[list[Any], int]:
-    """The first pickles of a file, and where they end. Without a view of the file, more and more of it is read."""
+    """The first pickles of a file, and where they end. Without a view of the file, more
+    and more of it is read."""
     length = min(_FIRST_READ_BYTES, source.nbytes) if source.view() is None else source.nbytes
     while True:
         data = source.read(0, length)
@@ -259,7 +263,8 @@ def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Facts = NO
 
 
 def open_file(name: str, source: Source, *, numbered: bool = False) -> Contents:
-    """The contents of one file, in the format `name`. Raises what `read_torch_file` and `contents_of` raise."""
+    """The contents of one file, in the format `name`. Raises what `read_torch_file` and
+    `contents_of` raise."""
     return contents_of(name, {(): read_torch_file(source, numbered=numbered)})
 
 
