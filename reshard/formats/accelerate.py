@@ -21,14 +21,14 @@ from reshard.formats.torch_save import reader as torch_save
 from reshard.formats.torch_save.reader import contents_of, open_file, read_torch_file
 from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import CRC_OF_RECORDS
-from reshard.stored.contents import NO_FACTS, Contents, Facts, LazyMapping, merge
+from reshard.stored.contents import DATA_FILE, NO_FACTS, Contents, Facts, LazyMapping, merge
 from reshard.stored.source import Files, FileSource
 
 _NAME = "accelerate"
 
 _FOLDER = re.compile(
     r"((?:pytorch_model_fsdp|optimizer)_\d+|model_and_optim|model|weights|optim|optimizer)/"
-    r"(?:\.metadata|__\d+_\d+\.distcp)"
+    rf"(?:\.metadata|{DATA_FILE.pattern})"
 )
 _FOR_ITSELF: list[list[str]] = [[], ["model"], ["weights"], ["optim"], ["optimizer"]]
 """Of these folders, one alone is a checkpoint, and not a part of one."""
@@ -100,7 +100,7 @@ def open(files: Files) -> Contents:
         parts.append((section, dcp.open_folder(files, f"{folder}/")))
     for file in sorted(names):
         if beside := _BESIDE.fullmatch(file):
-            parts.append((beside[1], open_file(_NAME, files[file])))
+            parts.append((beside[1], open_file(_NAME, files[file], numbered=True)))
         elif whole := _WHOLE.fullmatch(file):
             parts.append(_whole(files[file], whole[1]))
     facts: Facts = NO_FACTS

@@ -79,7 +79,8 @@ class _Run(NamedTuple):
         return [unopened_text(self.beside, "next to the steps", where)]
 
     def having(self, number: int | None, path: AnyPath) -> list[RunStep]:
-        """The steps with that number, or all, the newest first. Raises CheckpointNotFoundError if there is none."""
+        """The steps with that number, or all, the newest first. Raises
+        CheckpointNotFoundError if there is none."""
         found = [s for s in reversed(self.steps) if (not s.is_discarded if number is None else number == s.step)]
         if not found and not self.steps:
             raise CheckpointNotFoundError(
@@ -137,7 +138,8 @@ def steps_at(path: StoragePath, *, is_sure: bool = False) -> list[RunStep]:
 
 
 def step_path(path: AnyPath, number: int) -> str:
-    """The path of that step of a run, complete or not. Raises CheckpointNotFoundError if there is none."""
+    """The path of that step of a run, complete or not. Raises CheckpointNotFoundError
+    if there is none."""
     return path_below(path, _Run(steps_at(path, is_sure=True), []).having(number, path)[0].name)
 
 
@@ -213,7 +215,8 @@ class _SaveTime(msgspec.Struct):
 
 
 def _begun(path: AnyPath, step: RunStep) -> float | None:
-    """When the save of a native step began; None of any other, and of one that is damaged."""
+    """When the save of a native step began; None of any other, and of one that is
+    damaged."""
     with suppress(CheckpointError, StorageError):
         found: _SaveTime = read_manifest(open_storage(path_below(path, step.name)), _SaveTime)
         return found.created_unix_s
@@ -300,7 +303,8 @@ def _text(path: StoragePath) -> str:
 def _open_step(
     path: AnyPath, run: _Run, open_at: Callable[[StoragePath], tuple[Contents, str]], wanted: int | None
 ) -> tuple[Contents, str]:
-    """The checkpoint of that step, or the newest complete one, which then says what was skipped."""
+    """The checkpoint of that step, or the newest complete one, which then says what was
+    skipped."""
     skipped: dict[str, Exception] = {}
     for step in run.having(wanted, path):
         place = path_below(path, step.name)
@@ -331,7 +335,8 @@ def _open_step(
 
 
 def has_ended(path: str) -> bool:
-    """Return True if the save of a checkpoint has ended, as far as its format shows that."""
+    """Return True if the save of a checkpoint has ended, as far as its format shows
+    that."""
     names = _find(path)[1]
     return bool(names.keys() & {*_MARKERS} or without_claim(names))
 
@@ -450,6 +455,8 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
         contents = format.open(files)
     except (CorruptCheckpointError, FormatError) as error:
         if any(map(JOB_FOLDER.match, names)) and not isinstance(error, NewerVersionError):
+            if has_dcp(names) and ".metadata" not in names:
+                raise CheckpointNotFoundError(_CONVERTS.format(url)) from None
             raise CorruptCheckpointError(_REPLACES.format(url, str(error).removesuffix(f": {RESTORE}"))) from None
         raise
     beside = [name for name in marks_in(names) if name not in (MANIFEST, HF_INDEX)]
@@ -611,7 +618,7 @@ _SUFFIXES = tuple(mark[1:] for row in FORMATS for mark in row.marks if mark.star
 """What the files of every known format are called: one of them is at the top of a checkpoint, or a folder below it."""
 
 _OWNED = re.compile(
-    r"\.metadata|__\d+\.metadata|__\d+_\d+\.distcp|.*\.index\.json"
+    rf"\.metadata|__\d+\.metadata|{DATA_FILE.pattern}|.*\.index\.json"
     r"|(?:model|adapter_model|pytorch_model|diffusion_pytorch_model|consolidated)(?:[-._].*)?\.(?:safetensors|bin|pth)"
 )
 """Files that are of a checkpoint right there: of DCP, and what Hugging Face's tools look for. Those of other names may
@@ -650,7 +657,8 @@ class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     is_based: bool = False
     """Whether the save reuses what an earlier one has."""
     is_aside: bool = False
-    """A step that the run did not continue from. It is not restored, and is removed when a later save is complete."""
+    """A step that the run did not continue from. It is not restored, and is removed
+    when a later save is complete."""
     is_skipped: bool = False
     """Whether the run continued from an earlier step because this one could not be read. It may be
     readable later, so it stays until the run has a newer step."""
@@ -693,7 +701,8 @@ def discarded_in(storage: Storage, below: str = "") -> set[str]:
 
 
 def look_at(folder: str, below: str) -> tuple[list[str], list[str]]:
-    """Look below a local folder. A folder that cannot be listed shows nothing: opening it gives the reason."""
+    """Look below a local folder. A folder that cannot be listed shows nothing: opening
+    it gives the reason."""
     folders: list[str] = []
     files: list[str] = []
     try:
@@ -737,7 +746,8 @@ def marks_in(names: Iterable[str]) -> list[str]:
 
 
 def _owned_by(marks: Iterable[str]) -> list[str]:
-    """Return the names which say that there is a checkpoint right there, whatever other files are there."""
+    """Return the names which say that there is a checkpoint right there, whatever other
+    files are there."""
     return [name for name in marks if _OWNED.fullmatch(name)]
 
 
@@ -782,7 +792,8 @@ def _is_mark(name: str) -> bool:
 
 
 def step_of(name: str, folder: str = "") -> RunStep | None:
-    """What the name of a checkpoint in the folder of a run says; None if it is not called as a step."""
+    """What the name of a checkpoint in the folder of a run says; None if it is not
+    called as a step."""
     match = _STEP.fullmatch(name)
     if match is not None:
         return RunStep(int(match[1]), folder + name)

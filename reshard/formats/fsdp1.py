@@ -120,7 +120,8 @@ def layout_of(
 
 
 def ask_copies(what: str, held: int, hints: Hints) -> None:
-    """Raise the NormalizationError that asks how many ranks hold a copy, unless the hints say so."""
+    """Raise the NormalizationError that asks how many ranks hold a copy, unless the
+    hints say so."""
     if "shard_ranks" not in hints:
         hints.missing("shard_ranks", f"{what} have {held}: with HYBRID_SHARD or NO_SHARD, ranks hold copies", "1")
 
@@ -180,13 +181,15 @@ def numbered(names: Listing) -> dict[str, dict[int, str]]:
 
 
 def detect(storage: Storage, names: Listing) -> bool:
-    """Return True if all files are numbered by rank, and the first of one kind holds pieces."""
+    """Return True if all files are numbered by rank, and the first of one kind holds
+    pieces."""
     sections = numbered(names)
     if not all(min(ranks) < 2 for ranks in sections.values()) or max(map(len, sections.values()), default=0) < 2:
         return False  # one file is a checkpoint of its own
     files = Files(storage)
     try:
-        return any(_holds_pieces(read_torch_file(files[ranks[min(ranks)]]).value) for ranks in sections.values())
+        first = (read_torch_file(files[ranks[min(ranks)]], numbered=False) for ranks in sections.values())
+        return any(_holds_pieces(file.value) for file in first)
     except FormatError:
         return False  # no files of torch.save
 
@@ -210,7 +213,8 @@ def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def open(files: Files) -> Contents:
-    """The files of all ranks. Raises CorruptCheckpointError if that of a rank is missing."""
+    """The files of all ranks. Raises CorruptCheckpointError if that of a rank is
+    missing."""
     found, sections = numbered(files.listed), dict[str, dict[int, TorchFile]]()
     world = max(map(len, found.values()))
     files.checking.leave_number_open()
@@ -282,7 +286,8 @@ def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
 
 
 def _first_copy(section: str, files: FilesOfRanks, hints: Hints) -> FilesOfRanks:
-    """The files of the ranks that hold the first copy of the parameters: all, unless a hint says less."""
+    """The files of the ranks that hold the first copy of the parameters: all, unless a
+    hint says less."""
     ranks = hints.get("shard_ranks")
     if ranks is None:
         return files
@@ -452,7 +457,8 @@ def _flat_of(
     hints: Hints,
     listed: Sequence[Any],
 ) -> FlatLayout | None:
-    """Return what is in the flat parameter of an id; None if ids are those of parameters."""
+    """Return what is in the flat parameter of an id; None if ids are those of
+    parameters."""
     name = None
     if not hints.mapping("flat_params"):
         # without use_orig_params the optimizer has as many parameters as the model has flat ones
@@ -510,7 +516,8 @@ def _by_pieces(ranks: _RankOptimizers, keys: Sequence[int], groups: Groups, hint
 
 
 def _beside(contents: Contents) -> Iterator[str]:
-    """The keys of all but the one model and the one optimizer that are read of each file."""
+    """The keys of all but the one model and the one optimizer that are read of each
+    file."""
     sections = contents.known(Fsdp1Facts).sections
     read = {
         f"{name}_{rank}": _sections(file.entries) for name, files in sections.items() for rank, file in files.items()

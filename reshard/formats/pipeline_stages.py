@@ -68,7 +68,7 @@ def open(files: Files) -> Contents:
     (found,) = numbered(files.listed).values()
     files.checking.leave_number_open()
     refuse_missing(files, "stage", found, max(found) + 1)
-    stages = {stage: open_file("pipeline_stages", files[found[stage]]) for stage in sorted(found)}
+    stages = {stage: open_file("pipeline_stages", files[found[stage]], numbered=True) for stage in sorted(found)}
     parts = [(found[stage].rpartition(".")[0], contents) for stage, contents in stages.items()]
     return merge("pipeline_stages", parts, StageFacts(stages))
 

@@ -62,7 +62,8 @@ def detect(storage: Storage, names: Listing) -> bool:
 
 
 def sections_of(names: Listing, patterns: Sequence[re.Pattern[str]] = (_VERL, _ACCELERATE)) -> dict[str, Section]:
-    """The files of the top folder that are numbered by rank, by what stands before the number."""
+    """The files of the top folder that are numbered by rank, by what stands before the
+    number."""
     sections: dict[str, Section] = {}
     for file in names:
         match = next((m for p in patterns if (m := p.fullmatch(file))), None)
@@ -142,7 +143,7 @@ def _check_ranks(files: Files, section: Section, ranks: Collection[int]) -> None
 
 def holds_parts(source: Source) -> bool:
     """Return True if a file has parts of tensors that other ranks have the rest of."""
-    leaves = flat_leaves(read_torch_file(source)).leaves.values()
+    leaves = flat_leaves(read_torch_file(source, numbered=False)).leaves.values()
     return any(is_dtensor(leaf) or is_sharded_tensor(leaf) for leaf in leaves)
 
 
@@ -226,7 +227,8 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _dtensor(key: str, leaves: Mapping[int, Any], files: FilesOfRanks) -> StoredTensor:
-    """A tensor from its parts in the files of all ranks; of replicas, the one of the lowest rank is taken."""
+    """A tensor from its parts in the files of all ranks; of replicas, the one of the
+    lowest rank is taken."""
     parts = {
         rank: read_dtensor(key, record, rank, files[rank].read, files[rank].source.label)
         for rank, record in leaves.items()

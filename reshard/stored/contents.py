@@ -377,8 +377,8 @@ def _described(value: Any) -> Any:
 
 
 RANK_METADATA = re.compile(r"__(\d+)\.metadata")
-DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
-"""Each of a rank, whose number is the group."""
+DATA_FILE = re.compile(r"__(\d+)_(?:[0-9a-f]+_)?\d+\.distcp")
+"""Each of a rank, whose number is the group. We write an id behind it."""
 
 
 def has_dcp(names: Iterable[str]) -> bool:

@@ -44,7 +44,8 @@ class TorchArchive:
     """A zip archive of `torch.save` at [start, start + length) of a source."""
 
     def __init__(self, source: Source, start: int = 0, length: int | None = None) -> None:
-        """Reads the central directory. Raises CorruptCheckpointError if there is none, or it makes no sense."""
+        """Reads the central directory. Raises CorruptCheckpointError if there is none,
+        or it makes no sense."""
         self.source = source
         self.start = start
         self.length = source.nbytes - start if length is None else length
@@ -52,7 +53,8 @@ class TorchArchive:
         self.sums: dict[str, int] = {}
         """CRC-32 of each record's data, by name."""
         self.records = self._directory()
-        """By name without the folder: offset of the record's header, its size, and its full name."""
+        """By name without the folder: offset of the record's header, its size, and its
+        full name."""
         if "data.pkl" not in self.records:
             raise FormatError(f"{self.label}: a zip archive without data.pkl, so not one of torch.save")
         if "byteorder" in self.records and self.read("byteorder") not in (b"little", b""):
@@ -82,7 +84,8 @@ class TorchArchive:
             if entry[0] != b"PK\x01\x02" or position > size:
                 raise self._damaged("its central directory is malformed")
             written = bytes(data[name_at:extra_at])
-            name = written.decode("utf-8", "replace").partition("/")[2]
+            # torch.save calls the folder of all records as the file, without its suffix, or "archive"
+            self.folder, _, name = written.decode("utf-8", "replace").partition("/")
             if entry[4] != 0:
                 raise FormatError(f"{self.label}: {_SCRIPT if name.startswith('code/') else _COMPRESSED}")
             full, header = _zip64_sizes(bytes(data[extra_at : extra_at + extra_length]), entry[9], entry[16])
@@ -132,7 +135,8 @@ class TorchArchive:
         return self.start + at, size
 
     def read(self, name: str) -> bytes | memoryview:
-        """The bytes of a record. Raises CorruptCheckpointError if they do not have its CRC-32."""
+        """The bytes of a record. Raises CorruptCheckpointError if they do not have its
+        CRC-32."""
         at, size = self.locate(name)
         add_record(self.source, at, size, lambda: self.sums[name])
         return self.source.read(at, size)
@@ -282,11 +286,11 @@ def locate_item(source: Source, start: int, length: int, head: bytes) -> tuple[E
     if ref.storage.key != "0":
         raise CorruptCheckpointError(f"{where}: no storage {ref.storage.key!r}")
     # behind the storage come its descriptor, more records and the directory, so at least 100 bytes
-    if data_at + ref.storage.nbytes + 100 > length:
-        raise CorruptCheckpointError(
-            f"{where}: its storage of {ref.storage.nbytes} bytes does not fit into the {length} bytes of the item"
-        )
     at, nbytes = start + data_at, ref.storage.nbytes
+    if data_at + nbytes + 100 > length:
+        raise CorruptCheckpointError(
+            f"{where}: its storage of {nbytes} bytes does not fit into the {length} bytes of the item"
+        )
     add_record(source, at, nbytes, partial(written_beside, source, at + nbytes, nbytes))
     return make_place(source, ref, at, is_record=True), ref.dtype
 
@@ -307,10 +311,9 @@ def _scan_head(head: bytes) -> tuple[int, bytes, int, int] | None:
         if header[0] == ZIP_MAGIC and head[at : at + 6] != b"little":
             return None  # the full reader says what is wrong
     wanted = folder + b"/data/0"
-    at = head.find(wanted, pickle_at)
-    if at < _LOCAL.size:
+    header_at = head.find(wanted, pickle_at) - _LOCAL.size
+    if header_at < 0:
         return None
-    header_at = at - _LOCAL.size
     data_at = _record_start(head[header_at:], wanted)
     if data_at is None or _LOCAL.unpack_from(head, header_at)[3] != 0:
         return None
@@ -327,13 +330,10 @@ _parse_cached = lru_cache(maxsize=4096)(partial(load_pickle, where="the item"))
 
 def _one_tensor(value: Any, where: str) -> TensorRef:
     if not isinstance(value, TensorRef):
-        raise FormatError(f"{where}: expected one plain tensor, found {_describe(value)}")
+        path = getattr(value, "path", type(value).__name__)
+        found = UNSUPPORTED_TENSORS.get(path) or f"a {path}"
+        raise FormatError(f"{where}: expected one plain tensor, found {found}")
     return value
-
-
-def _describe(value: Any) -> str:
-    path = getattr(value, "path", type(value).__name__)
-    return UNSUPPORTED_TENSORS.get(path) or f"a {path}"
 
 
 # The checksums that `torch.save` writes and torch never reads: a CRC-32 of every record of its zip
@@ -394,9 +394,9 @@ def archives(source: FileSource) -> list[Range]:
 
 def _start(source: FileSource, stop: int) -> int | None:
     """Return where the archive that ends at `stop` begins; None if none ends there."""
-    if stop < _END.size:
-        return None
     at = stop - _END.size
+    if at < 0:
+        return None
     mark, *_, comment_bytes = _END.unpack(source.read(at, _END.size))
     found = None if mark != b"PK\x05\x06" or comment_bytes else _read_end(source.read, at)
     if found is None:

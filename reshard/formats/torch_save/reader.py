@@ -6,11 +6,12 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import PurePath
 from typing import Any
 
 import torch
 
-from planners.geometry.box import Box
+from planners.geometry.box import Box, Shape
 from planners.geometry.layout import TensorSpec
 from planners.units import format_count, format_some
 from reshard.errors import CorruptCheckpointError, FormatError, KeyMismatchError
@@ -41,7 +42,8 @@ _FIRST_READ_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class TorchFile:
-    """What a file holds, with a `TensorRef` for each tensor, and a function that finds the bytes of one."""
+    """What a file holds, with a `TensorRef` for each tensor, and a function that finds
+    the bytes of one."""
 
     source: Source
     value: Any
@@ -55,7 +57,8 @@ class TorchFile:
         return self.value if isinstance(self.value, dict) else {}
 
     def crc(self, ref: TensorRef) -> int | None:
-        """The CRC-32 that was written with the storage of a tensor; None if there is none."""
+        """The CRC-32 that was written with the storage of a tensor; None if there is
+        none."""
         return self.sums.get(f"data/{ref.storage.key}") or None
 
     def read(self, ref: TensorRef) -> Any:
@@ -80,8 +83,10 @@ _UNREADABLE: dict[str, Any] = {}
 """The value of a damaged file."""
 
 
-def read_torch_file(source: Source) -> TorchFile:
+def read_torch_file(source: Source, *, numbered: bool = True) -> TorchFile:
     """Read what a file holds, without its tensors. Of a damaged file that is only listed, this is an empty dict.
+
+    `numbered`: numbers in its name say what it holds.
 
     Raises:
         CorruptCheckpointError: it is truncated or not what it seems.
@@ -89,16 +94,22 @@ def read_torch_file(source: Source) -> TorchFile:
         UnsafeDataError: its pickle asks for something that could run code.
     """
     try:
-        return _read_torch_file(source)
+        return _read_torch_file(source, numbered)
     except CorruptCheckpointError as error:
         source.refuse(error)
         return TorchFile(source, _UNREADABLE, partial(_nowhere, source))
 
 
-def _read_torch_file(source: Source) -> TorchFile:
+def _read_torch_file(source: Source, numbered: bool) -> TorchFile:
     head = bytes(source.read(0, min(len(_MAGIC_PICKLE), source.nbytes)))
     if head.startswith(ZIP_MAGIC):
         archive = TorchArchive(source)
+        now, before = (re.split(r"0*(\d+)", name) for name in (PurePath(source.label).stem, archive.folder))
+        if numbered and now != before and now[::2] == before[::2]:  # the same name with another number
+            raise CorruptCheckpointError(
+                f"{source.label}: torch.save wrote it as {archive.folder}. If it was renamed, rename it back; else, "
+                "restore it"
+            )
         return TorchFile(source, archive.value(), archive.place, archive.sums)
     if head == _MAGIC_PICKLE:
         return _read_stream(source)
@@ -125,9 +136,9 @@ def _nowhere(source: Source, ref: TensorRef) -> Extent:
 
 
 def _pickles(source: Source, count: int, seen: list[StorageRef] | None = None) -> tuple[list[Any], int]:
-    """The first pickles of a file, and where they end. Without a view of the file, more and more of it is read."""
-    view = source.view()
-    length = source.nbytes if view is not None else min(_FIRST_READ_BYTES, source.nbytes)
+    """The first pickles of a file, and where they end. Without a view of the file, more
+    and more of it is read."""
+    length = min(_FIRST_READ_BYTES, source.nbytes) if source.view() is None else source.nbytes
     while True:
         data = source.read(0, length)
         try:
@@ -242,9 +253,10 @@ def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Facts = NO
     return found.build(name, facts, warnings=warnings)
 
 
-def open_file(name: str, source: Source) -> Contents:
-    """The contents of one file, in the format `name`. Raises what `read_torch_file` and `contents_of` raise."""
-    return contents_of(name, {(): read_torch_file(source)})
+def open_file(name: str, source: Source, *, numbered: bool = False) -> Contents:
+    """The contents of one file, in the format `name`. Raises what `read_torch_file` and
+    `contents_of` raise."""
+    return contents_of(name, {(): read_torch_file(source, numbered=numbered)})
 
 
 def _unreadable(path: str, keys: list[str]) -> str:
@@ -337,7 +349,7 @@ def join_sharded(name: str, values: Mapping[int, Any], files: FilesOfRanks) -> S
 
     Raises CorruptCheckpointError if the records make no sense or disagree.
     """
-    specs: set[tuple[tuple[int, ...], str]] = set()
+    specs: set[tuple[Shape, str]] = set()
     chunks: dict[Box, StoredChunk] = {}
     for rank, value in sorted(values.items()):
         label = files[rank].source.label
@@ -346,15 +358,23 @@ def join_sharded(name: str, values: Mapping[int, Any], files: FilesOfRanks) -> S
         try:
             locals_, metadata = value.state[0], value.state[1].fields
             shape = tuple(map(int, metadata["size"]))
-            dtype = _dtype(metadata["tensor_properties"])
-            specs.add((shape, dtype))
+            specs.add((shape, _dtype(metadata["tensor_properties"])))
             for shard in locals_:
                 ref, at = shard.fields["tensor"], shard.fields["metadata"].fields
                 box = Box(at["shard_offsets"], at["shard_sizes"])
-                _add_shard(chunks, name, box, shape, ref, files[rank], rank)
+                if not isinstance(ref, TensorRef):
+                    raise TypeError("a shard without a tensor")
+                if ref.size != box.sizes:
+                    raise CorruptCheckpointError(
+                        f"{label}: a shard of {name!r} has shape {list(ref.size)}, but its metadata says {box}"
+                    )
+                inside = Box.full(shape) & box  # a flat parameter's last shard may be padded
+                if inside is not None:
+                    whole = stored_tensor(name, files[rank], ref, rank).chunks[0].shift(box.offsets)
+                    chunks[inside] = whole.crop(inside)
+        except CorruptCheckpointError:
+            raise
         except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-            if isinstance(error, CorruptCheckpointError):
-                raise
             raise CorruptCheckpointError(f"{label}: the ShardedTensor {name!r} is malformed: {error}") from None
     if len(specs) != 1:
         raise CorruptCheckpointError(f"{name!r}: the ranks disagree about its shape or dtype: {sorted(specs)}")
@@ -379,27 +399,6 @@ def _dtype(properties: Any) -> str:
     if not isinstance(value, torch.dtype):
         raise TypeError(f"{value!r:.40} is not a dtype")
     return dtype_name(value)
-
-
-def _add_shard(
-    chunks: dict[Box, StoredChunk],
-    name: str,
-    box: Box,
-    shape: tuple[int, ...],
-    ref: Any,
-    file: TorchFile,
-    rank: int,
-) -> None:
-    if not isinstance(ref, TensorRef):
-        raise TypeError("a shard without a tensor")
-    if ref.size != box.sizes:
-        raise CorruptCheckpointError(
-            f"{file.source.label}: a shard of {name!r} has shape {list(ref.size)}, but its metadata says {box}"
-        )
-    inside = Box.full(shape) & box  # a flat parameter's last shard may be padded
-    if inside is not None:
-        whole = stored_tensor(name, file, ref, rank).chunks[0].shift(box.offsets)
-        chunks[inside] = whole.crop(inside)
 
 
 FORMAT = Format(

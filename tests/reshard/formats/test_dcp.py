@@ -581,3 +581,18 @@ def test_an_item_of_a_list_at_a_claimed_place_far_away_is_no_burden(tmp_path: Pa
     writer.metadata.planner_data = {f"l.{i}": ("l", i) for i in (3, 1 << 60)}
     writer.write(tmp_path)
     assert len(open_checkpoint(tmp_path).nested()["l"]) < 2000
+
+
+def test_a_file_that_reshard_wrote_is_no_checkpoint_without_metadata(tmp_path: Path) -> None:
+    """By a conversion, or by `reshard.dcp` into a folder of an older save: their names have an id."""
+    reshard.save({"w": W}, tmp_path / "native")
+    convert(tmp_path / "native", tmp_path / "dcp", format="dcp")
+    for _ in range(2):
+        reshard.dcp.save({"w": W}, checkpoint_id=tmp_path / "again", no_dist=True)
+    for folder in (tmp_path / "dcp", tmp_path / "again"):
+        (folder / ".metadata").unlink()
+        (file,) = folder.iterdir()
+        assert len(file.stem.split("_")) == 5
+        with pytest.raises(CorruptCheckpointError, match=r"there are .distcp files, but no .metadata"):
+            open_checkpoint(folder)
+        assert not verify(folder).ok

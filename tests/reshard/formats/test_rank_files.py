@@ -17,7 +17,7 @@ from reshard.api.verify import verify
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import CorruptCheckpointError, FormatError
 from tests.reshard.formats.compare import check_all
-from tests.reshard.formats.writers import DcpWriter, grid
+from tests.reshard.formats.writers import DcpWriter, copy_saved_as, grid
 from tests.same import same
 from tests.samples import sample, truth
 from tests.torch_releases import save_alone
@@ -96,7 +96,7 @@ def test_torch_checkpointing_says_who_saved(tmp_path: Path) -> None:
 def test_parts_of_the_wrong_rank_are_seen(tmp_path: Path) -> None:
     """Two files exchanged: shapes, or elements stored twice and missing, tell."""
     model_files(tmp_path)
-    shutil.copy(tmp_path / "model_world_size_4_rank_0.pt", tmp_path / "model_world_size_4_rank_3.pt")
+    copy_saved_as(tmp_path / "model_world_size_4_rank_0.pt", tmp_path / "model_world_size_4_rank_3.pt")
     with pytest.raises(CorruptCheckpointError, match=r"local tensor of .* has shape .* should hold"):
         open_checkpoint(tmp_path).problems() and open_checkpoint(tmp_path)["model.tok_embeddings.weight"][...]
 

@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import struct
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,13 @@ def archive(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
+
+
+def copy_saved_as(file: Path, target: Path) -> None:
+    """A copy of a file of `torch.save`, as if it had been saved under that name."""
+    with zipfile.ZipFile(file) as saved, zipfile.ZipFile(target, "w") as copy:
+        for record in saved.infolist():
+            copy.writestr(f"{target.stem}/{record.filename.partition('/')[2]}", saved.read(record))
 
 
 class DcpWriter:

@@ -13,6 +13,7 @@ import torch
 from reshard import checkpoint
 from reshard.api.verify import verify
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
+from tests.reshard.formats.writers import copy_saved_as
 from tests.samples import sample, truth
 
 SHAPES: list[dict[str, tuple[int, ...]]] = [
@@ -218,7 +219,8 @@ def test_tensor_parallel_ranks_are_joined(tmp_path: Path) -> None:
         (tmp_path / f"{tp}").mkdir()
         values.append(save_stage12(tmp_path / f"{tp}", 3, dtype=torch.float16, seed=10 * tp))
         for file in (tmp_path / f"{tp}").iterdir():
-            file.rename(tmp_path / file.name.replace("mp_rank_00", f"mp_rank_{tp:02d}"))
+            copy_saved_as(file, tmp_path / file.name.replace("mp_rank_00", f"mp_rank_{tp:02d}"))
+            file.unlink()
     opened = checkpoint.open(tmp_path)
     with pytest.raises(NormalizationError, match=r"over 2 ranks shards '.*', and its name is not known.*tp_dims"):
         opened.normalized()

@@ -14,6 +14,7 @@ import torch
 
 from reshard import checkpoint
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError, UnsafeDataError
+from tests.reshard.formats.writers import copy_saved_as
 
 SHAPES = {"embed.weight": (7, 5), "layers.0.w": (5, 3, 2), "layers.0.b": (5,), "layers.0.scale": ()}
 UNITS = [["embed.weight"], ["layers.0.w", "layers.0.b", "layers.0.scale"]]
@@ -101,7 +102,7 @@ def test_copies_of_hybrid_sharding(tmp_path: Path, pieces: bool) -> None:
     states = save_pieces(tmp_path, world) if pieces else save_flat(tmp_path, world)
     mark = "_" if pieces else "-"
     for rank in range(world, world * copies):
-        shutil.copy(tmp_path / f"raw{mark}{rank % world}.pt", tmp_path / f"raw{mark}{rank}.pt")
+        copy_saved_as(tmp_path / f"raw{mark}{rank % world}.pt", tmp_path / f"raw{mark}{rank}.pt")
     flat = {i: [(name, SHAPES[name]) for name in names] for i, names in enumerate(UNITS)}
     hints: dict[str, Any] = {"param_names": list(SHAPES), "param_shapes": SHAPES} if pieces else {"flat_params": flat}
     opened = checkpoint.open(tmp_path)
