@@ -87,7 +87,7 @@ Names = Annotated[
         "--names",
         metavar="FROM:TO",
         autocompletion=namings,
-        help="Convert the names and tensors of CHECKPOINT (in diff, of BEFORE) from one naming scheme to another, "
+        help="Convert the names and tensors of SOURCE from one naming scheme to another, "
         "such as torchtitan:huggingface or torchtitan:hf. Needs --config.",
     ),
 ]
@@ -308,8 +308,8 @@ HintOption = Annotated[
     Option(
         "--hint",
         metavar="KEY=JSON",
-        help="For canonical names: a fact that the checkpoint lacks. If a hint is needed, an error names it. "
-        "Repeatable.",
+        help="Supply a fact that canonical names need and the checkpoint does not record, such as param_names or "
+        "vocab_size. The error that needs one prints the option. Repeatable.",
     ),
 ]
 

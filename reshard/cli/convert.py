@@ -59,8 +59,8 @@ _Dtype = Annotated[
     Option(
         metavar="DTYPE",
         autocompletion=dtypes,
-        help="Cast floating-point tensors to this dtype, such as bfloat16. Values beyond its range become inf or its "
-        "largest number. The report counts them.",
+        help="Cast floating-point tensors to this dtype, such as bfloat16. Values out of its range become inf "
+        "or, if it has no inf, NaN or its largest number. The report counts them.",
     ),
 ]
 _MaxShard = Annotated[
@@ -100,7 +100,8 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format, naming scheme, dtype, or layout.
 
-    Holds only small pieces of tensors in memory. To resume an interrupted conversion, run the same command again.
+    Holds only small pieces of tensors in memory. One process writes each file, so more --workers than files do not
+    help. To resume an interrupted conversion, run the same command again.
     """
     import reshard
 
