@@ -228,7 +228,8 @@ def _described(checkpoint: Checkpoint, whole: Checkpoint, describe: Callable[[Te
 
 
 _UNOPENED = dict.fromkeys((
-    "covers", "format", "world_size", "total_bytes", "tensors", "objects", "per_rank", "aliases", "warnings", "unchecked",
+    "covers", "format", "world_size", "total_bytes", "tensors", "objects", "per_rank", "aliases", "warnings",
+    "unchecked",
 ))  # fmt: skip
 """What the JSON of a checkpoint has that does not open."""
 
