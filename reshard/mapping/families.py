@@ -622,6 +622,11 @@ def ready(
 
     Raises NormalizationError for an unknown family or naming scheme, and if there is no mapping for this combination.
     """
+    for naming in (source, target):
+        if naming not in NAMINGS:
+            raise NormalizationError(
+                f"unknown naming scheme {naming!r}{did_you_mean(naming, NAMINGS) or '.'} Known: {', '.join(NAMINGS)}"
+            )
     model = Decoder.of(config)
     _check(model, source, target, titan)
     if qkv_interleaved not in (None, True, False):
@@ -646,14 +651,9 @@ def ready(
 
 
 def _check(model: Decoder, source: str, target: str, titan: str) -> None:
-    """Raise NormalizationError for an unknown family or naming scheme, and for a combination that
-    has no mapping."""
+    """Raise NormalizationError for an unknown family, and for a combination that has no mapping."""
     known = model.architecture.namings
     for naming in (source, target):
-        if naming not in NAMINGS:
-            raise NormalizationError(
-                f"unknown naming scheme {naming!r}{did_you_mean(naming, NAMINGS) or '.'} Known: {', '.join(NAMINGS)}"
-            )
         if naming not in (*_ON_HUB, *known):
             raise NormalizationError(
                 f"there is no ready mapping of {model.family!r} to {naming}, only to {', '.join((*_ON_HUB, *known))}"
