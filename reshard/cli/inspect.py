@@ -131,7 +131,7 @@ def _opened(path: str, step: int | None, as_json: bool) -> Checkpoint:
     try:
         return open_damaged(path, step=step)
     except CorruptCheckpointError as error:
-        raise damaged(path, str(error), as_json, **_UNOPENED) from None
+        raise damaged(path, str(error), as_json, other=_UNOPENED) from None
 
 
 def _print_name(checkpoint: Checkpoint, path: str, what: str) -> None:

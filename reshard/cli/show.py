@@ -265,11 +265,11 @@ def report_as_json(report: Report, path: str | None = None) -> dict[str, Any]:
     }
 
 
-def damaged(path: str, problem: str, as_json: bool, head: str = "damaged", **other: Any) -> Exit:
+def damaged(path: str, problem: str, as_json: bool, head: str = "damaged", other: Any = None) -> Exit:
     """Print what is wrong with a checkpoint that cannot be opened. The answer is no. `other`: what else the command's
     JSON has, if not a report."""
     if as_json:
-        found = {"path": path, "ok": False, **other, "problems": [problem]}
+        found = {"path": path, "ok": False, **(other or {}), "problems": [problem]}
         print_json(found if other else report_as_json(Report(path, (Finding(problem),), 0), path))
     else:
         print_text(as_given(problem, path), head, "red")
