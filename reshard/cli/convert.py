@@ -100,8 +100,7 @@ def convert(
 ) -> None:
     """Write a checkpoint in another format, naming scheme, dtype, or layout.
 
-    Holds only small pieces of tensors in memory. One process writes each file, so more --workers than files do not
-    help. To resume an interrupted conversion, run the same command again.
+    Holds only small pieces of tensors in memory. To resume an interrupted conversion, run the same command again.
     """
     import reshard
 

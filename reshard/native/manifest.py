@@ -284,10 +284,6 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Bytes that one of its checksums covers, where the manifest says `others` of all files."""
         return others
 
-    def sums_bytes(self, others: int) -> int:
-        """Length of the sums file."""
-        return 8 * -(-self.nbytes // self.block_bytes_or(others))
-
 
 class LinkedRecord(FileRecord, frozen=True, forbid_unknown_fields=True):
     """The manifest's record of an earlier save's data file."""

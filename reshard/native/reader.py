@@ -173,7 +173,7 @@ def _lengths(native: NativeFacts, share: Share) -> Iterator[tuple[str, int]]:
     for name in share.among(native.files):
         record = native.files[name]
         yield record.name, record.nbytes
-        yield f"{record.name}.sums", record.sums_bytes(manifest.block_bytes)
+        yield f"{record.name}.sums", 8 * -(-record.nbytes // record.block_bytes_or(manifest.block_bytes))
     for table in share.among(manifest.tables.values()):
         yield table.name, table.nbytes
 
@@ -233,7 +233,12 @@ class NativeFacts(Facts):
         # garbage is collected
         storage, files, size = self.storage, self.files, manifest.block_bytes
         self.sums = Once(
-            lambda file: _unchanged(storage, f"{file}.sums", files[file].sums_bytes(size), files[file].sums)
+            lambda file: _unchanged(
+                storage,
+                f"{file}.sums",
+                8 * -(-files[file].nbytes // files[file].block_bytes_or(size)),
+                files[file].sums,
+            )
         )
         """The block checksums of a file of this name, checked."""
         self.source = Once(partial(_source, sources, files, self.sums, size))
