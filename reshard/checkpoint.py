@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import sys
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -535,7 +536,9 @@ def chosen(names: Sequence[str], globs: Sequence[str], where: str) -> frozenset[
     left."""
     for glob in (glob.removeprefix("!") for glob in globs):
         if not any(fnmatchcase(name, glob) for name in names):
-            near = did_you_mean(glob, names[:5000]) or f"; it has {format_names(names, 5)}"
+            known = names[:5000]
+            above = {f"{name[: dot.start()]}.*" for name in known if "*" in glob for dot in re.finditer(r"\.", name)}
+            near = did_you_mean(glob, [*sorted(above), *known]) or f"; it has {format_names(names, 5)}"
             raise KeyMismatchError(f"no name in {where} matches {glob!r}{near}")
     found = frozenset(name for name in names if is_selected(name, globs))
     if not found:

@@ -21,7 +21,7 @@ from planners.geometry.topologies import Topology, topology_of
 from planners.units import format_bytes, format_count
 from reshard.api.convert_job import ConvertJob, ConvertWork, FileTasks, Journal, dealt
 from reshard.api.reports import CheckedReport, WrittenReport, overflows
-from reshard.api.tasks import check_executor, engine, run_tasks
+from reshard.api.tasks import check_executor, engine, needed, run_tasks
 from reshard.arguments import check_options, globs_of, renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource, unless_replaced
 from reshard.errors import (
@@ -144,7 +144,8 @@ def convert(
             and dcp). A topology can be in words, such as "fsdp=8", or the axes that the source records: see `plan`.
         select: globs of the new names to write. Globs that begin with `!` exclude names.
         dtype: convert floating-point tensors of at least one dim to this dtype, such as "bfloat16" or
-            "bf16". Values beyond its range become inf or its largest number. `overflowed` counts them.
+            "bf16". Values out of its range become inf or, if it has no inf, NaN or its largest number. `overflowed`
+            counts them.
         normalized: convert to canonical names first: see `Checkpoint.normalized`. Plain objects
             other than those of the model and the optimizer keep their keys, unless the key is that
             of a file. `omitted` lists the others.
@@ -340,6 +341,7 @@ def _write(
     mine = dealt(writer.files, group.world_size)[group.rank]
     mine.sort(key=lambda file: file.name not in recorded)
     nbytes, kept = {file.name: file.nbytes for file in mine}, set[str]()
+    executor = needed(executor, len(mine))
     with (
         group.together("write"),
         Progress(show=progress and group.rank == 0, check=group.check).phase("convert", sum(nbytes.values())) as step,

@@ -22,6 +22,8 @@ _MOST_OF_A_FRONT = 5
 """Keys with a first segment that the other side does not have; more of them take one line."""
 _MOST_GUESSES, _MOST_GLOBS, _MOST_RULES, _MOST_SIMILAR = 20, 3, 4, 8
 _MOST_KNOWN = 5000
+OR_MAPPING = ", or rename keys with mapping="
+"""The end of some fixes, for calls that have this argument."""
 
 
 class PrefixDifference(NamedTuple):
@@ -89,7 +91,7 @@ def _other_front(keys: list[str], names: Collection[str]) -> PrefixDifference | 
                 found[key] = name
         if _are_most(found, keys) and (len(found) > 1 or "." in rest):  # all models have a "weight"
             what = f"{_differing(found)} only by the top-level key, {front!r} in place of {other!r}"
-            fix = f"call it {other!r}, or rename keys with mapping="
+            fix = f"call it {other!r}{OR_MAPPING}"
             fitting.append(PrefixDifference(found, f"{what}: {_first(found)}", fix))
     return fitting[0] if len(fitting) == 1 else None
 
@@ -189,11 +191,11 @@ def _told(found: Mapping[str, str], front: str, level: str, who: str, call: str)
     """Return what differs, and the fix. `call`: where the level is at the front."""
     if front:
         what = f"{_differing(found)} only by {level!r} after {front!r}, which {who} has: {_first(found)}"
-        return what, "nest the state in the same way, or rename keys with mapping="
+        return what, f"nest the state in the same way{OR_MAPPING}"
     what = f"{_differing(found)} only by the prefix {level!r}, which {who} has: {_first(found)}"
     if set(level.strip(".").split(".")) <= WRAPPER_SEGMENTS:
         return what, f"{level!r} comes from a wrapper: {_CANONICAL}, which has no wrapper prefixes"
-    return what, f"call {call}, or rename keys with mapping="
+    return what, f"call {call}{OR_MAPPING}"
 
 
 def _differing(found: Mapping[str, str]) -> str:

@@ -22,6 +22,7 @@ from planners.geometry.arrays import grouped
 from planners.geometry.layout import Form, ProductForm, TensorSpec
 from reshard.api.key_suggestions import (
     OF_NUMBERED,
+    OR_MAPPING,
     allowing,
     by_number,
     differ_in_form,
@@ -603,8 +604,8 @@ class Mismatches:
             where = {key: text for key, text in where.items() if key not in moved.names}
             below = tuple(f"{name}." for key, name in moved.names.items() if key in match.targets.units)
             unexpected = [n for n in unexpected if n not in moved.names.values() and not n.startswith(below)]
-            if is_load:
-                fixes.append(_as_call(moved.fix, root, is_subset=bool(unexpected)))
+            fix = moved.fix if is_load else moved.fix.removesuffix(OR_MAPPING).replace("path)", "checkpoint_id=path)")
+            fixes.append(_as_call(fix, root, is_subset=bool(unexpected)))
         if is_load and (text := _by_integer_ids(match, where, unexpected)):
             what.append(text[0])
             fixes.append(text[1])

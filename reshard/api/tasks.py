@@ -154,7 +154,8 @@ def run_tasks(
     here: Callable[[T], R] | None = None,
     on_stop: Callable[[], object] = lambda: None,
 ) -> None:
-    """Run all tasks, by the executor or, without one, one after another in this process. Call `on_done` for each.
+    """Run all tasks, by the executor or, if `needed` finds it useless, one after another in this process. Call
+    `on_done` for each.
 
     Args:
         work: None where there is no executor, and something that does a task `here`, in this process.
@@ -163,15 +164,15 @@ def run_tasks(
     Raises what a task raises, and CheckpointError if the executor does not do them.
     """
 
+    waiting = deque(tasks)
+    executor = needed(executor, len(waiting))
     if executor is None:
         hand = here if here is not None else work.begin()  # type: ignore[union-attr]
-        for number, task in enumerate(tasks):
+        for number, task in enumerate(waiting):
             if number:
                 gc.collect(1)  # what the task before left behind, where the caller has paused collection
             on_done(task, hand(task))
-        return
-    waiting = deque(tasks)
-    if waiting:
+    elif waiting:
         driver = _Driver(executor, _packed(work), waiting)
         try:
             for task, found in driver.results():
@@ -181,6 +182,11 @@ def run_tasks(
             on_stop()
             driver.stop()
             raise
+
+
+def needed(executor: Executor | None, tasks: int) -> Executor | None:
+    """The executor, unless it would start processes for a single task."""
+    return None if isinstance(executor, Processes) and tasks < 2 else executor
 
 
 def _packed(work: object) -> bytes:

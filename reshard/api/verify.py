@@ -226,8 +226,10 @@ def _deep_findings(
             for i, it in enumerate(read):  # of a file that is gone, the same for all that was in it
                 file = it.message.partition("there is no ")[2].partition(" in ")[0]
                 read[i] = replace(it, message=said.get(file, it.message))
-            findings += [it for it in read if (it.fqn or it.message not in told) and it.fqn not in named]
-    return [*findings, *_object_findings(checkpoint)]
+            findings += [it for it in read if it.fqn not in named]
+    # a finding per file of checksums is enough: no values are lost with it
+    of_sums = {str(error) for error in lost for file, _, _ in error.places if file.endswith(".sums")}
+    return [it for it in (*findings, *_object_findings(checkpoint)) if it.message not in of_sums]
 
 
 def _object_findings(checkpoint: Checkpoint) -> Iterator[Finding]:

@@ -40,7 +40,8 @@ CHECKPOINT is a folder, file, or URL in any known format. For the folder of a ru
 complete checkpoint is used. To choose another one, give its folder. Most commands also take --step N.
 
 Exit codes: 0: success, or the answer is yes. 1: the answer is no: damage, differences, or a failed
-proof. 2: wrong usage. 3: error, with the reason and the fix on stderr. 130: interrupted.
+proof. 2: wrong usage, such as an unknown option or topology. 3: error, with the reason and the fix on
+stderr. 130: interrupted.
 
 With --json, an error is also printed as JSON on stdout. To see where an error comes from, add --traceback
 to any command."""
@@ -104,10 +105,12 @@ class _Command(TyperCommand):
     def get_help(self, ctx: Any) -> str:
         params: list[Any] = self.get_params(ctx)
         given = [(param.metavar, param.help or "") for param in params if param.param_type_name == "argument"]
+        source = next((word for word, _ in given), "")
+        options = [_option(param, self.name or "") for param in params]
         return _help_text(
             f"{ctx.command_path} [OPTIONS] {' '.join(word for word, _ in given)}",
             self.help or "",
-            {"Arguments": given, "Options": [_option(param, self.name or "") for param in params]},
+            {"Arguments": given, "Options": [(name, text.replace("SOURCE", source)) for name, text in options]},
             (self.epilog or "").splitlines(),
         )
 

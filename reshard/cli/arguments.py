@@ -78,7 +78,12 @@ Select = Annotated[
     ),
 ]
 Step = Annotated[int | None, Option("--step", metavar="N", min=0, help="Use this step of a run. Default: the newest.")]
-Workers = Annotated[int, Option("--workers", metavar="N", min=1, help="Number of parallel processes.")]
+Workers = Annotated[
+    int,
+    Option(
+        "--workers", metavar="N", min=1, help="Number of parallel processes. convert uses at most one per output file."
+    ),
+]
 Normalized = Annotated[bool, Option("--normalized", help="Use canonical names and layouts.")]
 Model = Annotated[bool, Option("--model", help="Use only the model. Its names are FQNs, without a prefix.")]
 Names = Annotated[
@@ -87,7 +92,7 @@ Names = Annotated[
         "--names",
         metavar="FROM:TO",
         autocompletion=namings,
-        help="Convert the names and tensors of CHECKPOINT (in diff, of BEFORE) from one naming scheme to another, "
+        help="Convert the names and tensors of SOURCE from one naming scheme to another, "
         "such as torchtitan:huggingface or torchtitan:hf. Needs --config.",
     ),
 ]
@@ -308,8 +313,8 @@ HintOption = Annotated[
     Option(
         "--hint",
         metavar="KEY=JSON",
-        help="For canonical names: a fact that the checkpoint lacks. If a hint is needed, an error names it. "
-        "Repeatable.",
+        help="Supply a fact that canonical names need and the checkpoint does not record, such as param_names or "
+        "vocab_size. The error that needs one prints the option. Repeatable.",
     ),
 ]
 

@@ -59,8 +59,8 @@ _Dtype = Annotated[
     Option(
         metavar="DTYPE",
         autocompletion=dtypes,
-        help="Cast floating-point tensors to this dtype, such as bfloat16. Values beyond its range become inf or its "
-        "largest number. The report counts them.",
+        help="Cast floating-point tensors to this dtype, such as bfloat16. Values out of its range become inf "
+        "or, if it has no inf, NaN or its largest number. The report counts them.",
     ),
 ]
 _MaxShard = Annotated[

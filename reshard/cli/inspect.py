@@ -131,7 +131,7 @@ def _opened(path: str, step: int | None, as_json: bool) -> Checkpoint:
     try:
         return open_damaged(path, step=step)
     except CorruptCheckpointError as error:
-        raise damaged(path, str(error), as_json) from None
+        raise damaged(path, str(error), as_json, other=_UNOPENED) from None
 
 
 def _print_name(checkpoint: Checkpoint, path: str, what: str) -> None:
@@ -147,7 +147,7 @@ def _incomplete(path: str, steps: Sequence[retention.Step], as_json: bool) -> Ex
     """List the checkpoints of a run in which none is complete. The command ends with that."""
     problem = "no checkpoint of this run is complete"
     if as_json:
-        print_json({**_run_as_json(path, steps), "ok": False, "problems": [problem]})
+        print_json({**_UNOPENED, **_run_as_json(path, steps), "newest": None, "ok": False, "problems": [problem]})
     else:
         _list_steps(path, steps)
         print_text(problem, style="red")
@@ -225,6 +225,13 @@ def _described(checkpoint: Checkpoint, whole: Checkpoint, describe: Callable[[Te
     holders = {name: whole.aliases.get(name, name) for name in checkpoint.layout}
     found = whole.layout.described(holders.values(), describe)
     return {name: found[holder] for name, holder in holders.items()}
+
+
+_UNOPENED = dict.fromkeys((
+    "covers", "format", "world_size", "total_bytes", "tensors", "objects", "per_rank", "aliases", "warnings",
+    "unchecked",
+))  # fmt: skip
+"""What the JSON of a checkpoint has that does not open."""
 
 
 def _as_json(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str]) -> dict[str, Any]:

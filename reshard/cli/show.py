@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from typer import Exit
 
+from planners.findings import Finding, Report
 from planners.units import format_bytes as size, format_count as counted, format_some as some
 from reshard.errors import visible
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.tree import Tree
 
-    from planners.findings import Report
     from planners.geometry.mesh import Mesh
 
 __all__ = [
@@ -251,22 +251,26 @@ def print_report(
         print_text(f"and {counted(len(texts) - limit, 'more line')}: see {more}", "·", "red")
 
 
-def report_as_json(report: Report) -> dict[str, Any]:
-    """A report as plain data."""
+def report_as_json(report: Report, path: str | None = None) -> dict[str, Any]:
+    """A report as plain data. `path`: what it is about, if that is one."""
     return {
         "ok": report.ok,
+        "path": path,
         "subject": report.subject,
         "tensors": report.tensors,
         "covered": None if report.covered is None else asdict(report.covered),
         "findings": [asdict(finding) for finding in report.findings],
+        "problems": [*map(str, report.findings)],
         "hint": in_words_of_the_command_line(report.hint),
     }
 
 
-def damaged(path: str, problem: str, as_json: bool, head: str = "damaged") -> Exit:
-    """Print what is wrong with a checkpoint that cannot be opened. The answer is no."""
+def damaged(path: str, problem: str, as_json: bool, head: str = "damaged", other: Any = None) -> Exit:
+    """Print what is wrong with a checkpoint that cannot be opened. The answer is no. `other`: what else the command's
+    JSON has, if not a report."""
     if as_json:
-        print_json({"path": path, "ok": False, "problems": [problem]})
+        found = {"path": path, "ok": False, **(other or {}), "problems": [problem]}
+        print_json(found if other else report_as_json(Report(path, (Finding(problem),), 0), path))
     else:
         print_text(as_given(problem, path), head, "red")
     return Exit(1)

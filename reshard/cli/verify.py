@@ -47,7 +47,8 @@ def verify(
     Reads every byte. Compares the data with checksums and fingerprints, if the format has them. Proves that the chunks
     cover each tensor exactly once. Prints how much data was verified.
 
-    Exits with 1 if the checkpoint is damaged, or if it differs from --against. The first line of the output says which.
+    Exits with 1 if the checkpoint is damaged, or if it differs from --against. The first line of the output
+    says `damaged` or `different`.
     For damage, lists the files and tensors, and the bytes if they are known.
 
     In a run, a newer step with missing files counts as damage. A step that a killed save left incomplete is listed, but
@@ -70,7 +71,7 @@ def verify(
     if against and report.ok and not report.tensors and (both := reshard.compare(chosen, against)).is_empty:
         raise NormalizationError(f"{both.subject}: {both.covers}")  # as diff does: it is not the same, but nothing
     if as_json:
-        print_json(report_as_json(report))
+        print_json(report_as_json(report, path))
     else:
         covered = report.covered
         notes = [*filter(None, covered.unchecked.split("; "))] if covered else []

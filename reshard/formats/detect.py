@@ -413,26 +413,29 @@ def _nothing(storage: Storage, url: str) -> str:
         return f"{url} holds no checkpoint yet: a save has just started, or was killed before it wrote anything"
     if any(map(JOB_FOLDER.match, [*storage.names(), *(f"{name}/" for name in empty)])):
         return _CONVERTS.format(url)
-    local = local_path(url) if isinstance(storage, LocalStorage) else None
+    local, none = local_path(url) if isinstance(storage, LocalStorage) else None, f"no such file or folder: {url!r}"
     if local is None:
-        return f"there is nothing at {url}"
+        return none
     gone = path = Path(local)
     if path.is_dir():
         return f"{url} is an empty folder: it holds no checkpoint"
     while not gone.parent.is_dir():
         gone = gone.parent
     if gone.exists():
-        return f"there is nothing at {url}, since {gone} is a file: check the path"
+        return f"{none}, since {gone} is a file: check the path"
     if gone.is_symlink():
-        return f"there is nothing at {url}: {gone} is a link to {os.readlink(gone)}, which is not there"
+        return f"{none}: {gone} is a link to {os.readlink(gone)}, which is not there"
     near = ""
     if os.access(gone.parent, os.R_OK):
         with os.scandir(gone.parent) as beside:
             near = did_you_mean(gone.name, [it.name for it in islice(beside, 5000) if it.is_dir() or gone.suffix])
     near = near.replace("mean '", f"mean '{str(gone).removesuffix(gone.name)}")
     since = "" if gone == path else f", since there is no {gone}"
-    where = "" if os.path.isabs(url) else f" in {os.getcwd()}"
-    return f"there is nothing at {url}{since}{where}{near or _of_a_hub(url)}"
+    where = "" if os.path.isabs(url) else f" (working directory {os.getcwd()})"
+    with suppress(FormatError):
+        if steps := steps_seen(partial(look_at, str(path.parent))):
+            near = near or f". Steps beside it: {_listed(steps)}"
+    return f"{none}{since}{where}{near or _of_a_hub(url)}"
 
 
 def _open(files: Files, url: str, preferred: Format | None) -> Contents:

@@ -622,8 +622,7 @@ def ready(
 
     Raises NormalizationError for an unknown family or naming scheme, and if there is no mapping for this combination.
     """
-    model = Decoder.of(config)
-    _check(model, source, target, titan)
+    model = _checked(config, source, target, titan)
     if qkv_interleaved not in (None, True, False):
         raise NormalizationError(f"qkv_interleaved is True or False, not {qkv_interleaved!r}")
     if source == target:
@@ -645,15 +644,17 @@ def ready(
     return _FIRST[source](model) | mapping if source in _FIRST else mapping
 
 
-def _check(model: Decoder, source: str, target: str, titan: str) -> None:
-    """Raise NormalizationError for an unknown family or naming scheme, and for a combination that
-    has no mapping."""
-    known = model.architecture.namings
+def _checked(config: Any, source: str, target: str, titan: str) -> Decoder:
+    """The model. Raises NormalizationError for an unknown family or naming scheme, and for a combination that has no
+    mapping."""
     for naming in (source, target):
         if naming not in NAMINGS:
             raise NormalizationError(
                 f"unknown naming scheme {naming!r}{did_you_mean(naming, NAMINGS) or '.'} Known: {', '.join(NAMINGS)}"
             )
+    model = Decoder.of(config)
+    known = model.architecture.namings
+    for naming in (source, target):
         if naming not in (*_ON_HUB, *known):
             raise NormalizationError(
                 f"there is no ready mapping of {model.family!r} to {naming}, only to {', '.join((*_ON_HUB, *known))}"
@@ -667,6 +668,7 @@ def _check(model: Decoder, source: str, target: str, titan: str) -> None:
         )
     if titan not in ("0.2", "0.3"):
         raise NormalizationError(f"torchtitan's names are known as of '0.2' and '0.3', not {titan!r}")
+    return model
 
 
 def _plain(model: Decoder, fill: float | None) -> Mapping:

@@ -231,10 +231,17 @@ class NativeFacts(Facts):
             self._file_of = table.of_rank
         # these are made of no method of this: a circle would keep files mapped until
         # garbage is collected
-        storage, files = self.storage, self.files
-        self.sums = Once(lambda file: _unchanged(storage, f"{file}.sums", files[file].sums))
+        storage, files, size = self.storage, self.files, manifest.block_bytes
+        self.sums = Once(
+            lambda file: _unchanged(
+                storage,
+                f"{file}.sums",
+                8 * -(-files[file].nbytes // files[file].block_bytes_or(size)),
+                files[file].sums,
+            )
+        )
         """The block checksums of a file of this name, checked."""
-        self.source = Once(partial(_source, sources, files, self.sums, manifest.block_bytes))
+        self.source = Once(partial(_source, sources, files, self.sums, size))
         """The data file of this name."""
         self._headers = Once(partial(_header, self.source, files))
         self._tables = LazyMapping({int(r): partial(read_parts, storage, t) for r, t in manifest.tables.items()})
@@ -420,12 +427,14 @@ def _read_offsets(source: FileSource, header_bytes: int) -> dict[str, _Place]:
         raise CorruptCheckpointError(f"{source.label}: its header is damaged: {error}") from None
 
 
-def _unchanged(storage: Storage, file: str, digest: str) -> bytes:
-    """The content of a small file, which must have this digest."""
+def _unchanged(storage: Storage, file: str, nbytes: int, digest: str) -> bytes:
+    """The content of a small file, which must have this length and digest."""
     try:
         data = storage.read(file)
     except CheckpointNotFoundError as error:
-        raise _of_wrong_length(storage, file, 0, None) from error
+        raise _of_wrong_length(storage, file, nbytes, None) from error
+    if len(data) != nbytes:
+        raise _of_wrong_length(storage, file, nbytes, len(data))
     if xxhash.xxh3_128_hexdigest(data) != digest:
         raise CorruptCheckpointError(
             f"{storage.url}: {file} was changed since it was written: restore it, or load another checkpoint"
@@ -488,7 +497,7 @@ def write_parts(storage: Storage, name: str, arrays: Mapping[str, Sequence[Array
 
 def read_parts(storage: Storage, record: PartsRecord) -> dict[str, list[ArrayPart]]:
     """Read what `write_parts` stored. Raises CorruptCheckpointError."""
-    data = _unchanged(storage, record.name, record.digest)
+    data = _unchanged(storage, record.name, record.nbytes, record.digest)
     try:
         table = msgspec.msgpack.decode(data, type=_PartTable)
         return {key: [_part(row, table.files) for row in rows] for key, rows in table.arrays.items()}

@@ -101,6 +101,9 @@ def test_a_file_of_another_length(path, change, suffix):
     assert "missing" in message if change == "delete" else str(len(data)) in message
     findings = reshard.verify(path).findings
     assert len([finding for finding in findings if finding.fqn is None]) == 1  # the file; others are of its tensors
+    assert not any("was changed" in finding.message for finding in findings)
+    if suffix:  # no data of its tensors is lost
+        assert [finding.message for finding in findings] == [message]
 
 
 def test_unchecked_what_is_left_of_a_truncated_file_can_be_read(tmp_path):

@@ -274,11 +274,38 @@ def test_a_star_import_keeps_the_builtin_open() -> None:
 
 def test_a_relative_path_without_files_is_said_with_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    words = f"there is nothing at nowhere in {tmp_path}"
+    words = f"no such file or folder: 'nowhere' (working directory {tmp_path})"
     with pytest.raises(CheckpointNotFoundError, match=f"^{re.escape(words)}$"):
         reshard.open("nowhere")
-    with pytest.raises(CheckpointNotFoundError, match=f"^there is nothing at {re.escape(str(tmp_path))}/nowhere$"):
+    with pytest.raises(
+        CheckpointNotFoundError, match=f"^no such file or folder: '{re.escape(str(tmp_path))}/nowhere'$"
+    ):
         reshard.open(tmp_path / "nowhere")
+
+
+def test_a_step_that_is_not_there_is_said_with_the_steps_that_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for step in (1, 2):
+        reshard.save(STATE, f"run/step-{step}")
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"'run/step-3' \(working .*\)\. Steps beside it: step-2, step-1$"
+    ):
+        reshard.open("run/step-3")
+
+
+def test_a_glob_that_is_nearly_right_is_shown_a_glob(tmp_path: Path) -> None:
+    reshard.save({"model": {"w": torch.ones(2), "b": torch.ones(2)}}, tmp_path / "c")
+    with pytest.raises(KeyMismatchError, match=r"matches 'mdel\.\*': did you mean 'model\.\*'\?"):
+        reshard.open(tmp_path / "c").select("mdel.*")
+
+
+@pytest.mark.parametrize("name", ["junk.bin", "junk.pt"])
+def test_a_file_of_anything_is_no_checkpoint(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(b"hello world")
+    with pytest.raises(FormatError, match=rf"{name} is not a checkpoint in a known format: .* begins with b'hello wo'"):
+        reshard.open(tmp_path / name)
 
 
 def test_globs_that_match_nothing_are_shown_the_names(tmp_path: Path) -> None:

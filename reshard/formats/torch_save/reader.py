@@ -119,7 +119,9 @@ def _read_torch_file(source: Source, numbered: bool) -> TorchFile:
         return TorchFile(source, value[0], partial(_nowhere, source))
     if not head:
         raise CorruptCheckpointError(f"{source.label} is empty: restore it, or load another checkpoint")
-    raise FormatError(f"{source.label}: not a file of torch.save, because it begins with {head[:8]!r}")
+    raise FormatError(
+        f"{source.label} is not a checkpoint in a known format: no file of torch.save begins with {head[:8]!r}"
+    )
 
 
 def _check_end(source: Source, what: str, end: int) -> None:

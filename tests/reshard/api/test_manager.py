@@ -1178,7 +1178,7 @@ def test_a_file_or_nothing_in_place_of_the_folder_of_a_run_is_refused(tmp_path: 
             call(tmp_path / "a.pt")
     with pytest.raises(OptionError, match=r"a\.pt is a checkpoint, not the folder of a run: pass the folder above it$"):
         reshard.prune(tmp_path / "a.pt", keep_last=2)
-    with pytest.raises(CheckpointNotFoundError, match=r"there is nothing at .*/nowhere"):
+    with pytest.raises(CheckpointNotFoundError, match=r"no such file or folder: '.*/nowhere'"):
         reshard.prune(tmp_path / "nowhere", keep_last=2)
     (tmp_path / "empty").mkdir()
     assert reshard.prune(tmp_path / "empty", keep_last=2) == []

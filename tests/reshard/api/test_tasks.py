@@ -418,3 +418,14 @@ def test_an_interrupt_ends_a_call_whose_engine_is_silent(monkeypatch: pytest.Mon
     finally:
         signal.signal(signal.SIGINT, before)
     assert stopped.is_set()
+
+
+def test_no_process_starts_for_a_single_task(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would only import torch again."""
+    monkeypatch.setattr(Processes, "_pool", lambda _: pytest.fail("a process was started"))
+    one = tmp_path / "one"
+
+    reshard.convert(source, one, format="safetensors", select=["w1", "w2"], workers=2, progress=True)
+
+    assert reshard.verify(one, workers=2).ok
+    assert reshard.compare(one, one, workers=2).ok

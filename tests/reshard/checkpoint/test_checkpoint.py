@@ -256,12 +256,12 @@ def test_names_that_are_not_there() -> None:
 
 def test_nothing_is_there(tmp_path: Path) -> None:
     for path in (tmp_path / "absent", "memory://nothing-here"):
-        with pytest.raises(CheckpointNotFoundError, match="there is nothing at"):
+        with pytest.raises(CheckpointNotFoundError, match="no such file or folder"):
             open_checkpoint(path)
     (tmp_path / "step-1000").mkdir()
     with pytest.raises(CheckpointNotFoundError, match=r"step-1000 is an empty folder: it holds no checkpoint$"):
         open_checkpoint(tmp_path / "step-1000")
-    with pytest.raises(CheckpointNotFoundError, match=rf"step-100: did you mean '{tmp_path}/step-1000'"):
+    with pytest.raises(CheckpointNotFoundError, match=rf"step-100': did you mean '{tmp_path}/step-1000'"):
         open_checkpoint(tmp_path / "step-100")
     (tmp_path / "latest").symlink_to("step-9")
     with pytest.raises(CheckpointNotFoundError, match=r"latest is a link to step-9, which is not there$"):

@@ -87,8 +87,8 @@ def test_version(say) -> None:
         (["diff", ".", ".", "--labels", "1"], 2, "error: no such option: --labels. See reshard diff"),
         (["prune", "run"], 2, "error: missing option '--keep-last'. See reshard prune --help"),
         (["prune", "run", "--keep-last", "0"], 2, "invalid value '0' for '--keep-last': write a number of at least 1."),
-        (["prune", "nowhere", "--keep-last", "1"], 3, "error: there is nothing at"),
-        (["inspect", "nowhere"], 3, "error: there is nothing at"),
+        (["prune", "nowhere", "--keep-last", "1"], 3, "error: no such file or folder: "),
+        (["inspect", "nowhere"], 3, "error: no such file or folder: "),
         (["diff", ".", ".", "--step", "1"], 2, "diff has no --step: give the folder of a step, such as run/step-100"),
         (["diff", ".", ".", "--workers", "2", "--model"], 2, "--workers compares full checkpoints"),
         (["run"], 2, "error: no such command 'run'. See reshard --help"),
@@ -400,7 +400,10 @@ def test_a_file_is_not_suggested_for_a_missing_folder(say, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mistakes").touch()
     (tmp_path / "mistaken").mkdir()
-    assert f"there is nothing at mistake in {tmp_path}: did you mean 'mistaken'?" in say("inspect", "mistake").err
+    assert (
+        f"no such file or folder: 'mistake' (working directory {tmp_path}): did you mean 'mistaken'?"
+        in say("inspect", "mistake").err
+    )
 
 
 def test_an_error_is_one_with_nobody_reading_either(tmp_path) -> None:
@@ -411,7 +414,7 @@ def test_an_error_is_one_with_nobody_reading_either(tmp_path) -> None:
     os.close(writing)
 
     assert ran.returncode == 3
-    assert ran.stderr.startswith("error: there is nothing at")
+    assert ran.stderr.startswith("error: no such file or folder: ")
 
 
 @pytest.mark.parametrize("words", [["--help"], ["inspect", "X"], ["plan", "X", "fsdp=2"], ["diff", "X", "é×"]])

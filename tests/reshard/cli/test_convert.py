@@ -207,7 +207,7 @@ def test_wrong_usage_is_one_line(say, checkpoint: Path, tmp_path: Path, words: l
     [
         (["--select", "nothing*"], "matches 'nothing*'"),
         (["--select", "model.nrm"], "did you mean 'model.norm'?"),
-        (["--onto", "nowhere"], "there is nothing at nowhere"),
+        (["--onto", "nowhere"], "no such file or folder: 'nowhere'"),
     ],
 )
 def test_errors_are_one_line(say, checkpoint: Path, tmp_path: Path, words: list[str], told: str) -> None:

@@ -707,3 +707,25 @@ def test_packed_dtypes_have_no_rounding_to_advise_for(say, tmp_path) -> None:
     reshard.save({"w": torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, tmp_path / "b")
 
     assert "all differences are dtypes" in say("diff", tmp_path / "a", tmp_path / "b").out
+
+
+@pytest.mark.parametrize("command", [["verify"], ["diff", "whole"], ["inspect"]], ids=lambda words: words[0])
+def test_json_has_the_same_keys_whatever_the_answer(command, say, tmp_path, monkeypatch) -> None:
+    """Complete, with a damaged file, with a manifest that does not open, and, as a run, with no complete step."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("whole", "harmed", "unreadable", "run/step-1", "lost/step-1"):
+        reshard.save({"a": torch.ones(3)}, name)
+    for name in ("harmed", "lost/step-1"):
+        next(Path(name).glob("data-*/*.safetensors")).unlink()
+    Path("unreadable/manifest.json").write_text("{")
+
+    told = {name: json.loads(say(*command, name, "--json").out) for name in ("whole", "harmed", "unreadable")}
+
+    assert len({tuple(sorted(of)) for of in told.values()}) == 1
+    assert [of["ok"] for of in told.values()] == [True, False, False]
+    assert not told["whole"]["problems"]
+    assert all(of["problems"] for of in [*told.values()][1:])
+    if command != ["diff", "whole"]:
+        runs = [json.loads(say(*command, name, "--json").out) for name in ("run", "lost")]
+        assert runs[0].keys() == runs[1].keys()
+        assert [of["ok"] for of in runs] == [True, False]

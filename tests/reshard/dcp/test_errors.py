@@ -278,3 +278,23 @@ def test_damage_is_told_with_a_call_that_reads_it_anyway(tmp_path):
     with pytest.raises(CorruptCheckpointError, match=r"\(reshard\.load\(\.\.\., check=False\) reads it as it is\)"):
         ours.load({"w": torch.ones(1000)}, checkpoint_id=path)
     reshard.load({"w": torch.ones(1000)}, path, check=False)
+
+
+@pytest.mark.parametrize(
+    ("state", "fix"),
+    [
+        (lambda inner: inner, "call load({'model': state}, checkpoint_id=path)"),
+        (lambda inner: {"app": {"model": inner}}, "call load(state['app'], checkpoint_id=path)"),
+        (lambda inner: {"net": inner}, "call it 'model'"),
+        (lambda inner: {"x": {"model": {"y": inner}}}, None),
+    ],
+)
+def test_a_prefix_too_many_has_a_fix(state, fix, tmp_path):
+    inner = {"a": torch.ones(3), "b.c": torch.ones(2)}
+    ours.save({"model": inner}, checkpoint_id=tmp_path / "c")
+    with pytest.raises(KeyMismatchError) as caught:
+        ours.load(state(inner), checkpoint_id=tmp_path / "c")
+    fixes = [line for line in str(caught.value).splitlines() if line.startswith(("  fix:", "  or:"))]
+    assert fix is None or fixes == [f"  fix: {fix}"]
+    assert fixes
+    assert "mapping=" not in str(caught.value)

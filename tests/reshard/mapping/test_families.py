@@ -152,6 +152,8 @@ def test_a_naming_that_is_nearly_right_is_suggested() -> None:
         NormalizationError, match=r"unknown naming scheme 'tranformers': did you mean 'transformers'\? Known"
     ):
         ready(model, "huggingface", "tranformers")
+    with pytest.raises(NormalizationError, match="unknown naming scheme 'hugginface': did you mean 'huggingface'"):
+        ready({"model_type": "llama"}, "hugginface", "torchtitan")  # before what the config lacks
     with pytest.raises(NormalizationError, match=r"unknown naming scheme 'qqq'\. Known: huggingface, "):
         ready(model, "qqq", "huggingface")
 
