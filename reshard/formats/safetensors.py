@@ -275,8 +275,7 @@ def _inferred(known: set[str], config: Mapping[str, Any]) -> dict[str, str]:
     if has_head and not biased and not any(head in key for key in known):
         inputs = [key for key in known if key.endswith(_INPUTS)]
         if len(inputs) == 1:
-            within = inputs[0].rpartition(".model.")[0]
-            found[f"{within}.{head}.weight".lstrip(".")] = inputs[0]
+            found[f"{head}.weight"] = inputs[0]
     return found
 
 
