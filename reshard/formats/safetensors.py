@@ -222,20 +222,33 @@ def _config(storage: Storage, names: Listing) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-# Names that Hugging Face files leave out, because the model ties them to tensors that are stored.
+# Names that Hugging Face files leave out, because the model ties them to tensors that are stored:
 #
-# lm_head.weight                                  decoders: the embedding, unless the config says
-# that it is not tied cls.predictions.decoder.weight, .bias           BERT and its kin: the
-# embedding of words, and cls.predictions.bias lm_head.decoder.weight, .bias
-# RoBERTa and its kin: the same, and lm_head.bias encoder.embed_tokens.weight, decoder. ...
-# T5, BART and their kin: shared.weight
+# - `lm_head.weight` of decoders: the embedding, unless the config says that it is not tied
+# - `cls.predictions.decoder.weight` and `.bias` of BERT and its kin: the embedding of words, and `cls.predictions.bias`
+# - `lm_head.decoder.weight` and `.bias` of RoBERTa and its kin: the same, and `lm_head.bias`
+# - `encoder.embed_tokens.weight` and `decoder. ...` of T5, BART, and their kin: `shared.weight`
 #
 # Files of transformers say nothing of this: it follows from the names that are there, and from
 # config.json where there is one. Ours, and those of `safetensors.torch.save_model`, have each name
 # in their metadata, with the one that is stored.
 
 
-_INPUTS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight")
+_INPUTS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "backbone.embeddings.weight")
+_HEADS = {
+    "whisper": "proj_out",
+    "moonshine": "proj_out",
+    "canary": "proj_out",
+    "biogpt": "output_projection",
+    "trocr": "output_projection",
+    "t5gemma": "lm_head.out_proj",
+    "t5gemma2": "lm_head.out_proj",
+    "funnel": "lm_head",
+    "pocket_tts": "",
+    "gradium_phonon_tts": "",
+}
+"""The output layer of a `model_type` where its names suggest another one; "" if it has none."""
+
 _SHARED = re.compile(r"(.*\.)?shared\.weight")
 _HEADS_WITH_BIAS = re.compile(r"((?:.*\.)?(?:cls\.predictions|lm_head|predictions))\.bias")
 _WORDS = ("embeddings.word_embeddings.weight",)
@@ -252,13 +265,15 @@ def _inferred(known: set[str], config: Mapping[str, Any]) -> dict[str, str]:
     """Infer tied names from the names in the files and the config."""
     if not _is_tied(config):
         return {}
-    found = {**_shared(known), **_heads_with_bias(known)}
-    named = config.get("architectures")
-    kinds = [str(kind) for kind in named] if isinstance(named, list) else []
-    has_head = any(part in kind for kind in kinds for part in ("CausalLM", "LMHead", "ForConditionalGeneration"))
-    if has_head and not any("lm_head" in key for key in (*known, *found)):
+    model_type = str(config.get("model_type"))
+    biased = {} if model_type in _HEADS else _heads_with_bias(known)
+    found = {**_shared(known), **biased}
+    has_head = re.search("CausalLM|LMHead|ForConditionalGeneration", str(config.get("architectures")))
+    head = _HEADS.get(model_type, "lm_head")
+    if has_head and not biased and not any(head in key for key in known):
         inputs = [key for key in known if key.endswith(_INPUTS)]
-        found |= {"lm_head.weight": inputs[0]} if len(inputs) == 1 else {}
+        if len(inputs) == 1:
+            found[f"{head}.weight"] = inputs[0]
     return found
 
 

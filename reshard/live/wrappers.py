@@ -29,6 +29,7 @@ _WRAPPERS = {
     ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"): "_checkpoint_wrapped_module",
     ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"): "_fsdp_wrapped_module",
     ("deepspeed.runtime.engine", "DeepSpeedEngine"): "module",
+    ("lightning.fabric.wrappers", "_FabricModule"): "_forward_module",
 }
 """(module, class name) of each wrapper, and the child that it stands for. By name, because
 importing the classes costs seconds; an instance can only exist where its class was imported."""
@@ -254,7 +255,7 @@ def forget_meshes() -> None:
 # An adapter's own name is removed only if there is one adapter: several need their names.
 
 
-CERTAIN_SEGMENTS = (WRAPPER_SEGMENTS - {"module"}) | {"_fpw_module", "_forward_module"}
+CERTAIN_SEGMENTS = (WRAPPER_SEGMENTS - {"module"}) | {"_fpw_module"}
 """Segments that nothing but a wrapper is called."""
 
 PEFT_PREFIX = "base_model.model."

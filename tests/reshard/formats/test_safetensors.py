@@ -272,6 +272,39 @@ def test_tied_weights(tmp_path: Path) -> None:
         assert "lm_head.weight" not in open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "stored", "aliases"),
+    [
+        ("whisper", "model.decoder.embed_tokens.weight", ["proj_out.weight"]),
+        ("trocr", "model.decoder.embed_tokens.weight", ["output_projection.weight"]),
+        ("mamba", "backbone.embeddings.weight", ["lm_head.weight"]),
+        ("llava", "model.language_model.embed_tokens.weight", ["lm_head.weight"]),
+        ("pocket_tts", "model.embed_tokens.weight", []),
+    ],
+)
+def test_tied_output_layers_have_the_names_of_their_models(
+    model_type: str, stored: str, aliases: list[str], tmp_path: Path
+) -> None:
+    save_file({stored: A}, tmp_path / "model.safetensors")
+    config(tmp_path, model_type=model_type)
+    assert dict(open_checkpoint(tmp_path).aliases) == dict.fromkeys(aliases, stored)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "bias", "aliases"),
+    [
+        ("bert", "cls.predictions.bias", ["cls.predictions.decoder.bias", "cls.predictions.decoder.weight"]),
+        ("funnel", "lm_head.bias", []),
+    ],
+)
+def test_a_tied_output_layer_with_a_bias_is_the_only_one(
+    model_type: str, bias: str, aliases: list[str], tmp_path: Path
+) -> None:
+    save_file({f"{model_type}.embeddings.word_embeddings.weight": A, bias: B}, tmp_path / "model.safetensors")
+    config(tmp_path, model_type=model_type)
+    assert sorted(open_checkpoint(tmp_path).aliases) == aliases
+
+
 def entry(**changes: Any) -> dict[str, Any]:
     return {"dtype": "F32", "shape": [2], "data_offsets": [0, 8], **changes}
 

@@ -451,3 +451,28 @@ def test_checkpoints_at_links_and_urls_are_removed(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     io.remove_checkpoint("memory://lightning/step-1")
     assert [step.step for step in reshard.steps("memory://lightning")] == [2]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_fabric_set_up_has_the_names_of_the_bare_model(compiled: bool, tmp_path: Path) -> None:
+    """Fabric's wrapper gives its state dict without its own segment, and has its model under two names."""
+    from lightning.fabric import Fabric
+
+    def built() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        return model, torch.optim.AdamW(model.parameters())
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    bare, optimizer = built()
+    whole = torch.compile(bare, backend="eager") if compiled else bare
+    wrapped, wrapped_optimizer = fabric.setup(whole, optimizer)
+    fabric.backward(wrapped(torch.randn(5, 3)).square().mean())
+    wrapped_optimizer.step()
+
+    reshard.save({"model": wrapped, "optim": wrapped_optimizer}, tmp_path / "wrapped")
+    reshard.save({"model": bare, "optim": optimizer}, tmp_path / "bare")
+    assert reshard.compare(tmp_path / "wrapped", tmp_path / "bare").ok
+
+    fresh, fresh_optimizer = fabric.setup(*built())
+    assert reshard.load({"model": fresh, "optim": fresh_optimizer}, tmp_path / "bare").ok
+    assert same(reshard.get_state_dict(fresh, fresh_optimizer), reshard.get_state_dict(bare, optimizer))
