@@ -410,8 +410,8 @@ def redistribute(
         timeout: limit for each phase, in seconds or as a `timedelta`.
 
     Raises (nothing was moved; other ranks raise the same error or `RankFailedError`):
-        KeyMismatchError: keys are missing, unexpected, or mismatched, or values differ between
-            ranks. The error lists them.
+        KeyMismatchError: keys are missing, unexpected, or mismatched. The error lists them.
+        ReplicaDriftError: values differ between ranks.
         LayoutError: ranks disagree about a layout or an option, a rank has neither source nor
             target, source and target share memory, or targets overlap.
     Raises UndefinedTargetsError if a rank fails while bytes move.

@@ -199,8 +199,9 @@ class WeightSource:
             process_group: the ranks of the trainer. Default: the default group.
             timeout: limit for this call and for each transfer, in seconds or as a `timedelta`.
 
-        The first pass compares replicas. Raises KeyMismatchError for a state without tensors and for
-        tensors that cannot be converted to `dtype`, and the errors of `Mapping.views`.
+        The first pass raises ReplicaDriftError if replicas differ. The call raises KeyMismatchError for a
+        state without tensors and for tensors that cannot be converted to `dtype`, and the errors of
+        `Mapping.views`.
         """
         group = Group(process_group, deadline_s=timeout)
         self._job_rank = group.job_rank
