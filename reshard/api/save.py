@@ -151,10 +151,11 @@ class PendingSave(Generic[T]):
         """Return True if the save has ended, successfully or not."""
         return self._future.done()
 
-    def add_done_callback(self, call: Callable[[PendingSave[T]], object]) -> None:
-        """Call `call` with this object, on the thread of the save, when the save ends. Calls it at once if it has
+    @renamed(call="fn")
+    def add_done_callback(self, fn: Callable[[PendingSave[T]], object]) -> None:
+        """Call `fn` with this object, on the thread of the save, when the save ends. Calls it at once if it has
         ended."""
-        self._future.add_done_callback(lambda _: call(self))
+        self._future.add_done_callback(lambda _: fn(self))
 
     def _asked(self, ask: Callable[[float | None], A], timeout: float | None) -> A:
         check_options(timeout=timeout)
