@@ -213,9 +213,8 @@ class CheckpointManager:
     ) -> None:
         self._process_group, self._timeout = process_group, timeout
         self.keep, self.preemption = keep, preemption
-        self._memory = memory
         self._full_every, self._background, self._sync_every = full_every, background, sync_every
-        self._bytes_per_s = bytes_per_s
+        self._memory, self._bytes_per_s = memory, bytes_per_s
         self._options, self._claim = options, None
         group = self._group()
         with group.together("CheckpointManager"):
