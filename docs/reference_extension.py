@@ -18,7 +18,7 @@ _MADE = set(re.findall(r"\b([A-Z]\w+)\(", "".join(map(Path.read_text, _PAGES.glo
 """The classes that a page calls."""
 _SECTION = re.compile(r"^([ \t]*Raises) \((.+)\):$", re.MULTILINE)
 _TOGETHER = re.compile(r"^([ \t]+)(\w+(?:, \w+)+): (.*(?:\n\1[ \t]+.*)*)", re.MULTILINE)
-"""Parameters that a docstring describes together."""
+"""Parameters, or errors, that a docstring describes together."""
 _TAG = re.compile(r"`[^`]*`|<(\w+)>")
 _RETURNS = re.compile(r"^[ \t]*Returns:\n[ \t]+", re.MULTILINE)
 _PAGE = re.compile(r"`?\bdocs/([\w/-]+\.md)`?")
@@ -84,13 +84,14 @@ def _show_call(made: griffe.Class, value: Any) -> None:
 
 
 def _complete(function: griffe.Function, value: Any) -> None:
-    """Defaults that the source names get their values; options that it collects are listed. Each parameter has a row of
-    its own, since a row for several would call them required."""
+    """Defaults that the source names get their values; options that it collects are listed. Each parameter and
+    each error has a row of its own: one for several would call parameters required, and show errors as a tuple."""
     known = inspect.signature(value).parameters
 
     def apart(described: re.Match[str]) -> str:
         indent, names, text = described.groups()
-        if not known.keys() >= {*names.split(", ")}:
+        is_of_errors = all(name.endswith("Error") for name in names.split(", "))
+        if not is_of_errors and not known.keys() >= {*names.split(", ")}:
             return described[0]
         return "\n".join(f"{indent}{name}: {text}" for name in names.split(", "))
 

@@ -182,7 +182,8 @@ def _half(verb: str, given: Any) -> str:
 
 
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "workers threads memory_budget_bytes divide_above_bytes ranks_per_file ranks_per_host max_inflight_bytes": (
+    "workers threads memory_budget_bytes divide_above_bytes ranks_per_file ranks_per_host max_inflight_bytes "
+    "full_every sync_every": (
         lambda value: type(value) is int and value >= 1,
         "an integer >= 1",
     ),

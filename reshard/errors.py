@@ -102,7 +102,7 @@ def also(kind: Any, was: Any) -> Any:
 
 
 class ReplicaDriftError(ReshardError, ValueError):
-    """Replicas differ. The message names tensors and ranks."""
+    """Copies differ that ranks have of one tensor, shard, or value. The message names keys and ranks."""
 
 
 class NormalizationError(ReshardError, ValueError):

@@ -18,6 +18,7 @@ import reshard
 from docs.command_line import as_page
 from docs.reference_extension import _names, _public
 from docs.site_pages import labeled, on_page_content
+from reshard.api.options import TransferOptions
 from reshard.cli.app import EXAMPLES
 from tests.test_readme import ROOT
 
@@ -79,6 +80,27 @@ def test_sections_are_whole_and_pages_are_links(package: griffe.Module) -> None:
     assert "StorageError" in {str(one.annotation) for one in raises.value}
     assert '{"state": {fqn: {name: value}}, "param_groups"' in returns.value[0].description
     assert "(../incremental.md)" in save.value
+
+
+def test_each_error_has_a_row_of_its_own(package: griffe.Module) -> None:
+    rows = {
+        path: [
+            str(row.annotation)
+            for one in item.docstring.parse("google")
+            if one.kind.value == "raises"
+            for row in one.value
+        ]
+        for path, item in _public(package, "reshard", _names("reshard"))
+        if item.is_function and item.docstring
+    }
+
+    assert {"PlanError", "NormalizationError"} <= {*rows["reshard.Mapping.apply"]}
+    assert [path for path, errors in rows.items() if not all(map(str.isalpha, errors))] == []
+
+
+def test_help_lists_the_options_of_a_transfer() -> None:
+    for verb in (reshard.redistribute, reshard.prepare):
+        assert set(TransferOptions.__annotations__) <= set(re.findall(r"\w+", verb.__doc__)), verb
 
 
 def code_of(text: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -134,7 +135,7 @@ def test_every_quoted_error_is_what_a_user_gets(tmp_path: Path, monkeypatch: pyt
     assert len(set(seen)) == len(PROVOKE) == 13
     others = [quote.partition(":")[0] for quote in QUOTED if quote not in seen]
     assert others == [
-        "KeyMismatchError",
+        "ReplicaDriftError",
         "LayoutError",
         "LayoutError",
         "LayoutError",
@@ -158,6 +159,8 @@ def _on_ranks(folder: str) -> None:
     with pytest.raises(reshard.ReshardError) as caught:
         reshard.save({"seed": rank}, f"{folder}/a")
     assert "values differ" in _is_quoted(caught.value)
+    assert isinstance(caught.value, reshard.errors.ReplicaDriftError)
+    assert isinstance(pickle.loads(pickle.dumps(caught.value)), reshard.errors.KeyMismatchError), "as in 0.1.0"
     with pytest.raises(reshard.ReshardError) as caught:
         reshard.save({"x": Other() if rank else 1}, f"{folder}/b")
     assert rank == 1 or _is_quoted(caught.value).startswith("RankFailedError")

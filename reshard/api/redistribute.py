@@ -349,10 +349,13 @@ def prepare(
     """Make the plan and the buffers of a transfer that runs often, such as after every training
     step.
 
-    Collective. Arguments and errors are those of `redistribute`. Nothing moves before you call
-    `run`. The result keeps references to the tensors that you pass. Their values and their
-    memory may change between runs. With `delta=True`, each run sends only changed elements:
-    see docs/live.md.
+    Collective. Nothing moves before you call `run`. The result keeps references to the tensors
+    that you pass. Their values and their memory may change between runs. With `delta=True`, each
+    run sends only changed elements: see docs/live.md.
+
+    Arguments and errors are those of `redistribute`, except `check`. By name: mapping, views,
+    source_layouts, target_layouts, strict, dtype_policy, check_replicas, max_inflight_bytes,
+    ranks_per_host, delta, and timeout.
     """
     group = Group(process_group, deadline_s=options.get("timeout", DEFAULTS["timeout"]))
     with phase("prepare") as span, group.together("prepare"):
@@ -407,8 +410,8 @@ def redistribute(
         timeout: limit for each phase, in seconds or as a `timedelta`.
 
     Raises (nothing was moved; other ranks raise the same error or `RankFailedError`):
-        KeyMismatchError: keys are missing, unexpected, or mismatched, or values differ between
-            ranks. The error lists them.
+        KeyMismatchError: keys are missing, unexpected, or mismatched. The error lists them.
+        ReplicaDriftError: values differ between ranks.
         LayoutError: ranks disagree about a layout or an option, a rank has neither source nor
             target, source and target share memory, or targets overlap.
     Raises UndefinedTargetsError if a rank fails while bytes move.
@@ -437,7 +440,7 @@ def verify_live(
     """Compare every target tensor with its source, bit by bit, by fingerprints. Layouts may
     differ.
 
-    Collective. Arguments are those of `redistribute`. Every rank fingerprints its own shards,
+    Collective. Arguments are those of `prepare`. Every rank fingerprints its own shards,
     and sends and receives about 60 bytes per tensor. If dtypes differ, the source is first converted to the
     target's dtype. All NaNs then count as equal, because torch's conversion can give the same NaN
     different bits.

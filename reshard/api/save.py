@@ -102,7 +102,8 @@ def save(
         ranks_per_file: the number of ranks of a host that write one file: see docs/scale.md. Not with a base.
 
     Raises (on all ranks: the failing rank raises its own error, the others `RankFailedError`):
-        KeyMismatchError: values differ between ranks without `PerRank`, keys collide, or a glob matches nothing.
+        ReplicaDriftError: values differ between ranks without `PerRank`.
+        KeyMismatchError: keys collide, or a glob matches nothing.
         LayoutError: ranks disagree about a tensor's shape, dtype, or placement, or about options other than
             memory_budget_bytes and progress.
         FormatError: a value is not plain data.
@@ -149,10 +150,11 @@ class PendingSave(Generic[T]):
         """Return True if the save has ended, successfully or not."""
         return self._future.done()
 
-    def add_done_callback(self, call: Callable[[PendingSave[T]], object]) -> None:
-        """Call `call` with this object, on the thread of the save, when the save ends. Calls it at once if it has
+    @renamed(call="fn")
+    def add_done_callback(self, fn: Callable[[PendingSave[T]], object]) -> None:
+        """Call `fn` with this object, on the thread of the save, when the save ends. Calls it at once if it has
         ended."""
-        self._future.add_done_callback(lambda _: call(self))
+        self._future.add_done_callback(lambda _: fn(self))
 
     def _asked(self, ask: Callable[[float | None], A], timeout: float | None) -> A:
         check_options(timeout=timeout)
@@ -570,7 +572,7 @@ def agree_before_save(
         first: on the first rank, where it has a plan.
         before: of the meeting before, after which all have planned again: its content is not repeated.
 
-    Raises, on every rank, LayoutError for options that differ; KeyMismatchError as `take_census` does.
+    Raises, on every rank, LayoutError for options that differ; ReplicaDriftError for values that differ.
     """
     table: DigestTable | None = None
     if kept is not None and group.world_size > 1:

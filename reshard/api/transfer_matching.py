@@ -526,7 +526,7 @@ class Values:
         """Collective: the values of this rank's targets, out of all that the ranks hold now.
         Changes nothing.
 
-        Raises KeyMismatchError, on every rank, for a value that differs between ranks.
+        Raises ReplicaDriftError, on every rank, for a value that differs between ranks.
         """
         held = self._held()
         merged = agree_on_values({}, held, group, {}, check_replicas=True)
@@ -584,7 +584,7 @@ def check_replicas(source: TransferSide, before: StateLayout, group: Group, *, o
     """Collective: compare digests of replicas. `before`: the layout of all
     sources of the job; `on_device`: whether any of them is on a device.
 
-    Raises KeyMismatchError, on every rank, if they differ.
+    Raises ReplicaDriftError, on every rank, if they differ.
     """
     copied = {key for key, layout in before.items() if int(layout.numels().sum()) > layout.spec.numel}
     mine = {k: t for k, t in source.state.tensors.items() if k in copied}

@@ -153,7 +153,7 @@ class SinceLastPass:
         self._kept = now
 
 
-@named_arguments()
+@named_arguments(everyone="all_ranks")
 class WeightSource:
     """The weights of a sharded training job, as an inference engine loads them: full tensors,
     under the engine's names, in its dtype.
@@ -173,7 +173,7 @@ class WeightSource:
         mapping: StateMapping | None = None,
         dtype: torch.dtype | None = None,
         bucket_bytes: int = 1 << 30,
-        everyone: bool = False,
+        all_ranks: bool = False,
         layouts: Callable[[TensorSpec], TensorLayout | None] | None = None,
         delta: bool = False,
         process_group: dist.ProcessGroup | None = None,
@@ -188,7 +188,7 @@ class WeightSource:
             dtype: convert floating-point tensors to this dtype. Elements beyond its range become
                 infinite or NaN. No report counts them.
             bucket_bytes: maximum size of a bucket. A larger tensor gets its own bucket.
-            everyone: give all buckets to every rank, not only to the first rank of the group.
+            all_ranks: give all buckets to every rank, not only to the first rank of the group.
             layouts: a function from a tensor's spec to its layout over the ranks. All ranks then get
                 buckets, each with its own shards.
                 A flat range or several boxes come as one flat tensor.
@@ -199,8 +199,9 @@ class WeightSource:
             process_group: the ranks of the trainer. Default: the default group.
             timeout: limit for this call and for each transfer, in seconds or as a `timedelta`.
 
-        The first pass compares replicas. Raises KeyMismatchError for a state without tensors and for
-        tensors that cannot be converted to `dtype`, and the errors of `Mapping.views`.
+        The first pass raises ReplicaDriftError if replicas differ. The call raises KeyMismatchError for a
+        state without tensors and for tensors that cannot be converted to `dtype`, and the errors of
+        `Mapping.views`.
         """
         group = Group(process_group, deadline_s=timeout)
         self._job_rank = group.job_rank
@@ -219,8 +220,8 @@ class WeightSource:
         self.specs = specs
         """Name, shape, and dtype of each tensor that is given; the same on every rank."""
         self._process_group, self._bucket_bytes, self._timeout = process_group, bucket_bytes, timeout
-        self.everyone, self.delta = everyone, delta
-        self._is_mine = everyone or layouts is not None or group.rank == 0
+        self.all_ranks, self.delta = all_ranks, delta
+        self._is_mine = all_ranks or layouts is not None or group.rank == 0
         self._device = next((tensor.device for tensor in self._live.tensors.values()), torch.device("cpu"))
         self._passes, self._since = 0, SinceLastPass() if delta else None
 

@@ -42,7 +42,7 @@ def update_from_tensor(
         engine: on the first rank of the source, or of `process_group`; None elsewhere.
         tp_size: the engine's tensor-parallel size if the first rank gives each of its ranks the weights.
         process_group: ranks on the GPUs of the engine's ranks, in their order; each gives the
-            weights to the one on its GPU. Needs a source with `everyone=True`.
+            weights to the one on its GPU. Needs a source with `all_ranks=True`.
 
     Raises ReshardError if the engine refuses; it may then have a part of the weights. OptionError
     for a source with `layouts`, or, with `process_group`, one that does not give every rank the weights.
@@ -50,8 +50,8 @@ def update_from_tensor(
     from sglang.srt.utils import MultiprocessingSerializer
 
     group = Group(process_group, alone=process_group is None)
-    if group.world_size > 1 and not source.everyone:
-        raise OptionError("update_from_tensor(process_group=...) needs WeightSource(everyone=True)")
+    if group.world_size > 1 and not source.all_ranks:
+        raise OptionError("update_from_tensor(process_group=...) needs WeightSource(all_ranks=True)")
     source.require_full()
     leads = (source if process_group is None else group).rank == 0
 
@@ -90,7 +90,7 @@ def update_from_distributed(
 
         def send(bucket: WeightBucket, is_last: bool) -> None:
             _check_engine(engine, leads)
-            if not leads:  # of a source with everyone=True
+            if not leads:  # of a source with all_ranks=True
                 return
             names, shapes, dtypes = zip(*((p.name, list(p.shape), dtype_name(p.dtype)) for p in bucket.places))
             how = {"group_name": group_name, "flush_cache": is_last, "load_format": _FORMAT}

@@ -172,7 +172,7 @@ class ReshardManager(TitanManager):
         report = self._manager.save(curr_step, _Lazy(lambda: _taken(self._flattened_model_states_sd())), force=is_first)
         if report.preempted:
             self._manager.close()
-            raise SystemExit(f"step {curr_step} is saved in {self.folder}; {report.preempted} asked the job to end")
+            raise SystemExit(f"step {curr_step} is saved in {self.folder}; {report.preempted_by} asked the job to end")
         return bool(report)
 
     def dcp_save(

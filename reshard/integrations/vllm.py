@@ -42,20 +42,20 @@ _MOST_SHARDS = 16
 
 class StateSource(EngineSource):  # type: ignore[misc]  # Any where vLLM is not installed
     """A source of full tensors, for vLLM's NCCL broadcast, which the first rank sends. With
-    `everyone=True`, every rank has them, as CUDA IPC and sharded RDT require.
+    `all_ranks=True`, every rank has them, as CUDA IPC and sharded RDT require.
     """
 
-    def __init__(self, state: Mapping[str, Any], *, everyone: bool = False, **options: Any) -> None:
+    def __init__(self, state: Mapping[str, Any], **options: Any) -> None:
         """Create a source. Collective. `options` are those of `reshard.WeightSource`, except
         `layouts` and `delta`.
         """
-        self._source, self._everyone = WeightSource(state, everyone=everyone, **options), everyone
+        self._source = WeightSource(state, **options)
         self._source.require_full()
 
     @cached_property
     def metadata(self) -> list[ParamMeta]:
         """Names, dtypes, shapes, and owners of all tensors. The same on every rank."""
-        owners = None if self._everyone else (0,)
+        owners = None if self._source.all_ranks else (0,)
         specs = self._source.specs.values()
         return [ParamMeta(s.fqn, dtype_from_name(s.dtype), s.shape, owners=owners) for s in specs]
 
@@ -76,7 +76,7 @@ class ShardSource(EngineSource):  # type: ignore[misc]  # Any where vLLM is not 
         self, state: Mapping[str, Any], *, process_group: dist.ProcessGroup | None = None, **options: Any
     ) -> None:
         """Create a source. Collective. `options` are those of `reshard.WeightSource`, except
-        `everyone` and `delta`.
+        `all_ranks` and `delta`.
         """
         self._ranks = Group(process_group).ranks
         self._source = WeightSource(state, layouts=self._layout, process_group=process_group, **options)

@@ -17,7 +17,15 @@ from planners.geometry.arrays import grouped
 from planners.geometry.layout import ProductForm, StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Replicate
 from planners.units import format_some
-from reshard.errors import FormatError, KeyMismatchError, LayoutError, format_names, format_ranks
+from reshard.errors import (
+    FormatError,
+    KeyMismatchError,
+    LayoutError,
+    ReplicaDriftError,
+    format_names,
+    format_ranks,
+    option_error,
+)
 from reshard.live.dtypes import as_array, row_major_bytes
 from reshard.live.fingerprints import partials
 from reshard.live.plain_data import check_text, encode_plain
@@ -120,7 +128,7 @@ def take_global_state(state: LiveState, group: Group, *, check_replicas: bool) -
 
     Raises, on every rank:
         LayoutError: ranks disagree about a tensor's shape, dtype or placement.
-        KeyMismatchError: a plain tensor or object differs between ranks under one key (unless
+        ReplicaDriftError: a tensor or object differs between ranks under one key (unless
             `check_replicas` is off, which trusts the lowest rank).
     Raises FormatError for an object that is no plain data, naming its key.
     """
@@ -216,7 +224,7 @@ def agree_on_values(
 
     `layout`: of what all ranks hold; `on_device`: whether a tensor of any rank is on a device.
 
-    Raises KeyMismatchError, on every rank, for a tensor or object that differs between ranks under
+    Raises ReplicaDriftError, on every rank, for a tensor or object that differs between ranks under
     one key (unless `check_replicas` is off, which trusts the lowest rank).
     """
     if group.world_size == 1:
@@ -366,7 +374,7 @@ class DigestTable:
         """Return True if all ranks have the same objects, by what all of them sent. Collective if
         some hold others.
 
-        Raises KeyMismatchError, on every rank, with the keys that have two values.
+        Raises ReplicaDriftError, on every rank, with the keys that have two values.
         """
         differ = [holders for holders, (digest, *_) in told.digests.items() if not digest]
         if not differ:
@@ -392,7 +400,7 @@ class DigestTable:
             key: format_some([" / ".join(map(format_ranks, one)) for one in sorted(of)], 8)
             for key, of in sorted(pairs.items())
         }
-        raise KeyMismatchError(_differing(differing, kinds))
+        raise option_error(_differing(differing, kinds), KeyMismatchError, ReplicaDriftError)
 
     def _kind(self, key: str) -> str:
         return "object" if key in self.objects else "sharded" if key in self.sharded else "plain"

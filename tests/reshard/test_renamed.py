@@ -57,6 +57,23 @@ def test_a_result_is_waited_for_by_timeout(tmp_path: Path) -> None:
         assert pending.result(timeout_s=60.0).tensors == 1
 
 
+def test_a_callback_was_a_call(tmp_path: Path) -> None:
+    seen: list[object] = []
+    pending = reshard.async_save({"w": W}, tmp_path / "c")
+    with pytest.warns(DeprecationWarning, match=r"call= of PendingSave.add_done_callback\(\) is now called fn="):
+        pending.add_done_callback(call=seen.append)
+    pending.add_done_callback(fn=seen.append)
+    assert pending.result().tensors == 1
+    assert seen == [pending, pending]
+
+
+def test_all_ranks_were_everyone() -> None:
+    with pytest.warns(DeprecationWarning, match=r"everyone= of WeightSource\(\) is now called all_ranks="):
+        source = reshard.WeightSource({"w": W}, everyone=True)
+    with pytest.warns(DeprecationWarning, match=r"WeightSource\.everyone is now called all_ranks"):
+        assert source.everyone is source.all_ranks is True
+
+
 def test_a_tier_was_kept_and_recovered(tmp_path: Path) -> None:
     tier, target = Tier(tmp_path / "tier", host="a", copies=0), {"w": torch.zeros(2)}
     with pytest.warns(DeprecationWarning, match=r"Tier.keep is now called save;"):

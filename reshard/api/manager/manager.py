@@ -25,7 +25,7 @@ from reshard.api.retention import Keep
 from reshard.api.save import PendingSave, SaveReport, async_save, save
 from reshard.api.stateful_objects import LiveObjects
 from reshard.api.task_shares import absolute
-from reshard.arguments import checked_step, no_attribute, options_of, renamed, with_options
+from reshard.arguments import check_options, checked_step, no_attribute, options_of, renamed, with_options
 from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -66,9 +66,8 @@ class StepReport(Tabled):
     """Why the step is saved to storage. Empty if it is not."""
     memory: str
     """Why the step is saved to memory. Empty if it is not."""
-    preempted: str
-    """What requested that the job end. The step is complete in storage, and your loop should end
-    now. Empty if there is no request."""
+    preempted_by: str
+    """What requested that the job end. Empty if there is no request."""
     is_saved: bool = False
     """True if an earlier call saved the step to storage, so this call did not."""
     unranked: str = ""
@@ -78,10 +77,16 @@ class StepReport(Tabled):
     def __bool__(self) -> bool:
         return bool(self.storage or self.memory)
 
+    @property
+    def preempted(self) -> bool:
+        """Whether something requested that the job end. The step is complete in storage, and your
+        loop should end now."""
+        return bool(self.preempted_by)
+
     def __repr__(self) -> str:
         """One line."""
         saves = "saved" if self.preempted else "saving"
-        did = {f"{saves} to storage": self.storage, "saving to memory": self.memory, "preempted": self.preempted}
+        did = {f"{saves} to storage": self.storage, "saving to memory": self.memory, "preempted": self.preempted_by}
         did["without a metric"] = self.unranked
         words = ", ".join(f"{what} ({why})" for what, why in did.items() if why)
         return f"StepReport(step {self.step}, {words or ('saved by an earlier call' if self.is_saved else 'not due')})"
@@ -127,11 +132,14 @@ class _Known(NamedTuple):
     """Steps that could not be read before."""
 
 
-def _schedule(every: Every | None, read_only: bool) -> Every:
+def _schedule(every: Every | int | None, read_only: bool) -> Every:
     if every is None and not read_only:
-        fix = "such as every=reshard.Every(steps=500). To only read, pass read_only=True"
-        raise TypeError(f"CheckpointManager() needs every=, {fix}")
-    return every or Every(steps=1)
+        raise TypeError(
+            "CheckpointManager() needs every=, such as every=500 or every=reshard.Every(seconds=600). To only read, "
+            "pass read_only=True"
+        )
+    every = 1 if every is None else every
+    return Every(steps=every) if isinstance(every, int) else every
 
 
 class CheckpointManager:
@@ -156,10 +164,10 @@ class CheckpointManager:
     Args:
         root: a local folder or URL that all ranks can access. Each step is a checkpoint in
             `step-<number>`.
-        every: when to save a step to storage. Required unless `read_only`.
+        every: when to save a step to storage: an `Every`, or n for every n steps. Required unless `read_only`.
         keep: which steps to keep in storage.
         memory: also save steps to the memory of hosts: see docs/elastic.md.
-        memory_every: when to save a step to memory. Required with `memory`.
+        memory_every: when to save a step to memory, as for `every`. Required with `memory`.
         full_every: every k-th save is a full save. The others reuse unchanged data: see
             docs/incremental.md. 1: all saves are full.
         background: save while the job trains. At most one save to storage and one to memory are in
@@ -190,10 +198,10 @@ class CheckpointManager:
         self,
         root: str | os.PathLike[str],
         *,
-        every: Every | None = None,
+        every: Every | int | None = None,
         keep: Keep = _KEEP_ALL,
         memory: Tier | None = None,
-        memory_every: Every | None = None,
+        memory_every: Every | int | None = None,
         full_every: int = 1,
         background: bool = True,
         bytes_per_s: float = 256 << 20,
@@ -206,26 +214,27 @@ class CheckpointManager:
     ) -> None:
         self._process_group, self._timeout = process_group, timeout
         self.keep, self.preemption = keep, preemption
-        self._memory, self._memory_every = memory, memory_every
         self._full_every, self._background, self._sync_every = full_every, background, sync_every
-        self._bytes_per_s = bytes_per_s
+        self._memory, self._bytes_per_s = memory, bytes_per_s
         self._options, self._claim = options, None
         group = self._group()
         with group.together("CheckpointManager"):
             self.root, self.every = absolute(path_text(root)), _schedule(every, read_only)
+            self._memory_every = None if memory_every is None else _schedule(memory_every, True)
             self._check_options(options)
             shared = {
                 "root": path_text(root),
-                "every": every,
+                "every": self.every,
                 "keep": keep,
-                "memory_every": memory_every,
+                "memory_every": self._memory_every,
                 "full_every": full_every,
                 "background": background,
                 "sync_every": sync_every,
                 "bytes_per_s": bytes_per_s,
                 "read_only": read_only,
+                **options,
             }
-            group.same_options("CheckpointManager", {**shared, **options})
+            group.same_options("CheckpointManager", shared)
             if group.rank == 0 and not read_only:
                 self._claim = RootClaim(self.root)
             self._ledger = Ledger(self.root) if group.rank else Ledger.read(self.root)
@@ -252,10 +261,10 @@ class CheckpointManager:
             raise OptionError(f"CheckpointManager does not take {name}=: {_OWN[name]}")
         options_of("CheckpointManager", SaveOptions, options)
         wanted = {
-            "every": (self.every, Every, "reshard.Every(steps=..., seconds=...)"),
+            "every": (self.every, Every, "a number of steps, or reshard.Every(steps=..., seconds=...)"),
             "keep": (self.keep, Keep, "reshard.Keep(last=...)"),
             "memory": (self._memory, Tier | None, "a reshard.elastic.Tier"),
-            "memory_every": (self._memory_every, Every | None, "reshard.Every(steps=..., seconds=...)"),
+            "memory_every": (self._memory_every, Every | None, "a number of steps, or reshard.Every(...)"),
             "preemption": (self.preemption, Preemption, "reshard.Preemption(...)"),
         }
         for name, (its, kind, words) in wanted.items():
@@ -263,10 +272,7 @@ class CheckpointManager:
                 raise OptionError(f"{name} must be {words}, got {format_value(its)}")
         if (self._memory is None) != (self._memory_every is None):
             raise OptionError("pass memory= and memory_every= together, or neither")
-        for name in ("full_every", "sync_every"):
-            its = getattr(self, f"_{name}")
-            if type(its) is not int or its < 1:
-                raise OptionError(f"{name} must be an integer >= 1, got {its!r:.80}")
+        check_options(full_every=self._full_every, sync_every=self._sync_every)
         check_bytes_per_s(self._bytes_per_s)
 
     @renamed()
@@ -314,7 +320,7 @@ class CheckpointManager:
             if self._claim is not None:
                 _log.warning("step %d was saved in %s, as requested by %s", step, self.root, due.preempted)
         self._before = step  # what has failed may be tried again
-        return StepReport(step, due.storage, due.memory, due.preempted, is_saved, unranked)
+        return StepReport(step, *due[:3], is_saved, unranked)
 
     def _checked(self, step: int) -> int:
         if not self._is_open:
@@ -340,10 +346,8 @@ class CheckpointManager:
     def _due(self, group: Group, step: int, force: bool) -> Due:
         """Decide what all ranks do at this step."""
         before = step - 1 if self._before is None else self._before
-        wanted = force or self.every.is_multiple(step, before)
-        if self._memory_every is not None:
-            wanted = wanted or self._memory_every.is_multiple(step, before)
-        if not wanted and step % self._sync_every:
+        schedules = filter(None, (self.every, self._memory_every))
+        if not (force or any(it.is_multiple(step, before) for it in schedules)) and step % self._sync_every:
             return Due()
         now = time.monotonic()
         mine = Vote(
@@ -360,7 +364,7 @@ class CheckpointManager:
             group.refuse(CheckpointError(f"ranks call save with different steps, {words}"))
         storage = ", ".join(said.asked) or ("forced" if said.force else "")
         storage = storage or self.every.reason(step, before, said.waited_s[0])
-        memory = "" if self._memory_every is None else self._memory_every.reason(step, before, said.waited_s[1])
+        memory = self._memory_every.reason(step, before, said.waited_s[1]) if self._memory_every else ""
         return Due(storage if step != self._newest else "", memory, ", ".join(said.asked), said.has_ended)
 
     def _asked(self) -> list[str]:

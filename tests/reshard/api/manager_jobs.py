@@ -137,7 +137,7 @@ def one_is_asked(root: str) -> list[tuple[int, str, str]]:
                 asks.touch()
             dist.barrier()
             report = manager.save(step, state)
-            done.append((step, report.storage, report.preempted))
+            done.append((step, report.storage, report.preempted_by))
         manager.wait()
         assert manager.latest_step() == max(step for step, storage, _ in done if storage)
     return [row for row in done if row[1]]

@@ -100,13 +100,13 @@ REFUSED = {
     "other options": ("LayoutError", "max_inflight_bytes: 4096 on ranks 0-1, 2048 on rank 2"),
     "an option out of range": ("OptionError", "max_inflight_bytes"),
     "a policy that is not known": ("OptionError", "dtype_policy"),
-    "replicas that have drifted": ("KeyMismatchError", "'w' (ranks 0-1 / rank 2)"),
-    "shards that have drifted, on a mesh": ("KeyMismatchError", "'w' (ranks 0-1 / rank 2)"),
+    "replicas that have drifted": ("ReplicaDriftError", "'w' (ranks 0-1 / rank 2)"),
+    "shards that have drifted, on a mesh": ("ReplicaDriftError", "'w' (ranks 0-1 / rank 2)"),
     **{
-        f"shards that have drifted, {form}": ("KeyMismatchError", "replicas of 'w' differ: ranks 0-1 / rank 2. Give")
+        f"shards that have drifted, {form}": ("ReplicaDriftError", "replicas of 'w' differ: ranks 0-1 / rank 2. Give")
         for form in ("boxes", "flat")
     },
-    "values that differ": ("KeyMismatchError", "'lr'"),
+    "values that differ": ("ReplicaDriftError", "'lr'"),
     "a tensor for a number": ("KeyMismatchError", "is a tensor in the source, but not in the target"),
     "a number for a tensor": ("KeyMismatchError", "is a tensor in the target, but not in the source"),
     "a mapping to nowhere": ("KeyMismatchError", "named by a view or the mapping"),

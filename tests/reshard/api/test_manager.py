@@ -679,7 +679,8 @@ def test_a_job_that_is_to_end_saves_at_the_next_step(how: str, tmp_path: Path) -
             asked[0] = how == "asks"
             report = manager.save(2, {"w": torch.ones(2)})
             assert manager.all_steps() == [2]  # by the time that it says so
-            assert report.storage == report.preempted != ""
+            assert report.storage == report.preempted_by != ""
+            assert report.preempted is True
             assert not manager.save(3, {"w": torch.ones(2)})  # once is enough
         assert heard == ([signal.SIGTERM] if how == "signal" else [])
         os.kill(os.getpid(), signal.SIGTERM)
@@ -704,12 +705,12 @@ def test_a_request_stays_until_a_save_has_answered_it(how: str, background: bool
             with full, pytest.raises(StorageError, match="is full"):
                 manager.save(step, state)
         report = manager.save(2, state)  # the same step again: nothing of it is there
-        assert report.storage == report.preempted == ("SIGTERM" if how == "signal" else f"the file {file}")
-        why = report.preempted
+        assert report.storage == report.preempted_by == ("SIGTERM" if how == "signal" else f"the file {file}")
+        why = report.preempted_by
         assert repr(report) == f"StepReport(step 2, saved to storage ({why}), preempted ({why}))"
         assert not report.is_saved
         assert manager.all_steps() == [2]
-        assert not manager.save(3, state).preempted
+        assert manager.save(3, state).preempted is False
 
 
 def test_a_step_whose_save_failed_in_the_background_may_be_saved_again(tmp_path: Path) -> None:
@@ -730,7 +731,12 @@ def test_a_step_whose_save_failed_in_the_background_may_be_saved_again(tmp_path:
 
 
 BAD = [
-    ({"every": 5}, "every must be reshard.Every"),
+    ({"every": "5"}, "every must be a number of steps, or reshard.Every"),
+    ({"every": ""}, "every must be a number of steps, or reshard.Every"),
+    ({"every": 0}, "Every: steps must be an integer >= 1, got 0"),
+    ({"every": True}, "Every: steps must be an integer >= 1, got True"),
+    ({"every": 1, "memory_every": "2"}, "memory_every must be a number of steps, or reshard.Every"),
+    ({"every": 1, "memory_every": -1}, "Every: steps must be an integer >= 1, got -1"),
     ({"every": Every(steps=1), "full_every": 0}, "full_every must be an integer >= 1"),
     ({"every": Every(steps=1), "sync_every": 1.5}, "sync_every must be an integer >= 1"),
     ({"every": Every(steps=1), "memory_every": Every(steps=1)}, "pass memory= and memory_every= together"),
@@ -740,6 +746,14 @@ BAD = [
     ({"every": Every(steps=1), "preemption": "SIGTERM"}, "preemption must be reshard.Preemption"),
     ({"every": Every(steps=1), "bytes_per_s": 0}, "bytes_per_s must be a positive number"),
 ]
+
+
+def test_a_number_of_steps_is_a_schedule(tmp_path: Path) -> None:
+    tier = reshard.elastic.Tier(tmp_path / "memory", copies=0)
+    with reshard.CheckpointManager(tmp_path / "run", every=4, memory=tier, memory_every=2) as manager:
+        did = [(report.storage, report.memory) for report in (manager.save(n, {"n": n}) for n in (1, 2, 4))]
+
+    assert did == [("", ""), ("", "every 2 steps"), ("every 4 steps", "every 2 steps")]
 
 
 @pytest.mark.parametrize(("options", "words"), BAD, ids=[row[1] for row in BAD])
@@ -1114,7 +1128,9 @@ def test_samples_are_counted_over_changed_numbers_of_ranks(tmp_path: Path) -> No
 
 
 def test_without_a_schedule_a_manager_only_reads_or_says_what_to_pass(tmp_path):
-    with pytest.raises(TypeError, match=r"CheckpointManager\(\) needs every=, .*reshard.Every\(steps=500\)"):
+    with pytest.raises(
+        TypeError, match=r"CheckpointManager\(\) needs every=, such as every=500 or every=reshard.Every\("
+    ):
         reshard.CheckpointManager(tmp_path / "run")
     with reshard.CheckpointManager(tmp_path / "run", every=Every(steps=1)) as manager:
         manager.save(1, {"w": torch.ones(3)})

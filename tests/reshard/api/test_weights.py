@@ -189,7 +189,7 @@ def fused_from_two_trainers() -> dict[str, Any]:
         "bucket_bytes": 64,
     }
     found = {}
-    for name, more in {"first": {}, "all": {"everyone": True}, "delta": {"delta": True}}.items():
+    for name, more in {"first": {}, "all": {"all_ranks": True}, "delta": {"delta": True}}.items():
         source = reshard.WeightSource(state, **options, **more)
         passes = [taken(source.buckets()), taken(source.buckets())]
         found[name] = passes
@@ -226,7 +226,7 @@ def refused_on_one_rank() -> dict[str, Any]:
         "no state": lambda: reshard.WeightSource(None if odd else state),  # type: ignore[arg-type]
         "an option": lambda: reshard.WeightSource(state, bucket_bytes=1 - odd),
         "a layout": lambda: reshard.WeightSource(state, layouts=lambda spec: 1 // (1 - odd) and None),
-        "no memory": lambda: taken(reshard.WeightSource(state, everyone=True).buckets()),
+        "no memory": lambda: taken(reshard.WeightSource(state, all_ranks=True).buckets()),
     }
     for name, call in calls.items():
         with pytest.MonkeyPatch.context() as patch:

@@ -427,7 +427,7 @@ def test_a_part_is_a_checkpoint_as_well(tmp_path: Path) -> None:
     reshard.save(state, tmp_path / "saved")
     whole = reshard.open(tmp_path / "saved")
     part = whole.select(["model.*", "!model.a"])
-    assert [*whole.select("model.*", "!model.a")] == [*part]
+    assert [*whole.select("model.*", "!model.a")] == [*part] == [*whole.select(["model.*"], "!model.a")]
     assert (set(part), dict(part.aliases), dict(part.objects)) == ({"model.tied", "model.b"}, {}, {})
     assert torch.equal(part["model.tied"][...], kept)
     assert "as selected or mapped" in str(reshard.verify(part))
@@ -444,6 +444,8 @@ def test_a_part_is_a_checkpoint_as_well(tmp_path: Path) -> None:
         whole.select("!*")
     with pytest.raises(OptionError, match=r"a glob or a list of globs"):
         whole.select(7)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="select is empty"):
+        whole.select()
 
 
 def values_of_training() -> dict[str, Any]:

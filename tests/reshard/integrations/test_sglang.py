@@ -79,7 +79,7 @@ def updated() -> Any:
     options: dict[str, Any] = {"dtype": torch.bfloat16, "bucket_bytes": 64, "process_group": trainers}
     if rank < 2:
         state = held([0, 1])
-        everywhere = reshard.WeightSource(state, everyone=True, **options)
+        everywhere = reshard.WeightSource(state, all_ranks=True, **options)
         engine = Engine() if rank == 0 else None
         for _ in range(2):
             update_from_tensor(engine, everywhere, process_group=trainers)
@@ -91,7 +91,7 @@ def updated() -> Any:
         except (RankFailedError, ReshardError) as error:
             found.append(str(error))
         first = reshard.WeightSource(state, **options)
-        with pytest.raises(OptionError, match="everyone=True"):
+        with pytest.raises(OptionError, match="all_ranks=True"):
             update_from_tensor(None, first, process_group=trainers)
         remote = Remote(wire) if rank == 0 else None
         with pytest.raises(RankFailedError if rank else OptionError, match="pass the engine on the first rank"):

@@ -84,7 +84,7 @@ def updated(backend: str, kind: str) -> list[Any]:
     if mesh is not None and kind != "pairs":
         delta = kind == "its own differences"
         options: dict[str, Any] = {"dtype": torch.bfloat16, "bucket_bytes": 64, "delta": delta}
-        options["everyone"] = kind == "a source for everyone"
+        options["all_ranks"] = kind == "a source for everyone"
         source = reshard.WeightSource(held, process_group=trainers, **options)
     engine, weights, found = made(backend), {}, []
     for step in range(6):

@@ -50,7 +50,7 @@ def offered() -> dict[str, Any]:
     options: dict[str, Any] = {"mapping": ready(model, "huggingface", "vllm"), "bucket_bytes": 300}
     sources = {
         "first": StateSource(mine, **options),
-        "everyone": StateSource(mine, everyone=True, dtype=torch.bfloat16, **options),
+        "everyone": StateSource(mine, all_ranks=True, dtype=torch.bfloat16, **options),
         "shards": ShardSource(mine, **options),
     }
     found: dict[str, Any] = {}

@@ -165,7 +165,7 @@ def transfers(path: Path) -> None:
     train(state, 3)
     prepared.run()
     assert same(target["model"], {name: on_first(value) for name, value in model.items()})
-    weights = dict(reshard.WeightSource(model, everyone=True).iter_full())
+    weights = dict(reshard.WeightSource(model, all_ranks=True).iter_full())
     assert same(weights, {name: on_first(value) for name, value in model.items()})
     assert not same(dict(model), weights) or not dist.get_rank()
     reshard.redistribute({"model": kept} if not dist.get_rank() else {}, {"model": model})  # as a target, it is filled
