@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import torch.distributed as dist
 
 from planners.geometry.box import Box
 from planners.geometry.layout import Part, ProductForm, StateLayout, TensorLayout
@@ -48,12 +47,11 @@ def fingerprint(
     exchange: Exchange | None = None,
     key: Key = PUBLIC,
     executor: Executor | None = None,
-    process_group: dist.ProcessGroup | None = None,
 ) -> dict[str, str]:
     """Return the fingerprint of every tensor of a (nested) state dict or of a checkpoint, by key.
 
     For a state dict, the result is the same on every rank. With torch.distributed initialized, the
-    call is collective. Each rank sums up its own shards of DTensors and
+    call is collective over the default group. Each rank sums up its own shards of DTensors and
     ShardedTensors, and sends the key of each and about 60 bytes. No tensor is gathered. Replicas must
     be equal bit by bit, and so must plain tensors under the same key on several ranks.
 
@@ -66,11 +64,10 @@ def fingerprint(
         layouts: layouts of plain tensors that hold only this rank's shard, by key. A plain tensor
             without one is a full tensor.
         rank: this process's rank in those layouts. Default: its rank in the default group, or 0.
-        exchange: sends bytes to all ranks, and returns those of all ranks in order, instead of a
-            group. `lambda data: [data]` uses this process only.
+        exchange: sends bytes to all ranks, and returns those of all ranks in order. Default: an
+            exchange by the default group. `lambda data: [data]` uses this process only.
         key: see `Key`.
         executor: reads a checkpoint, given by its path, as tasks, as in `reshard.convert`.
-        process_group: the ranks that call together. Default: the default group.
 
     Raises:
         ReplicaDriftError: replicas differ. The message names the tensors and the ranks, on all
@@ -80,33 +77,40 @@ def fingerprint(
         OptionError: the argument is neither a state dict nor a checkpoint, or you passed layouts for a
             checkpoint.
     """
-    if None not in (exchange, process_group):
-        raise OptionError("exchange and process_group cannot be combined: leave one of them out")
     if exchange is None and not isinstance(state_dict, str | os.PathLike | Storage | Checkpoint):
-        group = Group(process_group)
-        with group.together("fingerprint"):
-            check_options(key=key)
-            check_executor(executor, 1, state_dict)
-            state_dict = _checked_state(state_dict)
-            group.same_options("fingerprint", {"key": key.name})
-            held = holdings(state_dict, layouts, this_rank() if rank is None else rank, key, ranks=group.ranks)
-            mine = sum_up(held, group.job_rank)
-            told = group.merge(mine, lambda parts: add_holdings(parts, group.world_size), "fingerprints")
-        return conclude(told, key=key)
+        return _of_all_ranks(state_dict, layouts, rank, key, executor)
     check_options(key=key)
     check_executor(executor, 1, state_dict)
     if isinstance(state_dict, str | os.PathLike | Storage):
         state_dict = open_checkpoint(state_dict)
     if isinstance(state_dict, Checkpoint):
-        if any(one is not None for one in (layouts, rank, exchange, process_group)):
-            raise OptionError(
-                "layouts, rank, exchange, and process_group are for state dicts: for a checkpoint, leave them out"
-            )
+        if layouts is not None or rank is not None or exchange is not None:
+            raise OptionError("layouts, rank, and exchange are for state dicts: for a checkpoint, leave them out")
         return _of_checkpoint(state_dict, key, executor)
     assert exchange is not None
     state_dict = _checked_state(state_dict)
     held = holdings(state_dict, layouts, this_rank() if rank is None else rank, key)
     return join(exchange(msgspec.msgpack.encode(held)), key=key)
+
+
+def _of_all_ranks(
+    state_dict: Any,
+    layouts: Mapping[str, TensorLayout] | None,
+    rank: int | None,
+    key: Key,
+    executor: Executor | None,
+) -> dict[str, str]:
+    """Collective."""
+    group = Group()
+    with group.together("fingerprint"):
+        check_options(key=key)
+        check_executor(executor, 1, state_dict)
+        state_dict = _checked_state(state_dict)
+        group.same_options("fingerprint", {"key": key.name})
+        held = holdings(state_dict, layouts, this_rank() if rank is None else rank, key, ranks=group.ranks)
+        mine = sum_up(held, group.job_rank)
+        told = group.merge(mine, lambda parts: add_holdings(parts, group.world_size), "fingerprints")
+    return conclude(told, key=key)
 
 
 def _checked_state(state_dict: Any) -> Any:

@@ -215,8 +215,7 @@ class CheckpointManager:
         self._process_group, self._timeout = process_group, timeout
         self.keep, self.preemption = keep, preemption
         self._full_every, self._background, self._sync_every = full_every, background, sync_every
-        self._memory, self._bytes_per_s = memory, bytes_per_s
-        self._options, self._claim = options, None
+        self._memory, self._bytes_per_s, self._options, self._claim = memory, bytes_per_s, options, None
         group = self._group()
         with group.together("CheckpointManager"):
             self.root, self.every = absolute(path_text(root)), _schedule(every, read_only)
@@ -346,8 +345,8 @@ class CheckpointManager:
     def _due(self, group: Group, step: int, force: bool) -> Due:
         """Decide what all ranks do at this step."""
         before = step - 1 if self._before is None else self._before
-        schedules = filter(None, (self.every, self._memory_every))
-        if not (force or any(it.is_multiple(step, before) for it in schedules)) and step % self._sync_every:
+        every = (self.every, self._memory_every)
+        if not (force or any(it and it.is_multiple(step, before) for it in every)) and step % self._sync_every:
             return Due()
         now = time.monotonic()
         mine = Vote(

@@ -437,7 +437,7 @@ def test_of_a_checkpoint_it_is_read_and_not_believed(tmp_path):
         fingerprint(tmp_path)
     found = fingerprint(reshard.open(tmp_path, check=False))
     assert [name for name, value in found.items() if value != fingerprint(STATE)[name]] == ["model.w"]
-    with pytest.raises(OptionError, match="layouts, rank, exchange, and process_group are for state dicts"):
+    with pytest.raises(OptionError, match="layouts, rank, and exchange are for state dicts"):
         fingerprint(tmp_path, rank=0)
 
 

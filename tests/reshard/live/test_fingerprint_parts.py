@@ -16,7 +16,7 @@ from planners.geometry.box import Box
 from planners.geometry.layout import Part, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Replicate, Shard, StridedShard
 from reshard.api.fingerprint import fingerprint, holdings, join
-from reshard.errors import FormatError, LayoutError, ReplicaDriftError, ReshardError
+from reshard.errors import FormatError, LayoutError, ReplicaDriftError
 from reshard.live import (
     fingerprint_arithmetic as fold_module,
     fingerprint_arithmetic as tiling_module,
@@ -318,38 +318,6 @@ def _on_a_group(shape):
         except ReplicaDriftError as error:
             drift = str(error)
         return good, drift, fingerprint({"w": whole}, exchange=alone)["w"]
-
-
-def _in_pairs():
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import Replicate as R, Shard as S, distribute_tensor
-
-    rank = dist.get_rank()
-    first, second = dist.new_group([0, 1]), dist.new_group([2, 3])
-    group, other = (first, second) if rank < 2 else (second, first)
-    ranks = [0, 1] if rank < 2 else [2, 3]
-    mesh = DeviceMesh("cpu", ranks)
-    whole = torch.arange(10.0) + rank // 2  # the pairs hold other values
-    state = {"s": distribute_tensor(whole, mesh, [S(0)]), "r": distribute_tensor(whole, mesh, [R()]), "p": whole}
-    found = fingerprint(state, process_group=group)
-    state["r"].to_local()[3] += rank % 2
-    errors = []
-    for given in ({"process_group": group}, {"process_group": other}, {"process_group": group, "exchange": alone}):
-        with pytest.raises(ReshardError) as caught:
-            fingerprint(state, **given)
-        errors.append(f"{type(caught.value).__name__}: {caught.value}")
-    return found, fingerprint({"w": whole}, exchange=alone)["w"], ranks, errors
-
-
-@pytest.mark.gloo
-def test_some_ranks_by_themselves():
-    for found, plain, ranks, (drift, outside, both) in gloo.run(_in_pairs, 4):
-        assert found == dict.fromkeys("srp", plain)
-        assert drift.startswith(
-            f"ReplicaDriftError: replicas have different bits: r: rank {ranks[0]} vs. rank {ranks[1]}"
-        )
-        assert "is not a member of this process group" in outside
-        assert both.startswith("OptionError: exchange and process_group cannot be combined")
 
 
 @pytest.mark.gloo
