@@ -101,7 +101,7 @@ def also(kind: Any, was: Any) -> Any:
     return type(kind.__name__, (kind, was), {**body, "__reduce__": lambda e: (option_error, (str(e), was, kind))})
 
 
-class ReplicaDriftError(ReshardError, ValueError):
+class ReplicaDriftError(KeyMismatchError, ValueError):
     """Copies differ that ranks have of one tensor, shard, or value. The message names keys and ranks."""
 
 

@@ -215,8 +215,7 @@ class _SaveTime(msgspec.Struct):
 
 
 def _begun(path: AnyPath, step: RunStep) -> float | None:
-    """When the save of a native step began; None of any other, and of one that is
-    damaged."""
+    """When the save of a native step began; None of others, and of damaged ones."""
     with suppress(CheckpointError, StorageError):
         found: _SaveTime = read_manifest(open_storage(path_below(path, step.name)), _SaveTime)
         return found.created_unix_s
@@ -303,8 +302,7 @@ def _text(path: StoragePath) -> str:
 def _open_step(
     path: AnyPath, run: _Run, open_at: Callable[[StoragePath], tuple[Contents, str]], wanted: int | None
 ) -> tuple[Contents, str]:
-    """The checkpoint of that step, or the newest complete one, which then says what was
-    skipped."""
+    """That step, or the newest complete one, which then says what was skipped."""
     skipped: dict[str, Exception] = {}
     for step in run.having(wanted, path):
         place = path_below(path, step.name)
@@ -335,8 +333,7 @@ def _open_step(
 
 
 def has_ended(path: str) -> bool:
-    """Return True if the save of a checkpoint has ended, as far as its format shows
-    that."""
+    """Return True if the save of a checkpoint has ended, as far as its format shows."""
     names = _find(path)[1]
     return bool(names.keys() & {*_MARKERS} or without_claim(names))
 
@@ -704,8 +701,7 @@ def discarded_in(storage: Storage, below: str = "") -> set[str]:
 
 
 def look_at(folder: str, below: str) -> tuple[list[str], list[str]]:
-    """Look below a local folder. A folder that cannot be listed shows nothing: opening
-    it gives the reason."""
+    """Look below a local folder. One that cannot be listed shows nothing: opening says why."""
     folders: list[str] = []
     files: list[str] = []
     try:
@@ -795,8 +791,7 @@ def _is_mark(name: str) -> bool:
 
 
 def step_of(name: str, folder: str = "") -> RunStep | None:
-    """What the name of a checkpoint in the folder of a run says; None if it is not
-    called as a step."""
+    """What the name of a checkpoint in the folder of a run says; None if it is no step."""
     match = _STEP.fullmatch(name)
     if match is not None:
         return RunStep(int(match[1]), folder + name)

@@ -24,7 +24,6 @@ from reshard.errors import (
     ReplicaDriftError,
     format_names,
     format_ranks,
-    option_error,
 )
 from reshard.live.dtypes import as_array, row_major_bytes
 from reshard.live.fingerprints import partials
@@ -400,7 +399,7 @@ class DigestTable:
             key: format_some([" / ".join(map(format_ranks, one)) for one in sorted(of)], 8)
             for key, of in sorted(pairs.items())
         }
-        raise option_error(_differing(differing, kinds), KeyMismatchError, ReplicaDriftError)
+        raise ReplicaDriftError(_differing(differing, kinds))
 
     def _kind(self, key: str) -> str:
         return "object" if key in self.objects else "sharded" if key in self.sharded else "plain"

@@ -20,13 +20,13 @@ pytestmark = pytest.mark.gloo
 
 def test_values_that_differ_between_ranks_are_an_error_on_all(tmp_path):
     for plain, objects, shapes, drifted, trusted in gloo.run(jobs.differing_values, 4, str(tmp_path)):
-        assert plain[0] == "KeyMismatchError"
+        assert plain[0] == "ReplicaDriftError"
         assert "'a.plain' (rank 0 / rank 1 / rank 2 / rank 3)" in plain[1]
         assert "PerRank" in plain[1]
-        assert objects[0] == "KeyMismatchError"
+        assert objects[0] == "ReplicaDriftError"
         assert shapes[0] == "LayoutError"
         assert "'shape'" in shapes[1]
-        assert drifted[0] == "KeyMismatchError"
+        assert drifted[0] == "ReplicaDriftError"
         assert "'drifted'" in drifted[1]
         assert trusted[0] == ""
     assert not glob.glob(f"{tmp_path}/[1234]/manifest.json")

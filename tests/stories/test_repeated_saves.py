@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import reshard
 from reshard.api import save as repeated, save as saving
-from reshard.errors import CheckpointExistsError, KeyMismatchError, LayoutError, RankFailedError, ReshardError
+from reshard.errors import CheckpointExistsError, LayoutError, RankFailedError, ReplicaDriftError, ReshardError
 from reshard.live import copy_streams
 from reshard.ranks.group import Group
 from tests import gloo
@@ -176,8 +176,8 @@ def refused(folder: str, how: str) -> tuple[type, str, bool]:
 @pytest.mark.parametrize(
     ("how", "kinds", "words"),
     [
-        ("replicas", [KeyMismatchError] * 3, "'all'"),
-        ("objects", [KeyMismatchError] * 3, "'step'"),
+        ("replicas", [ReplicaDriftError] * 3, "'all'"),
+        ("objects", [ReplicaDriftError] * 3, "'step'"),
         ("options", [LayoutError] * 3, "fingerprints: True on ranks 0-1, False on rank 2"),
         ("there already", [CheckpointExistsError, RankFailedError, RankFailedError], "already contains a checkpoint"),
         ("staging", [RankFailedError, RankFailedError, MemoryError], "no room"),
