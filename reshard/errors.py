@@ -102,7 +102,7 @@ def also(kind: Any, was: Any) -> Any:
 
 
 class ReplicaDriftError(KeyMismatchError, ValueError):
-    """Copies differ that ranks have of one tensor, shard, or value. The message names keys and ranks."""
+    """Ranks have different copies of one tensor, shard, or value. The message names keys and ranks."""
 
 
 class NormalizationError(ReshardError, ValueError):

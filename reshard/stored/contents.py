@@ -378,7 +378,7 @@ def _described(value: Any) -> Any:
 
 RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 DATA_FILE = re.compile(r"__(\d+)_(?:[0-9a-f]+_)?\d+\.distcp")
-"""Each of a rank, whose number is the group. We write an id behind it."""
+"""Data files of DCP. The group is the rank. Names that reshard writes have an id after it."""
 
 
 def has_dcp(names: Iterable[str]) -> bool:

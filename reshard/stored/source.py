@@ -24,7 +24,9 @@ from reshard.storage.base import Listing, Storage
 from reshard.stored.checksums import BlockChecksums, Checking, Checksums, most_to_check, touched_ranges
 
 OnBytes = Callable[[int], None]
-"""Takes the number of bytes that were processed since the last call. It may raise to end that, or wait."""
+"""Called with the number of bytes processed since the last call.
+
+It may raise an error to end the work, or wait to slow it down."""
 
 DIRECT_BYTES = 1 << 20
 """Runs of at least this many bytes are read by calls to the storage, even where there is a

@@ -579,11 +579,11 @@ class HashingWriter:
 
 
 class HashedFilesWriter(FormatWriter):
-    """Writes files that are put together in order, and have no checksums but the digest of each."""
+    """Writes each file from its first byte to its last, and takes the digest on the way."""
 
     @abstractmethod
     def put(self, file: FilePlan, out: HashingWriter) -> Mapping[str, Any]:
-        """Put one file together. Returns what `finish` needs to know of it."""
+        """Write the contents of one file. Returns what `finish` needs to know of it."""
 
     def first_name(self, storage: Storage, file: FilePlan) -> str:
         """The name under which a file is written. It is renamed when all are done."""

@@ -176,8 +176,8 @@ class CheckpointManager:
             copies.
         preemption: what may request a save at the next step.
         sync_every: the ranks synchronize at every k-th step. Between these steps, requests to end and
-            `Every(seconds=...)` have no effect. One takes about one round trip to the store of the
-            process group.
+            `Every(seconds=...)` have no effect. Each synchronization takes about one round trip to
+            the store of the process group.
         read_only: only restore and list steps, for example while another manager saves.
         process_group: the ranks that save together. Default: the default group, or this process
             alone.

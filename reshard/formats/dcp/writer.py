@@ -73,7 +73,7 @@ class DcpWriter(HashedFilesWriter):
         self.files = tuple(files)
 
     def first_name(self, storage: Storage, file: FilePlan) -> str:
-        """The last one, which no other save has."""
+        """The final name: it contains the job's id, so no other job writes it."""
         return file.name
 
     def put(self, file: FilePlan, out: HashingWriter) -> Mapping[str, Any]:

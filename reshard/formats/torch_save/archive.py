@@ -84,7 +84,7 @@ class TorchArchive:
             if entry[0] != b"PK\x01\x02" or position > size:
                 raise self._damaged("its central directory is malformed")
             written = bytes(data[name_at:extra_at])
-            # torch.save calls the folder of all records as the file, without its suffix, or "archive"
+            # torch.save names this folder after the file, without its suffix, or "archive"
             self.folder, _, name = written.decode("utf-8", "replace").partition("/")
             if entry[4] != 0:
                 raise FormatError(f"{self.label}: {_SCRIPT if name.startswith('code/') else _COMPRESSED}")

@@ -107,8 +107,8 @@ def _read_torch_file(source: Source, numbered: bool) -> TorchFile:
         now, before = (re.split(r"0*(\d+)", name) for name in (PurePath(source.label).stem, archive.folder))
         if numbered and now != before and now[::2] == before[::2]:  # the same name with another number
             raise CorruptCheckpointError(
-                f"{source.label}: torch.save wrote it as {archive.folder}. If it was renamed, rename it back; else, "
-                "restore it"
+                f"{source.label}: torch.save wrote it as {archive.folder}. If it was renamed, rename it back; "
+                "otherwise, restore it from a copy"
             )
         return TorchFile(source, archive.value(), archive.place, archive.sums)
     if head == _MAGIC_PICKLE:
