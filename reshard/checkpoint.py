@@ -205,13 +205,13 @@ class Checkpoint(Mapping[str, LazyTensor]):
         paths = self.contents.paths_in_order()
         return unflatten({path: leaves[key] for key, path in paths.items()}, self.contents.containers)
 
-    def select(self, *globs: str | Iterable[str]) -> Checkpoint:
+    def select(self, globs: str | Iterable[str], *more: str | Iterable[str]) -> Checkpoint:
         """Return the part of the checkpoint whose keys match a glob, to compare, plan, or
         convert it. Reads no tensor data. `reshard.verify` still checks all files of the
         checkpoint.
 
         Args:
-            globs: one or several, or a list. `*` also matches dots. Globs that begin with `!` exclude keys.
+            globs, more: each a glob or a list. `*` also matches dots. Globs that begin with `!` exclude keys.
 
         Raises KeyMismatchError if a glob matches no key or no key is left, and OptionError if
         there is no glob.
@@ -219,7 +219,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         contents = self.contents
         extra = [alias for alias in self.aliases if alias not in contents.tensors]
         names = [*self, *extra, *self.objects, *contents.per_rank]
-        wanted = globs_of(one for each in globs for one in globs_of(each) or ()) or ()
+        wanted = globs_of(one for each in (globs, *more) for one in globs_of(each) or ()) or ()
         kept = chosen(names, wanted, self.url)
         heirs: dict[str, str] = {}  # of tied tensors whose keeper is omitted, the first takes its place
         for name in filter(kept.__contains__, (*self, *extra)):

@@ -428,6 +428,7 @@ def test_a_part_is_a_checkpoint_as_well(tmp_path: Path) -> None:
     whole = reshard.open(tmp_path / "saved")
     part = whole.select(["model.*", "!model.a"])
     assert [*whole.select("model.*", "!model.a")] == [*part] == [*whole.select(["model.*"], "!model.a")]
+    assert [*whole.select(globs=["model.*", "!model.a"])] == [*part]
     assert (set(part), dict(part.aliases), dict(part.objects)) == ({"model.tied", "model.b"}, {}, {})
     assert torch.equal(part["model.tied"][...], kept)
     assert "as selected or mapped" in str(reshard.verify(part))
@@ -445,7 +446,7 @@ def test_a_part_is_a_checkpoint_as_well(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"a glob or a list of globs"):
         whole.select(7)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="select is empty"):
-        whole.select()
+        whole.select([])
 
 
 def values_of_training() -> dict[str, Any]:
