@@ -12,7 +12,7 @@ import torch
 from planners.geometry.box import Box
 from reshard.checkpoint import Checkpoint
 from reshard.mapping import Mapping
-from reshard.mapping.tensors import computed
+from reshard.mapping.mapped_tensors import computed
 from reshard.stored.tensor import LazyTensor, StoredTensor
 
 

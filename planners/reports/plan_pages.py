@@ -24,7 +24,7 @@ from planners.plans.plan import Plan, verify
 from planners.plans.routing import Traffic, intersection_of, pair_groups
 from planners.plans.save import SavePlan
 from planners.plans.transfer import TransferPlan
-from planners.reports.cuts import Owners, drawn_dims, edges
+from planners.reports.terminal_pictures import Owners, drawn_dims, edges
 from planners.units import format_bytes, format_seconds, format_some
 
 _READS = """<h2 id="traffic">Bytes read, by saver and reader</h2>

@@ -38,7 +38,7 @@ from reshard.formats.sections import with_empty
 from reshard.formats.table import NOT_SHARDED, writing_of
 from reshard.live.plain_data import check_text
 from reshard.mapping import Cast, Mapping as StateMapping, apply_dict
-from reshard.mapping.tensors import LOSES, cast, is_floating
+from reshard.mapping.mapped_tensors import LOSES, cast, is_floating
 from reshard.native import commit, manifest
 from reshard.ranks import liveness
 from reshard.ranks.liveness import KeptLease, WriterLease

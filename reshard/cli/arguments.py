@@ -15,7 +15,7 @@ from typer import Argument, Option
 
 from planners.errors import PlanError
 from reshard.cli.completion import namings, one_of, tensor_names
-from reshard.cli.show import console, print_text
+from reshard.cli.output import console, print_text
 from reshard.errors import (
     CheckpointError,
     CheckpointNotFoundError,

@@ -26,7 +26,7 @@ from reshard.cli.arguments import (
     Workers,
 )
 from reshard.cli.completion import dtypes, formats, topologies
-from reshard.cli.show import console, counted, print_json, print_text, size, some
+from reshard.cli.output import console, counted, print_json, print_text, size, some
 from reshard.formats.table import ALSO_CALLED, NOT_SHARDED, WRITTEN, writing_of
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Exit, Option
 
-from reshard.cli.show import console, counted, print_json, print_rows, print_text, size
+from reshard.cli.output import console, counted, print_json, print_rows, print_text, size
 
 if TYPE_CHECKING:
     from rich.console import Console

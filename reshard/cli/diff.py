@@ -23,7 +23,7 @@ from reshard.cli.arguments import (
     Select,
     Workers,
 )
-from reshard.cli.show import (
+from reshard.cli.output import (
     as_given,
     counted,
     damaged,

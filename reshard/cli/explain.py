@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from reshard.cli.arguments import AsJson, Legend, UsageError
-from reshard.cli.show import axes_as_json, console, counted, print_json, print_legend, print_lines, print_text
+from reshard.cli.output import axes_as_json, console, counted, print_json, print_legend, print_lines, print_text
 
 if TYPE_CHECKING:
     from planners.geometry.layout import ProductForm
@@ -90,7 +90,7 @@ def _layout(text: str, shape: str | None) -> _Explanation:
     """Explain placements on a mesh."""
     from planners.geometry.layout import TensorLayout, TensorSpec
     from planners.geometry.layout_text import in_words, parse_layout, short_form
-    from planners.reports.cuts import draw_cuts
+    from planners.reports.terminal_pictures import draw_cuts
 
     form = parse_layout(text)
     if max(*(getattr(each, "dim", 0) for each in form.placements), (shape or "").count(",")) >= _DRAWN_DIMS:

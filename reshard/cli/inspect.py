@@ -13,7 +13,7 @@ from typer import Exit, Option
 from planners.units import format_each
 from reshard.cli.arguments import Depth, Html, Legend, Select, Source, Step, UsageError
 from reshard.cli.completion import tensor_names
-from reshard.cli.show import (
+from reshard.cli.output import (
     PrintedLeaf,
     as_given,
     axes_as_json,
@@ -206,7 +206,7 @@ def _known(checkpoint: Checkpoint, name: str) -> str:
 
 def _draw(checkpoint: Checkpoint, name: str, legend: bool) -> None:
     from planners.geometry.layout_text import in_both_forms, short_form
-    from planners.reports.cuts import draw_cuts
+    from planners.reports.terminal_pictures import draw_cuts
 
     layout = checkpoint.layout
     print_text(layout.described([name], in_both_forms)[name])

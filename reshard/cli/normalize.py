@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from reshard.cli.arguments import AsJson, Depth, HintOption, Select, Source, Step, newest, read_hints
-from reshard.cli.show import PrintedLeaf, counted, print_json, print_text, print_tree, short, size
+from reshard.cli.output import PrintedLeaf, counted, print_json, print_text, print_tree, short, size
 from reshard.errors import format_names
 
 

@@ -12,7 +12,7 @@ from typer import Argument, Exit, Option
 from reshard.cli import arguments
 from reshard.cli.arguments import HintOption, Html, Legend, Normalized, Rules, Select, Sides, Step
 from reshard.cli.completion import topologies
-from reshard.cli.show import (
+from reshard.cli.output import (
     console,
     counted,
     print_json,

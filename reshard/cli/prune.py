@@ -8,7 +8,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from reshard.cli.arguments import AsJson, On, executor_on
-from reshard.cli.show import counted, print_json, print_text, size, some
+from reshard.cli.output import counted, print_json, print_text, size, some
 from reshard.errors import ReshardError
 
 

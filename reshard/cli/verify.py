@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Exit, Option
 
 from reshard.cli.arguments import AsJson, On, Source, Step, Workers, executor_on, newest
-from reshard.cli.show import (
+from reshard.cli.output import (
     as_given,
     counted,
     damaged,

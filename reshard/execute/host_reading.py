@@ -21,8 +21,7 @@ import numpy.typing as npt
 from planners.geometry.arrays import Flags, Ints, ints, zeros
 from planners.geometry.box import Range
 from reshard.errors import DeadlineError, format_ranks
-from reshard.execute.reading import ByteCounts, Copy, Elsewhere, Wanted
-from reshard.execute.shared_reads import (
+from reshard.execute.host_segments import (
     TAIL_PAGE_BYTES,
     WHOLE_SHARE,
     FileFootprint,
@@ -44,6 +43,7 @@ from reshard.execute.shared_reads import (
     touch_cost,
     unchecked_bytes,
 )
+from reshard.execute.reading import ByteCounts, Copy, Elsewhere, Wanted
 from reshard.execute.work_list import COPY, ENTRY, Kind, Memory, WorkList, copy_row
 from reshard.live.fingerprint_arithmetic import kernel
 from reshard.ranks.group import Group

@@ -28,9 +28,9 @@ from reshard.errors import KeyMismatchError, NormalizationError
 from reshard.live.dtypes import refused_codes
 from reshard.live.plain_data import represent
 from reshard.live.state import same_value
+from reshard.mapping.mapped_tensors import assembled, constant
 from reshard.mapping.quantized import check_plain
 from reshard.mapping.rules import Cast, Computing, Drop, Rename, Rule, Site, States, sites, views_of
-from reshard.mapping.tensors import assembled, constant
 from reshard.state import KeyPath
 from reshard.stored.contents import Contents, LazyMapping, Makers
 from reshard.stored.tensor import LazyTensor, StoredTensor

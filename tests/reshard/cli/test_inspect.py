@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Shard as DimShard, placement_types
 import reshard
 from planners import Box, Mesh, Replicate, Shard, TensorLayout, TensorSpec, Topology
 from planners.geometry.layout_text import _LEGEND, chunk_sizes, parse_layout
-from planners.reports.cuts import draw_cuts
-from reshard.cli.show import Branch, PrintedLeaf, fold, print_json
+from planners.reports.terminal_pictures import draw_cuts
+from reshard.cli.output import Branch, PrintedLeaf, fold, print_json
 from tests import gloo
 from tests.samples import sample
 
