@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from reshard.live.fingerprint_arithmetic import kernel
+from reshard.live.compiled_kernel import kernel
 
 __all__ = ["NAMED", "compiled_kernel", "is_installed"]
 

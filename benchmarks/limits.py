@@ -49,7 +49,7 @@ from benchmarks.load_parts import LOOP, Clock
 from benchmarks.page import Row, arguments, report
 from benchmarks.processes import measured, over_ranks, run
 from benchmarks.save import CASES as SAVES
-from reshard.live.fingerprint_arithmetic import kernel
+from reshard.live.compiled_kernel import kernel
 from reshard.live.fingerprints import partials
 
 warnings.filterwarnings("ignore")

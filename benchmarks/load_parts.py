@@ -86,7 +86,7 @@ class Clock:
         """Count what a load calls."""
         from reshard.api import load as loading
         from reshard.execute import fetch as load_bytes, host_reading, work_list
-        from reshard.live import fingerprint_arithmetic
+        from reshard.live.compiled_kernel import kernel
         from reshard.ranks.group import Group
         from reshard.storage.local import LocalStorage
         from reshard.stored.source import FileSource
@@ -96,7 +96,7 @@ class Clock:
         self.watch(AGREE, Group, "merge")
         self.watch(CUT, host_reading.HostReading, "agree", "compared_elsewhere")
         self.watch(CUT, host_reading.HostReading, "run")
-        if (loop := fingerprint_arithmetic.kernel()) is not None:
+        if (loop := kernel()) is not None:
             self.watch(LOOP, loop, "run")
         self.watch(WAIT, work_list.NumpyRun, "run")
         for part, name in ((READ, "read"), (HASH, "compare"), (COPY, "take"), (WAIT, "wait")):

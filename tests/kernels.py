@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from reshard.live.fingerprint_arithmetic import Kernel, kernel
+from reshard.live.compiled_kernel import Kernel, kernel
 
 NUMPY, COMPILED = "numpy", "compiled"
 

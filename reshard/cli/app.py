@@ -24,7 +24,8 @@ from planners.errors import PlanError, sentence
 from reshard import __version__
 from reshard.cli import convert, demo, diff, explain, gather, inspect, normalize, plan, prune, verify
 from reshard.cli.arguments import UsageError
-from reshard.cli.output import columns, in_words_of_the_command_line, print_json
+from reshard.cli.messages import in_words_of_the_command_line
+from reshard.cli.output import columns, print_json
 from reshard.errors import OptionError, ReshardError, StorageError, did_you_mean
 
 EXIT_NO = 1

@@ -45,7 +45,7 @@ from reshard.execute.host_segments import (
 )
 from reshard.execute.reading import ByteCounts, Copy, Elsewhere, Wanted
 from reshard.execute.work_list import COPY, ENTRY, Kind, Memory, WorkList, copy_row
-from reshard.live.fingerprint_arithmetic import kernel
+from reshard.live.compiled_kernel import kernel
 from reshard.ranks.group import Group
 from reshard.ranks.liveness import machine
 from reshard.stored.checksums import BlockChecksums

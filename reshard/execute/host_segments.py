@@ -19,7 +19,7 @@ from planners.geometry.arrays import Array, Flags, Ints, grouped, zeros
 from planners.geometry.byte_ranges import Window
 from reshard.errors import CorruptCheckpointError
 from reshard.execute.reading import ByteCounts, Copy, Staged, in_pieces, on_threads
-from reshard.live.fingerprint_arithmetic import kernel
+from reshard.live.compiled_kernel import kernel
 from reshard.stored.checksums import BlockChecksums, add_touched
 from reshard.stored.source import BytesSource, FileSource, OnBytes
 from reshard.stored.tensor import Extent, copy_view

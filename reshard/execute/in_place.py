@@ -16,7 +16,7 @@ from planners.geometry.byte_ranges import merge_ranges, subtract_ranges
 from reshard.errors import CorruptCheckpointError, StorageError, format_names
 from reshard.execute.reading import ComparePlan, Copy, on_threads
 from reshard.execute.work_list import COPY, ENTRY, Kind, Memory, WorkList
-from reshard.live.fingerprint_arithmetic import kernel
+from reshard.live.compiled_kernel import kernel
 from reshard.stored.checksums import BlockChecksums
 from reshard.stored.source import FileSource, OnBytes
 

@@ -35,8 +35,8 @@ from planners.geometry.arrays import Array, Ints, ints
 from planners.geometry.box import Shape
 from planners.geometry.byte_ranges import Window
 from reshard.errors import ReshardError
+from reshard.live.compiled_kernel import Kernel
 from reshard.live.dtypes import item_dtype
-from reshard.live.fingerprint_arithmetic import Kernel
 from reshard.stored.tensor import copy_view
 
 TURN_S = 0.05

@@ -6,29 +6,25 @@ import hashlib
 import itertools
 import math
 import operator
-import os
-import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from threading import Lock
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from planners.geometry.arrays import Array, Floats, Ints, distinct, running_sums, zeros
 from planners.geometry.box import Range
+from reshard.live.compiled_kernel import PRIME, Ints32, Kernel, Residues, kernel
 
 # Sums over this field do not depend on their order, which is what lets every rank add up its own
 # part. The numbers come from SHAKE-256, so any index can be computed directly, and without
 # the key they look like random ones.
 
 
-PRIME = 2**48 - 59
-"""The largest prime below 2^48."""
 LANES = 2
 """How many sums are kept, each with numbers of its own."""
 BLOCK = 2048
@@ -36,10 +32,6 @@ BLOCK = 2048
 LIMB_BITS = 12
 LIMBS = 4
 """A residue in (-PRIME/2, PRIME/2) is written in four digits of 12 bits, each in [-2048, 2048]."""
-
-Residues = Ints
-"""Elements of the field, 0 <= x < PRIME; the first dim is the lane."""
-Ints32 = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -475,65 +467,9 @@ _OF_LANE = [
 ]
 
 
-# The inner loop in C, where `reshard-kernels` is installed: the same sums as numpy's, in integers.
-#
-# It is looked for once. One of another version is not used, and none is with
-# `RESHARD_KERNELS=0` in the environment. Before its first use it shows that its sums are right
-# where words and numbers are as large as they can be.
-
-
-_INTERFACE = 2
 _COPY_WORDS = 1 << 17  # 512 KiB, which stay in a cache
 THREAD_WORDS = 1 << 20
 """Of fewer, another thread would take longer to start."""
-
-
-class Kernel(Protocol):
-    """What of `reshard_kernels` is called."""
-
-    REGION: np.dtype[Any]
-    ENTRY: np.dtype[Any]
-    COPY: np.dtype[Any]
-
-    def table(self, numbers: Residues, /) -> Ints32:
-        """Columns' numbers, as the other two want them."""
-
-    def fold(self, words: Ints32, columns: Ints32, rows: Residues, /) -> tuple[int, int]:
-        """The sum over words (rows, columns), each row one run of memory."""
-
-    def fold_rows(self, words: Ints32, columns: Ints32, /) -> Residues:
-        """The sum of each row by itself, (LANES, rows)."""
-
-    def run(
-        self,
-        regions: Array,
-        entries: Array,
-        copies: Array,
-        digests: Array,
-        tallies: Array,
-        first: int,
-        limit_ns: int,
-        /,
-    ) -> tuple[int, int, int]:
-        """Run a list of `reshard.execute.work_list`. Return where it ended, why, and what comes with that."""
-
-
-@lru_cache(maxsize=1)
-def kernel() -> Kernel | None:
-    """The compiled loops, or None where numpy has to do."""
-    if os.environ.get("RESHARD_KERNELS") == "0":
-        return None
-    try:
-        import reshard_kernels as found
-    except (ImportError, OSError):  # OSError: its library is for another machine
-        return None
-    if getattr(found, "INTERFACE", None) != _INTERFACE:
-        return None
-    loop = cast(Kernel, found)
-    if not is_right(loop):
-        warnings.warn("reshard_kernels computes wrong sums here and is not used", RuntimeWarning, stacklevel=2)
-        return None
-    return loop
 
 
 def fold_matrix(kernel: Kernel, matrix: Matrix, key: Key) -> list[tuple[int, int]]:
@@ -588,19 +524,3 @@ def table(key: Key, axes: Axes, tile: Tile) -> Ints32:
 @lru_cache(maxsize=64)
 def _row_numbers(key: Key, axes: Axes, tile: Tile) -> Residues:
     return np.ascontiguousarray(_products(key, axes, tile))
-
-
-def is_right(kernel: Kernel) -> bool:
-    """Return True if its sums are those of Python's integers, for the largest words and numbers and for some
-    between."""
-    width = 1037  # two strips and what is left of a third
-    ramp = np.arange(width)
-    words = np.stack([0 * ramp - 2**31, ramp - 2**31, 2**31 - 1 - 3 * ramp, ramp * 4052037 - 2**31, 5 - ramp])
-    largest = 2**47 + 2**23  # as both of its digits are
-    columns = np.stack([0 * ramp + largest, (ramp * 271828182845 + PRIME // 2) % PRIME])
-    rows = np.array([[PRIME - 1, 0, 1, PRIME // 2, largest], [3, PRIME - 2, largest + 1, 2**24, 5]])
-    inner = [[sum(map(operator.mul, row, lane)) for row in words.tolist()] for lane in columns.tolist()]
-    sums = tuple(sum(map(operator.mul, *pair)) % PRIME for pair in zip(rows.tolist(), inner, strict=True))
-    data, digits = words.astype(np.int32), kernel.table(columns)
-    each = kernel.fold_rows(data, digits).tolist()
-    return kernel.fold(data, digits, rows) == sums and each == [[value % PRIME for value in lane] for lane in inner]

@@ -19,10 +19,10 @@ from planners.geometry.box import Box, Range, Shape
 from planners.geometry.byte_ranges import merge_ranges
 from planners.geometry.layout import Part, TensorLayout, TensorSpec
 from reshard.errors import FormatError, LayoutError, ReplicaDriftError, format_ranks, format_value
+from reshard.live.compiled_kernel import PRIME
 from reshard.live.dtypes import dtype_from_name, dtype_name, resolved
 from reshard.live.fingerprint_arithmetic import (
     LANES,
-    PRIME,
     PUBLIC,
     Axis,
     Key,

@@ -17,7 +17,7 @@ from planners.geometry.arrays import Flags, Ints, grouped
 from planners.geometry.box import Range
 from planners.geometry.byte_ranges import ByteRuns, Window
 from reshard.errors import CorruptCheckpointError
-from reshard.live.fingerprint_arithmetic import kernel
+from reshard.live.compiled_kernel import kernel
 
 #     file      | block 0 | block 1 | block 2 | block 3 |     a read of some bytes checks every block that it touches,
 #     a read          [--------------]                        reading the rest of the first and the last one, too

@@ -18,19 +18,17 @@ from reshard.formats.canonical import Canonical, Groups, Hints, States, Tensors,
 from reshard.formats.megatron.files import MegatronFacts
 from reshard.formats.megatron.names import (
     canonical_key,
-    cut_vocabulary,
     expand,
     is_vocabulary,
     join_halves,
     skipped,
-    vocab_size,
     whole_key,
 )
 from reshard.formats.megatron.optimizer import assign_groups, cut_buckets, find_groups
 from reshard.formats.sections import find_sections, resolve
 from reshard.stored.contents import Contents
 from reshard.stored.tensor import StoredTensor
-from reshard.stored.views import ungrid
+from reshard.stored.views import narrow, ungrid
 
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.(?P<rest>.+)", re.DOTALL)
 _STATE = re.compile(r"state\.(?P<state>[^.]+)\.(?P<key>.+)", re.DOTALL)
@@ -77,9 +75,9 @@ def finish(
         step: number of steps, where all parameters share it.
     """
     result = Canonical()
-    size, padded = vocab_size(args, hints.get("vocab_size")), args.get("padded_vocab_size")
+    size, padded = _vocab_size(args, hints.get("vocab_size")), args.get("padded_vocab_size")
     for fqn, tensor in join_halves(model).items():
-        result.add_model(fqn, cut_vocabulary(fqn, tensor, size, padded), tensor.fqn)
+        result.add_model(fqn, _cut_vocabulary(fqn, tensor, size, padded), tensor.fqn)
     if size is None and any(map(is_vocabulary, result.model)):
         result.notes.append(
             "the vocabulary may be padded: its true size is not stored. The hint 'vocab_size' removes the padding"
@@ -88,7 +86,7 @@ def finish(
     for name in names:
         tensors = {fqn: states[name] for fqn, states in state.items() if isinstance(states.get(name), StoredTensor)}
         for fqn, value in join_halves(tensors).items():
-            result.add_state(fqn, STATE_NAMES.get(name, name), cut_vocabulary(fqn, value, size, padded))
+            result.add_state(fqn, STATE_NAMES.get(name, name), _cut_vocabulary(fqn, value, size, padded))
         for fqn, states in state.items():
             if name in states and fqn not in tensors:
                 result.add_state(fqn, STATE_NAMES.get(name, name), states[name])
@@ -96,6 +94,24 @@ def finish(
         result.add_step(step)
     assign_groups(result, settings, args.get("decoupled_lr"))
     return result
+
+
+def _vocab_size(args: Mapping[str, Any], hint: Any) -> int | None:
+    """Rows of the vocabulary without padding, as the hint or the program's arguments say; None if neither does."""
+    for value in (hint, args.get("vocab_size")):
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def _cut_vocabulary(name: str, tensor: StoredTensor, size: int | None, padded: Any) -> StoredTensor:
+    """The tensor without the rows that pad a vocabulary; as it is if it has none."""
+    if size is None or not is_vocabulary(name) or not tensor.spec.shape:
+        return tensor
+    rows = tensor.spec.shape[0]
+    if rows <= size or (isinstance(padded, int) and rows != padded):
+        return tensor
+    return narrow(tensor, 0, 0, size)
 
 
 def _model(contents: Contents) -> Iterator[tuple[str, StoredTensor]]:

@@ -106,24 +106,6 @@ def whole_key(key: str) -> str:
     return key if match is None else match[1]
 
 
-def vocab_size(args: Mapping[str, Any], hint: Any) -> int | None:
-    """Rows of the vocabulary without padding, as the hint or the program's arguments say; None if neither does."""
-    for value in (hint, args.get("vocab_size")):
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return None
-
-
-def cut_vocabulary(name: str, tensor: StoredTensor, size: int | None, padded: Any) -> StoredTensor:
-    """The tensor without the rows that pad a vocabulary; as it is if it has none."""
-    if size is None or not is_vocabulary(name) or not tensor.spec.shape:
-        return tensor
-    rows = tensor.spec.shape[0]
-    if rows <= size or (isinstance(padded, int) and rows != padded):
-        return tensor
-    return narrow(tensor, 0, 0, size)
-
-
 def is_vocabulary(name: str) -> bool:
     """Return True if a parameter has a row for each word."""
     return _VOCABULARY.fullmatch(name) is not None

@@ -20,7 +20,8 @@ from rich.console import Console
 
 import reshard
 from reshard.cli.app import EXAMPLES, _tell, app
-from reshard.cli.output import columns, in_words_of_the_command_line, print_text
+from reshard.cli.messages import in_words_of_the_command_line
+from reshard.cli.output import columns, print_text
 
 RESHARD = [sys.executable, "-m", "reshard"]
 COMMANDS = [command.name for command in app.registered_commands]

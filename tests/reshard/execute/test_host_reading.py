@@ -30,7 +30,7 @@ from reshard.execute.host_segments import (
     assign_segments,
     footprint_of,
 )
-from reshard.live.fingerprint_arithmetic import kernel
+from reshard.live.compiled_kernel import kernel
 from reshard.live.tensors import LiveTensor
 from reshard.native.manifest import BLOCK_BYTES
 from reshard.storage import LocalStorage, MemoryStorage

@@ -31,7 +31,7 @@ from reshard.execute.work_list import (
     WorkList,
     copy_row,
 )
-from reshard.live.fingerprint_arithmetic import kernel
+from reshard.live.compiled_kernel import kernel
 from reshard.stored import checksums
 
 ROOT = Path(__file__).parents[3]

@@ -14,7 +14,8 @@ from hypothesis import given, settings, strategies as st
 
 from planners.geometry.box import Box
 from reshard.live import fingerprint_arithmetic as compiled
-from reshard.live.fingerprint_arithmetic import PRIME, Key
+from reshard.live.compiled_kernel import PRIME, is_right, kernel
+from reshard.live.fingerprint_arithmetic import Key
 from reshard.live.fingerprints import partial, partials
 from tests.bits import DTYPES, random_bits
 from tests.kernels import COMPILED, NUMPY, summed_up_by
@@ -202,11 +203,11 @@ def fake(**names):
 def looked_up(monkeypatch, package):
     monkeypatch.delenv("RESHARD_KERNELS", raising=False)
     monkeypatch.setitem(sys.modules, "reshard_kernels", package)
-    compiled.kernel.cache_clear()
+    kernel.cache_clear()
     try:
-        return compiled.kernel()
+        return kernel()
     finally:
-        compiled.kernel.cache_clear()
+        kernel.cache_clear()
 
 
 def test_without_one_or_with_another_version_numpy_does_it_in_silence(monkeypatch):
@@ -238,4 +239,4 @@ def test_the_environment_leaves_it_out():
     with summed_up_by(NUMPY) as found:
         assert found is None
     with summed_up_by(COMPILED) as found:
-        assert compiled.is_right(found)
+        assert is_right(found)

@@ -22,7 +22,8 @@ from reshard.live import (
     fingerprint_arithmetic as tiling_module,
     fingerprints as words_module,
 )
-from reshard.live.fingerprint_arithmetic import PRIME, PUBLIC
+from reshard.live.compiled_kernel import PRIME
+from reshard.live.fingerprint_arithmetic import PUBLIC
 from reshard.live.fingerprints import Fingerprinter, Partial, add_tallies, digests_of, pack_tally, partial
 from tests import gloo
 from tests.bits import random_bits, select
