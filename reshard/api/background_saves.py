@@ -46,10 +46,14 @@ def start_in_background(
             future.set_result(result)
 
     thread = threading.Thread(target=copy_context().run, args=(run,), name=name)  # within the current phase
-    thread.start()
-    saves[future] = place, uses
+    saves[future] = place, uses  # before it starts: KeyboardInterrupt may end the wait for that
     if place is None:
         future.add_done_callback(forget_background_save)
+    try:
+        thread.start()
+    except RuntimeError:
+        forget_background_save(future)
+        raise
     return future
 
 

@@ -26,7 +26,7 @@ from reshard.errors import (
     NewerVersionError,
     StorageError,
 )
-from reshard.formats.detect import Look, look_at, look_in, open_contents, path_below
+from reshard.formats.detect import Look, discarded_in, look_at, look_in, open_contents, path_below
 from reshard.live.fingerprints import Partial, add_tallies, digests_of, pack_tally
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.state import LiveState, is_long, take_apart
@@ -114,7 +114,8 @@ def summed_up(job: SaveJob, data: ToWrite) -> tuple[ToWrite, list[str]]:
     if told is not None and job.base is not None:
         now = digests_of(told[1], every)
         try:
-            names = alike(doubtful(job.base, every, now), job.base, now)
+            before = job.base.facts.manifest.fingerprints
+            names = [fqn for fqn in doubtful(job.base, every, now) if now[fqn] == before[fqn]]
         except (CheckpointError, StorageError) as error:
             job.base.pass_over(error)
     return data, group.share(names if group.rank == 0 else None, kind=list[str])
@@ -273,12 +274,6 @@ def doubtful(base: Base, layout: StateLayout, fingerprints: Mapping[str, str]) -
     ]
 
 
-def alike(names: list[str], base: Base, now: Mapping[str, str]) -> list[str]:
-    """Return the names whose fingerprint did not change."""
-    before = base.facts.manifest.fingerprints
-    return [fqn for fqn in names if now.get(fqn) == before[fqn]]
-
-
 def _parent(path: Any) -> tuple[str, str]:
     """The folder that a path is in, and its name there; ("", "") where there is none."""
     if isinstance(path, Storage):
@@ -312,13 +307,14 @@ def _newest_first(path: Any, passed: list[str]) -> list[str]:
     storage = open_storage(parent)
     try:
         look: Look = partial(look_in, storage.list()) if "://" in parent else partial(look_at, parent)
-    except StorageError as error:
+        skipped = {own, *discarded_in(storage)}  # a discarded step may be damaged
+    except (CheckpointError, StorageError) as error:
         passed.append(str(error))
         return [""]
     found = []
     for folder in look("")[0]:
         name = f"{folder}/{MANIFEST}"
-        if folder == own or MANIFEST not in look(f"{folder}/")[1]:
+        if folder in skipped or MANIFEST not in look(f"{folder}/")[1]:
             continue
         try:
             text = storage.read(name, 0, min(storage.size(name), _HEAD_BYTES))

@@ -247,14 +247,14 @@ class Tier:
             report, self._incarnation = recover(self.settings, state_dict, fallback, step, options, group, hosts)
             return report
 
-    def _is_empty(self) -> bool:
-        """Collective: return True if no host has a generation that counts."""
+    def _newest_step(self) -> int:
+        """Collective: return the largest step of the generations that count on some host, or -1."""
         group = self._group()
         with group.together("Tier.restore"):
             self._settle()
             rows = self._meet(group).gather_kept(group)
-            counts = rows is not None and any(record.made for row in rows for record in row.values())
-            return not group.share(counts, kind=bool)
+            steps = [kept.step for row in rows or () for kept, record in row.items() if record.made]
+            return group.share(max(steps, default=-1), kind=int)
 
     def clear(self) -> None:
         """Collective: delete all generations of the job, on all hosts. Call it when the job has
@@ -298,9 +298,9 @@ class Tier:
 
     def _settle(self) -> None:
         """Collective: wait for saves in the background."""
-        pending, self._pending = self._pending, None
-        if pending is not None and not pending._is_known:
-            pending.result()
+        if self._pending is not None and not self._pending._is_known:
+            self._pending.result()
+        self._pending = None  # not before: KeyboardInterrupt may end the wait
 
     def _own_wire(self, group: Group) -> dist.ProcessGroup | None:
         """Collective: the group that sends copies while the job uses the process group for its own messages."""

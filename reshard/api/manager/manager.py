@@ -405,10 +405,11 @@ class CheckpointManager:
                 self._tidy()
             return unranked
         pending = async_save(taken, path, **options)
-        if self._claim is not None:
-            self._pending["storage"] = start_in_background(partial(self._follow, pending), f"reshard-step-{step}")
-        else:
-            self._pending["storage"] = pending
+        self._pending["storage"] = (
+            pending
+            if self._claim is None
+            else start_in_background(partial(self._follow, pending), f"reshard-step-{step}")
+        )
         return unranked
 
     def _is_based(self) -> bool:
@@ -510,7 +511,7 @@ class CheckpointManager:
 
         If there is nothing, no object is asked for its state: that may step Adam.
         """
-        is_new = not known.steps and (self._memory is None or self._memory._is_empty())
+        is_new = not known.steps and (self._memory is None or self._memory._newest_step() < 0)
         if is_new and isinstance(state, Mapping):
             state = {}
         return LiveObjects(state, to_fill=True, strict=strict)
@@ -528,9 +529,7 @@ class CheckpointManager:
     def _known(self, group: Group) -> _Known:
         """Collective: what the first rank finds in storage."""
         ledger = self._read() if group.rank == 0 else None
-        found = None
-        if ledger is not None:
-            found = ledger.published(), ledger.foreign(), ledger.skipped()
+        found = None if ledger is None else (ledger.published(), ledger.foreign(), ledger.skipped())
         kind = tuple[dict[int, str], dict[str, int], list[int]]
         return _Known(ledger, *group.share(found, kind=kind))
 
@@ -593,15 +592,16 @@ class CheckpointManager:
         self, one: int | None, wanted: int | None, state: Any, options: dict[str, Any], passed: tuple[str, ...]
     ) -> RestoreReport:
         """Collective: load a step from storage, or what memory has that is newer. None: what memory has."""
-        path = None if one is None else step_path(self.root, one)
-        if path is not None and (self._memory is None or wanted is not None):
+        path = "" if one is None else step_path(self.root, one)
+        # a `Tier` goes by the clocks, which may have been set back
+        if one is not None and (self._memory is None or wanted is not None or one > self._memory._newest_step()):
             ranks: Any = {"process_group": self._process_group, "timeout": self._timeout}
-            return RestoreReport(one or 0, path, False, passed, load(state, path, **ranks, **options))
+            return RestoreReport(one, path, False, passed, load(state, path, **ranks, **options))
         assert self._memory is not None
-        got = self._memory.restore(state, path, step=wanted, **options)
+        got = self._memory.restore(state, path or None, step=wanted, **options)
         passed += got.skipped
-        if path is not None and got.step is None:
-            return RestoreReport(one or 0, path, False, passed, got.load)
+        if one is not None and got.step is None:
+            return RestoreReport(one, path, False, passed, got.load)
         return RestoreReport(got.step or 0, str(self._memory.settings.folder), True, passed, got.load)
 
     def _attempt(self, load: Callable[[], RestoreReport]) -> RestoreReport | str:
@@ -647,13 +647,15 @@ class CheckpointManager:
 
     def _settle(self, *names: str) -> None:
         for name in names or tuple(self._pending):
-            if (pending := self._pending.pop(name, None)) is not None:
+            if name in self._pending:
                 try:
-                    pending.result()
+                    self._pending[name].result()
                 except Exception:
+                    del self._pending[name]
                     if name == "storage":
                         self._newest -= 1  # the step may be saved again
                     raise
+                del self._pending[name]  # not before: KeyboardInterrupt may end the wait
 
     def close(self) -> None:
         """Collective: wait for saves in progress, release the root for other managers, and restore signal handlers."""

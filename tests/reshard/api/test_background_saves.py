@@ -172,6 +172,21 @@ def test_of_several_saves_that_failed_each_is_told_once(tmp_path: Path) -> None:
     reshard.async_save(state, tmp_path / "c").result()
 
 
+def test_a_save_whose_call_was_interrupted_as_it_began_is_waited_for() -> None:
+    start, go_on = threading.Thread.start, threading.Event()
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(threading.Thread, "start", interrupted), pytest.raises(KeyboardInterrupt):
+        background_saves.start_in_background(go_on.wait, "save", "place")
+    threading.Timer(0.1, go_on.set).start()
+    [ended] = background_saves.ended_for(1)
+    assert ended.result(0)
+    background_saves.forget_background_save(ended)
+
+
 def test_a_save_that_ends_while_others_are_counted_is_waited_for_as_usual() -> None:
     class Ending(Future[None]):
         """It runs when it is asked first, and has ended when it is asked again."""

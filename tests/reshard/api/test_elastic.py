@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -390,6 +391,30 @@ def test_a_refused_save_leaves_no_folder_where_none_was(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="'w'"):
         tier.save({"w": object()}, 2)
     assert reshard.elastic.gather([tmp_path / "run" / "a"], tmp_path / "out").step == 1
+
+
+def test_a_save_in_the_background_outlives_the_interrupt_of_the_call_that_waits_for_it(tmp_path: Path) -> None:
+    finish, go_on = keeping._KeepJob.finish, threading.Event()
+
+    def late(*args: Any) -> Any:
+        go_on.wait()
+        return finish(*args)
+
+    def interrupt(*_: Any) -> None:
+        threading.Timer(0.3, go_on.set).start()
+        raise KeyboardInterrupt
+
+    tier, state = Tier(tmp_path, host="a", copies=0), {"w": torch.ones(2)}
+    earlier = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with mock.patch.object(keeping._KeepJob, "finish", late):
+            tier.async_save(state, 1)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                tier.restore(state)
+            assert tier.restore(state).step == 1
+    finally:
+        signal.signal(signal.SIGALRM, earlier)
 
 
 def test_folders_of_no_host_are_named_where_the_others_suffice(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import signal
+import threading
 import time
 from copy import deepcopy
 from functools import partial
@@ -581,6 +582,24 @@ def test_one_save_of_so_many_is_whole_by_itself(tmp_path: Path) -> None:
     assert based == [False, True, True, False, True, True, False, True]
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_save_reuses_no_data_of_steps_that_the_run_has_left(asked: bool, tmp_path: Path) -> None:
+    """A step that restore had skipped as damaged was the base of the next save, which was then damaged, too."""
+    state = {"frozen": torch.randn(100_000), "w": torch.zeros(3)}
+    with reshard.CheckpointManager(tmp_path, every=1) as manager:
+        manager.save(1, state)
+        manager.save(2, state)
+    [file] = Path(tmp_path, "step-2").glob("data-*/*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with reshard.CheckpointManager(tmp_path, every=1, keep=Keep(last=1), full_every=9) as manager:
+        report = manager.restore(state, 1, discard_newer=True) if asked else manager.restore(state)
+        assert (report.step, len(report.skipped)) == (1, not asked)
+        manager.save(3, state)
+    assert reshard.verify(tmp_path / "step-3").ok
+
+
 @pytest.mark.parametrize("full_every", [2, 3])
 def test_a_save_after_a_full_one_writes_only_the_blocks_that_changed(full_every: int, tmp_path: Path) -> None:
     """Full saves left no digests of blocks, so the next save wrote changed tensors whole."""
@@ -653,6 +672,29 @@ def test_the_newest_is_taken_of_memory_and_storage(background: bool, tmp_path: P
     assert restored() == (8, True, 8.0)  # which one that only reads discards nothing of
     assert restored(4, discard_newer=True) == (4, False, 4.0)
     assert restored() == (4, False, 4.0)  # neither storage nor memory brings back what is behind it
+
+
+def test_a_clock_that_is_set_back_does_not_make_a_smaller_step_newer(tmp_path: Path) -> None:
+    """A later step in storage was left for what memory had, without a word, and the next save deleted it."""
+
+    def manager() -> reshard.CheckpointManager:
+        tier = reshard.elastic.Tier(tmp_path / "memory", copies=0)
+        return reshard.CheckpointManager(
+            tmp_path / "run", every=2, keep=Keep(last=1), memory=tier, memory_every=5, full_every=2
+        )
+
+    with manager() as one:
+        for step in range(1, 6):
+            one.save(step, {"w": torch.full((3,), float(step))})
+    earlier = time.time() - 3600
+    with mock.patch.object(time, "time", return_value=earlier), mock.patch.object(commit, "_begun", [0.0]):
+        with manager() as one:
+            one.restore({"w": torch.zeros(3)})
+            one.save(6, {"w": torch.full((3,), 6.0)})
+        with manager() as one:
+            report = one.restore(state := {"w": torch.zeros(3)})
+    assert report is not None
+    assert (report.step, report.from_memory, state["w"][0].item()) == (6, False, 6.0)
 
 
 def test_a_relative_file_of_a_request_stays_where_it_was_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -728,6 +770,34 @@ def test_a_step_whose_save_failed_in_the_background_may_be_saved_again(tmp_path:
         manager.wait()
         assert manager.all_steps() == [1, 2]
         assert manager.save(2, state, force=True).is_saved
+
+
+def test_a_save_outlives_the_interrupt_of_the_call_that_waits_for_it(tmp_path: Path) -> None:
+    """The next call began another save beside it, and lost the metrics of one of them."""
+    publish, on_time = Generation.publish, threading.Event()
+
+    def late(*args: Any, **kwargs: Any) -> None:
+        on_time.wait()
+        publish(*args, **kwargs)
+
+    def interrupt(*_: Any) -> None:
+        threading.Timer(0.3, on_time.set).start()
+        raise KeyboardInterrupt
+
+    earlier = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with (
+            mock.patch.object(Generation, "publish", late),
+            reshard.CheckpointManager(tmp_path / "run", every=1) as manager,
+        ):
+            manager.save(1, {"w": torch.ones(2)})
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt):
+                manager.wait()
+            manager.wait()
+            assert manager.all_steps() == [1]
+    finally:
+        signal.signal(signal.SIGALRM, earlier)
 
 
 BAD = [
