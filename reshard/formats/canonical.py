@@ -17,8 +17,8 @@ from reshard.stored.tensor import StoredTensor, read_place
 
 __all__ = [
     "HINTS", "Canonical", "Groups", "Hints", "NameMap", "Shapes", "States", "StoredOptimizer", "Tensors",
-    "Value", "Values", "common_attribute", "elementwise", "listed_in", "name_ids", "params_beside",
-    "read_optimizer", "regroup", "settings_of", "take_optimizer", "ties",
+    "Value", "Values", "common_attribute", "elementwise", "is_single", "listed_in", "name_ids", "note_unjoined",
+    "params_beside", "read_optimizer", "regroup", "settings_of", "take_optimizer", "ties",
 ]  # fmt: skip
 
 
@@ -41,6 +41,17 @@ _ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "f
 def elementwise(name: str) -> bool:
     """Return True if a state of this name has one value for each element of the parameter."""
     return name in _ELEMENTWISE
+
+
+def is_single(value: Value) -> bool:
+    """Return True if a state is one value, such as the number of steps, which is the same for all shards."""
+    return value.spec.numel < 2 if isinstance(value, StoredTensor) else isinstance(value, int | float | str | None)
+
+
+def note_unjoined(lost: Collection[str]) -> list[str]:
+    """What to say of states that are not the same for all shards, and that do not have a value for each element."""
+    words = "are not read, as each rank has its own, and how to join those of all ranks is not known"
+    return [f"optimizer states {words}: {format_names(lost)}"] if lost else []
 
 
 @dataclass

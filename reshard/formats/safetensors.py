@@ -244,6 +244,12 @@ _HEADS = {
     "t5gemma": "lm_head.out_proj",
     "t5gemma2": "lm_head.out_proj",
     "funnel": "lm_head",
+    "kosmos-2": "text_model.lm_head",
+    "blip-2": "language_model.lm_head",
+    "git": "",
+    "fsmt": "",
+    "rembert": "",
+    "lxmert": "cls.predictions.decoder",
     "pocket_tts": "",
     "gradium_phonon_tts": "",
 }
@@ -268,7 +274,7 @@ def _inferred(known: set[str], config: Mapping[str, Any]) -> dict[str, str]:
     model_type = str(config.get("model_type"))
     biased = {} if model_type in _HEADS else _heads_with_bias(known)
     found = {**_shared(known), **biased}
-    has_head = re.search("CausalLM|LMHead|ForConditionalGeneration", str(config.get("architectures")))
+    has_head = re.search("CausalLM|LMHead|LxmertForPre|ForConditionalGeneration", str(config.get("architectures")))
     head = _HEADS.get(model_type, "lm_head")
     if has_head and not biased and not any(head in key for key in known):
         inputs = [key for key in known if key.endswith(_INPUTS)]

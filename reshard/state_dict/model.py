@@ -329,7 +329,9 @@ class _ModelMatch:
             return
         target = slot.value
         assert target is not None
-        fault = problem(value, slot.shape, target.dtype, target.is_meta or self.outlines)
+        fault: str | None = _NO_SHAPE
+        if not any(map(_is_strided_nested, (value, target))):
+            fault = problem(value, slot.shape, target.dtype, target.is_meta or self.outlines)
         if fault is None and not self.outlines:
             fault = f"the model's tensor {NO_MEMORY}" if lacks_memory(holder(target)) else None
         if fault is None and not self.outlines:
@@ -387,6 +389,9 @@ def _message(live: LiveModel | None, missing: list[str], unexpected: list[str], 
     heads = [name for name in unexpected if missing and (name == "model" or name.endswith(f".{missing[0]}"))]
     if heads:
         fixes.append(f"pass what is below {heads[0].removesuffix(missing[0])!r}, under names without this prefix")
+    found = set(unexpected)
+    if inner := next((name for name in missing if part_of(name, found)), ""):
+        fixes.append(f"flatten nested dicts, to names such as {inner!r}")
     if strict and (missing or unexpected):
         fixes.append("pass StateDictOptions(strict=False) to set only the entries that match and report the rest")
         if live is not None and any(segment in WRAPPER_SEGMENTS for name in unexpected for segment in name.split(".")):
@@ -417,6 +422,7 @@ def _is_plain_pair(slot: StateEntry, value: Any) -> bool:
         and target is not None
         and type(target) in _PLAIN
         and slot.piece is None
+        and not (target.is_nested or value.is_nested)
         and value.dtype is target.dtype
         and value.layout is target.layout
         and value.is_same_size(target)
@@ -425,6 +431,12 @@ def _is_plain_pair(slot: StateEntry, value: Any) -> bool:
     )
 
 
+def _is_strided_nested(value: Any) -> bool:
+    is_plain = isinstance(value, torch.Tensor) and not is_sharded(value)
+    return is_plain and value.is_nested and value.layout is torch.strided
+
+
+_NO_SHAPE = "a strided nested tensor has no shape: make it with layout=torch.jagged, or make its parts buffers"
 _EXPANDED = "has several elements at one memory address in the model, as after expand(): replace it by its .clone()"
 
 

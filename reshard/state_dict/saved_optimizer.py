@@ -177,6 +177,9 @@ def _names_of_ids(groups: Sequence[Mapping[str, Any]], live: LiveOptimizers) -> 
             f"the optimizer state dict lists {len(ids)} parameter ids, but the optimizer has {len(own)} parameters: "
             "ids fit only the optimizer that they come from, see reshard.normalize(state_dict, order=[names])"
         )
+    stored = [name for group in groups for name in group.get("param_names", ())]
+    if len(stored) == len(ids) and live.by_name.keys() >= {*stored}:
+        return dict(zip(ids, stored))
     return {key: own[number][0].name for number, key in enumerate(ids)}
 
 

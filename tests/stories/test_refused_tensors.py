@@ -68,6 +68,18 @@ def test_they_are_refused(kind: str, verb: str, tmp_path: Path) -> None:
     assert torch.equal(state["a"], torch.zeros(2))
 
 
+def test_strided_nested_buffers_are_not_set() -> None:
+    def model(buffer: torch.Tensor) -> torch.nn.Module:
+        made = torch.nn.Linear(3, 2)
+        made.register_buffer("ragged", buffer)
+        return made
+
+    nested = KINDS["nested"]
+    for source, target in ((nested, nested), (nested, lambda: torch.ones(2)), (lambda: torch.ones(2), nested)):
+        with pytest.raises(KeyMismatchError, match=r"Mismatched: ragged: a strided nested tensor .*torch\.jagged"):
+            reshard.set_model_state_dict(model(target()), model(source()).state_dict())
+
+
 def test_a_nested_buffer_is_set_as_itself_and_loaded_into_one_of_its_lengths(tmp_path: Path) -> None:
     def model(*lengths: int) -> torch.nn.Module:
         made = torch.nn.Linear(3, 2)

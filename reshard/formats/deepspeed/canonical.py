@@ -27,6 +27,7 @@ from reshard.formats.canonical import (
     Values,
     check_names,
     name_ids,
+    note_unjoined,
     settings_of,
     take_optimizer,
 )
@@ -205,6 +206,7 @@ def _add_zero(parts: Parts, stage: _ModelParallelRank, shapes: list[Shapes]) -> 
             f"{stage.first.source.label}: it has no param_shapes, which list the parameters in the pieces"
         )
     ranks = [read_rank(*stage.optims[r], r) for r in ordered]
+    parts.notes += note_unjoined(sorted({name for rank in ranks for name in rank.unread}))
     cut = cut_stage3 if ranks[0].stage == 3 else cut_stage12
     for fqn, states in cut(ranks, shapes).items():
         master = states.pop(MASTER)

@@ -16,7 +16,7 @@ from typing import Any
 from planners.geometry.box import Box, Shape
 from planners.geometry.layout import TensorSpec
 from reshard.errors import CorruptCheckpointError
-from reshard.formats.canonical import Groups, Shapes, States, Value, Values
+from reshard.formats.canonical import Groups, Shapes, States, Value, Values, is_single
 from reshard.formats.torch_save.reader import TorchFile, stored_values
 from reshard.stored.contents import Record
 from reshard.stored.tensor import StoredTensor
@@ -43,6 +43,8 @@ class Rank:
     paddings: list[list[int]] = field(default_factory=list)
     """Stages 1 and 2: elements between a parameter of each group and the next."""
     stage: int = 0
+    unread: list[str] = field(default_factory=list)
+    """Names of states that are no flat ones: a rank has its own, such as factors of its piece."""
 
 
 def read_rank(stem: str, file: TorchFile, rank: int) -> Rank:
@@ -62,7 +64,9 @@ def read_rank(stem: str, file: TorchFile, rank: int) -> Rank:
     states = _states(base)
     out.groups = [dict(group) for group in base.get("param_groups", ())] if isinstance(base, dict) else []
     for g, master in enumerate(masters):
-        out.flats.append(stored_values(f"{stem}.{g}", {MASTER: master, **states.get(g, {})}, file, rank))
+        flats = stored_values(f"{stem}.{g}", {MASTER: master, **states.get(g, {})}, file, rank)
+        out.flats.append({k: v for k, v in flats.items() if is_single(v) or _is_flat(v, flats[MASTER])})
+        out.unread += flats.keys() - out.flats[-1].keys()
     counts = value.get("partition_count", ())
     out.partition_counts = (
         [int(c) for c in counts] if isinstance(counts, list | tuple) else [int(counts)] * len(masters)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -24,6 +24,8 @@ from reshard.formats.canonical import (
     Values,
     elementwise,
     find_scope,
+    is_single,
+    note_unjoined,
     params_beside,
     settings_of,
 )
@@ -39,6 +41,7 @@ from reshard.formats.megatron.names import (
     is_vocabulary,
     join_by_name,
     skipped,
+    tp_dim,
 )
 from reshard.formats.megatron.optimizer import bucket_limit, decays, place_joined, place_params
 from reshard.formats.torch_save.pickles import TensorRef
@@ -93,8 +96,12 @@ def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     shapes = {name: by_tp[min(by_tp)].spec.shape for name, by_tp in parts.items()}
     join = _Joining(facts.experts_tp, shapes, hints)
     model = {name: join(name, by_tp) for name, by_tp in parts.items()}
-    state = {name: _join_states(name, by_tp, join) for name, by_tp in states.items()}
-    return finish(model, state, groups, args, hints)
+    kinds = {key for by_tp in states.values() for key in by_tp[min(by_tp)] if _is_elementwise(key, states, shapes)}
+    lost: list[str] = []
+    state = {name: _join_states(name, by_tp, join, kinds, lost) for name, by_tp in states.items()}
+    result = finish(model, state, groups, args, hints)
+    result.notes += note_unjoined(lost)
+    return result
 
 
 def _chunks(file: TorchFile) -> list[Tensors]:
@@ -219,26 +226,45 @@ class _Joining:
     """Of the shards."""
     hints: Hints
 
+    def count(self, name: str, by_tp: Mapping[int, Any]) -> int:
+        """Over how many ranks tensor parallelism shards."""
+        return self.experts_tp if is_expert(name) else max(by_tp) + 1
+
     def __call__(self, name: str, by_tp: Mapping[int, StoredTensor], state: str = "") -> StoredTensor:
-        count = self.experts_tp if is_expert(name) else max(by_tp) + 1
+        count = self.count(name, by_tp)
         same = grouped((tp % count, by_tp[tp]) for tp in sorted(by_tp))
         full = f"{name}.{state}" if state else name
         shards = [first_copy(name, full, same[at], self.hints) for at in sorted(same)]
         return join_by_name(name, shards, self.shapes, self.hints, state)
 
 
-def _join_states(name: str, by_tp: Mapping[int, Values], join: _Joining) -> Values:
-    first = by_tp[min(by_tp)]
+def _is_elementwise(key: str, states: Mapping[str, Mapping[int, Values]], shapes: Shapes) -> bool:
+    """Return True if a state has a value for each element of its parameter.
+
+    An unknown one must have the shapes of all its parameters: the factor of a square one has its shape, too.
+    """
+    if elementwise(key):
+        return True
+    found = [(values[key], shapes[name]) for name, of in states.items() for values in of.values() if key in values]
+    fits = all(isinstance(value, StoredTensor) and value.spec.shape == shape for value, shape in found)
+    return fits and any(len(shape) == len({*shape}) > 1 for _, shape in found)
+
+
+def _join_states(
+    name: str, by_tp: Mapping[int, Values], join: _Joining, kinds: Collection[str], lost: list[str]
+) -> Values:
+    """The states of a parameter; those that cannot be joined are added to `lost`."""
     out: Values = {}
-    for key, value in first.items():
-        shaped = isinstance(value, StoredTensor) and (elementwise(key) or value.spec.shape == join.shapes.get(name))
-        if not shaped or (isinstance(value, StoredTensor) and not value.spec.shape):
-            out[key] = value
-            continue
+    for key, value in by_tp[min(by_tp)].items():
         shards = {tp: values[key] for tp, values in by_tp.items() if key in values}
-        if len(shards) < len(by_tp):
-            raise CorruptCheckpointError(f"the state {key!r} of {name!r} is missing on some tensor parallel ranks")
-        out[key] = join(name, shards, key)
+        if key in kinds and isinstance(value, StoredTensor):
+            if len(shards) < len(by_tp):
+                raise CorruptCheckpointError(f"the state {key!r} of {name!r} is missing on some tensor parallel ranks")
+            out[key] = join(name, shards, key)
+        elif is_single(value) or tp_dim(name, join.hints, join.count(name, by_tp)) is None:
+            out[key] = value
+        else:
+            lost.append(f"{name}.{key}")
     return out
 
 

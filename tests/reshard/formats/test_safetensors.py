@@ -280,6 +280,11 @@ def test_tied_weights(tmp_path: Path) -> None:
         ("mamba", "backbone.embeddings.weight", ["lm_head.weight"]),
         ("llava", "model.language_model.embed_tokens.weight", ["lm_head.weight"]),
         ("pocket_tts", "model.embed_tokens.weight", []),
+        ("kosmos-2", "text_model.model.embed_tokens.weight", ["text_model.lm_head.weight"]),
+        ("blip-2", "language_model.model.decoder.embed_tokens.weight", ["language_model.lm_head.weight"]),
+        ("git", "git.embeddings.word_embeddings.weight", []),
+        ("fsmt", "model.decoder.embed_tokens.weight", []),
+        ("rembert", "rembert.embeddings.word_embeddings.weight", []),
     ],
 )
 def test_tied_output_layers_have_the_names_of_their_models(
@@ -303,6 +308,13 @@ def test_a_tied_output_layer_with_a_bias_is_the_only_one(
     save_file({f"{model_type}.embeddings.word_embeddings.weight": A, bias: B}, tmp_path / "model.safetensors")
     config(tmp_path, model_type=model_type)
     assert sorted(open_checkpoint(tmp_path).aliases) == aliases
+
+
+def test_a_tied_output_layer_whose_only_bias_is_another_one(tmp_path: Path) -> None:
+    embedding = "lxmert.embeddings.word_embeddings.weight"
+    save_file({embedding: A, "cls.predictions.bias": B}, tmp_path / "model.safetensors")
+    config(tmp_path, model_type="lxmert", architectures=["LxmertForPreTraining"])
+    assert dict(open_checkpoint(tmp_path).aliases) == {"cls.predictions.decoder.weight": embedding}
 
 
 def entry(**changes: Any) -> dict[str, Any]:

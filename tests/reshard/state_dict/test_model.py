@@ -678,6 +678,12 @@ def test_a_checkpoint_in_place_of_its_model(nest: Any, head: str) -> None:
         set_model_state_dict(model, nest(model.state_dict()))
 
 
+def test_a_nested_dict_in_place_of_a_flat_one() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with pytest.raises(KeyMismatchError, match=r"\n  fix: flatten nested dicts, to names such as '0\.weight'\n"):
+        set_model_state_dict(model, {"0": model[0].state_dict()})
+
+
 def test_the_state_dict_of_an_optimizer_is_named_so() -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

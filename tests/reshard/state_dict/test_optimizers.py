@@ -461,6 +461,18 @@ def test_raw_dict_of_integer_ids_fits_the_one_optimizer() -> None:
         set_optimizer_state_dict(model, [optimizer, torch.optim.SGD([torch.ones(1)])], optimizer.state_dict())
 
 
+def test_ids_whose_names_are_there_are_set_by_name() -> None:
+    """By position, the state of one parameter would be that of another."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    named = list(model.named_parameters())
+    source, target = torch.optim.AdamW(named), torch.optim.AdamW(named[::-1])
+    model(torch.ones(1, 2)).square().sum().backward()
+    source.step()
+    set_optimizer_state_dict(model, target, source.state_dict())
+    found, wanted = (get_optimizer_state_dict(model, each)["state"] for each in (target, source))
+    assert_same(dict(sorted(found.items())), wanted)
+
+
 def test_optimizers_with_their_own_load_are_asked() -> None:
     model, optimizer, state = warm_adamw()
     heard = []

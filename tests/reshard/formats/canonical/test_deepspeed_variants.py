@@ -162,6 +162,24 @@ def save_zero(
         )
 
 
+def test_states_that_are_not_flat(tmp_path: Path) -> None:
+    """Each rank has a factor of its own piece."""
+    values = values_of()
+    module = {n: t.bfloat16() for n, t in values["fp32"].items()}
+    model = {"module": module, "param_shapes": [{n: torch.Size(SHAPES[n]) for n in NAMES}]}
+    torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
+    rows = {kind: row(values[kind], NAMES) for kind in KINDS}
+    halves = zip(*(t.chunk(2) for t in rows.values()))
+    save_zero(tmp_path, [[{k: t.clone() for k, t in zip(KINDS, half)}] for half in halves], [2])
+    for rank, path in enumerate(sorted(tmp_path.glob("bf16*"))):
+        saved = torch.load(path)
+        saved["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["factor"] = torch.full((5, 5), float(rank))
+        torch.save(saved, path)
+    found = checkpoint.open(tmp_path).normalized()
+    assert not any("factor" in of for of in found["optim"]["state"].values())
+    assert any("optimizer states are not read" in note and "1 ('factor')" in note for note in found.notes)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_parameters_dealt_out_in_turn(tmp_path: Path, world: int) -> None:
     """Shapes are saved in the order of the pieces, but where each parameter lies is said for another order."""
