@@ -54,7 +54,7 @@ from reshard.formats.dcp.writer import object_to_bytes, paths_of, tensor_metadat
 from reshard.formats.detect import kind_beside, open_contents
 from reshard.formats.torch_save.writer import save_tensor
 from reshard.live.copy_streams import CopyStreams, Uploads, has_copy_streams, of_caller, to_host, wait_for
-from reshard.live.dtypes import NO_MEMORY, as_array, dtype_from_name
+from reshard.live.dtypes import NO_MEMORY, as_array, dtype_from_name, is_resolved
 from reshard.live.tensors import LiveTensor
 from reshard.native.manifest import MANIFEST
 from reshard.storage.base import AnyPath, Storage, Writer
@@ -393,7 +393,7 @@ def _fill(target: torch.Tensor, saved: torch.dtype, place: Extent, uploads: Uplo
     runs after the read.
     """
     device = target.device
-    if target.dtype == saved and device.type == "cpu" and not target.is_conj() and not target.is_neg():
+    if target.dtype == saved and device.type == "cpu" and is_resolved(target):
         copy_place(place, as_array(target))
         return
     on_lane = has_copy_streams(device)

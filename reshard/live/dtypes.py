@@ -183,6 +183,11 @@ def lacks_memory(local: torch.Tensor) -> bool:
     return is_dense and local.numel() > 0 and not local.untyped_storage().nbytes()
 
 
+def is_resolved(tensor: torch.Tensor) -> bool:
+    """Return True if its values are in memory as they are, neither lazily conjugated nor negated."""
+    return not (tensor.is_conj() or tensor.is_neg())
+
+
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor without its gradient, and with its values in memory; a copy only where they are not yet."""
     return tensor.detach().resolve_conj().resolve_neg()
@@ -193,7 +198,7 @@ def as_array(tensor: torch.Tensor) -> Array:
 
     A lazily conjugated or negated tensor is resolved, and then shares none.
     """
-    if tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+    if tensor.requires_grad or not is_resolved(tensor):
         tensor = resolved(tensor)
     itemsize = tensor.element_size()
     if itemsize == 16:
@@ -213,6 +218,6 @@ def raw_elements(tensor: torch.Tensor) -> torch.Tensor:
     Elements of 16 bytes, and lazily conjugated or negated ones, stay as they are: copying resolves
     the latter.
     """
-    if tensor.element_size() not in _INTS or tensor.is_conj() or tensor.is_neg():
+    if tensor.element_size() not in _INTS or not is_resolved(tensor):
         return tensor
     return tensor.view(_INTS[tensor.element_size()])

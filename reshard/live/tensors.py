@@ -202,9 +202,8 @@ class LiveTensor:
     def settle(self, layout: TensorLayout, rank: int) -> None:
         """Set `form` to the one that all ranks agreed on: among the forms that are possible for
         this rank, the one in which `rank` holds its elements in `layout`."""
-        held = [box for part in layout.parts(rank) for box, _ in part.boxes()]
         for form in self.forms:
-            if held == [box for part in form.parts(self.spec.shape, rank) for box, _ in part.boxes()]:
+            if layout.boxes(rank) == TensorLayout.of(self.spec, form).boxes(rank):
                 self.__dict__["form"] = form
 
     @cached_property
@@ -699,29 +698,22 @@ wrappers: dict[str, str] = {
 tensor."""
 
 
-def inner_names(value: object) -> list[str]:
+def inner_names(value: Any) -> list[str]:
     """The attributes with the tensors that a tensor, or a DTensor's local one, is made of; none of
     a plain one."""
-    local = holder(value) if isinstance(value, torch.Tensor) else value
-    if not isinstance(local, torch.Tensor) or type(local) is torch.Tensor or class_name(local) in wrappers:
+    local = holder(value)
+    if is_plain(value) or class_name(local) in wrappers or not hasattr(local, "__tensor_flatten__"):
         return []
-    names: list[str] = local.__tensor_flatten__()[0] if hasattr(local, "__tensor_flatten__") else []
-    return list(names)
+    return list(local.__tensor_flatten__()[0])
 
 
-def tensor_class(value: object) -> str:
+def tensor_class(value: Any) -> str:
     """The class of a tensor, or of a DTensor's local one, if it says more than its elements; "" for
     plain ones."""
-    local = holder(value) if isinstance(value, torch.Tensor) else value
-    cls = type(local)
-    if (
-        not isinstance(local, torch.Tensor)
-        or cls in _PLAIN
-        or is_sharded_tensor(local)
-        or class_name(local) in wrappers
-    ):
+    local = holder(value)
+    if is_plain(value) or is_sharded_tensor(local) or class_name(local) in wrappers:
         return ""  # how a tensor is sharded, or multiplied, is no class of its values
-    return "" if cls.__module__.startswith("torch.") and not inner_names(local) else class_name(local)
+    return "" if type(local).__module__.startswith("torch.") and not inner_names(local) else class_name(local)
 
 
 def is_plain(value: object) -> bool:

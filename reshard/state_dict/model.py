@@ -18,7 +18,7 @@ from planners.geometry.box import Shape
 from planners.units import format_some
 from reshard.errors import KeyMismatchError, fix_lines, format_value, near_key, visible
 from reshard.live.deepspeed import HOW_TO_GET, HOW_TO_SET
-from reshard.live.dtypes import NO_MEMORY, lacks_memory, overflowing, refused_cast, refused_codes
+from reshard.live.dtypes import NO_MEMORY, is_resolved, lacks_memory, overflowing, refused_cast, refused_codes
 from reshard.live.state import AFTER_WRITES, same_memory, same_value
 from reshard.live.tensors import (
     LiveTensor,
@@ -420,7 +420,8 @@ def _is_plain_pair(slot: StateEntry, value: Any) -> bool:
         and value.dtype is target.dtype
         and value.layout is target.layout
         and value.is_same_size(target)
-        and not (target.is_meta or value.is_meta or target.is_conj() or target.is_neg() or is_expanded(target))
+        and is_resolved(target)
+        and not (target.is_meta or value.is_meta or is_expanded(target))
         and not (lacks_memory(target) or lacks_memory(value))
     )
 
