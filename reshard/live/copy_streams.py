@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from planners.geometry.arrays import Array
-from reshard.live.dtypes import as_array, is_resolved, item_dtype, resolved, row_major_bytes
+from reshard.live.dtypes import PLAIN, as_array, is_resolved, item_dtype, resolved, row_major_bytes
 from reshard.live.garbage_collection import gc_paused
 
 # Of any accelerator that torch knows: all is asked of the device module of a tensor's own device
@@ -318,7 +318,7 @@ def _small_kind(tensor: torch.Tensor) -> torch.dtype | None:
     all."""
     small = tensor.is_cpu and 0 < tensor.nbytes <= _SMALL_BYTES and tensor.dtype in _JOINED
     plain = small and tensor.is_contiguous() and is_resolved(tensor)
-    return tensor.dtype if plain and type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
+    return tensor.dtype if plain and type(tensor) in PLAIN else None
 
 
 def _of_host(tensor: torch.Tensor, stage_bytes: int) -> Iterator[memoryview]:

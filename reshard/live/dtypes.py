@@ -174,10 +174,14 @@ NO_MEMORY = (
 )
 
 
+PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
+"""Classes of tensors that are nothing but an array in memory."""
+
+
 def lacks_memory(local: torch.Tensor) -> bool:
     """Return True if a plain tensor has no memory, though it is on a device with some. To read or write its elements
     may end the process."""
-    if type(local) not in (torch.Tensor, torch.nn.Parameter):
+    if type(local) not in PLAIN:
         return type(local).__name__ == "FakeTensor"
     is_dense = local.layout is torch.strided and not local.is_meta
     return is_dense and local.numel() > 0 and not local.untyped_storage().nbytes()

@@ -19,7 +19,7 @@ from planners.geometry.box import Box, Range, Shape
 from planners.geometry.byte_ranges import merge_ranges
 from planners.geometry.layout import Part, TensorLayout, TensorSpec
 from reshard.errors import FormatError, LayoutError, ReplicaDriftError, format_ranks, format_value
-from reshard.live.dtypes import dtype_from_name, dtype_name, is_resolved, resolved
+from reshard.live.dtypes import PLAIN, dtype_from_name, dtype_name, is_resolved, resolved
 from reshard.live.fingerprint_arithmetic import (
     LANES,
     PRIME,
@@ -150,7 +150,7 @@ def partials(
 def _small_kind(tensor: torch.Tensor, positions: Positions, shape: Sequence[int] | None) -> tuple[object, ...] | None:
     """Return what small tensors have in common that can be viewed as complete words and summed up
     together; None for others."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
+    if type(tensor) not in PLAIN or tensor.layout != torch.strided or tensor.is_quantized:
         return None
     if not tensor.is_cpu or not 0 < tensor.nbytes <= _SMALL_BYTES or not tensor.is_contiguous():
         return None

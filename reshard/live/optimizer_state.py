@@ -33,7 +33,7 @@ from reshard.live.tensors import (
     is_sharded,
     is_tensor,
 )
-from reshard.live.tree import flatten, leaves_of, map_leaves, unflatten
+from reshard.live.tree import flatten, leaves_of, unflatten
 from reshard.state import KeyPath, key_of
 
 SCALARS = frozenset(["step", "eta", "mu", "mu_product"])
@@ -157,14 +157,8 @@ def materialize(
             state.
         keep: the places stay, unless an error ends it.
     """
-    waiting: list[tuple[KeyPath, LazyOptimizerState]] = []
-
-    def look(path: KeyPath, leaf: Any) -> None:
-        if isinstance(leaf, LazyOptimizerState):
-            waiting.append((path, leaf))
-
-    map_leaves(look, state_dict, lambda value: isinstance(value, LazyOptimizerState))
-    groups = [_Groups(path, one, one["param_groups"]) for path, one in _optimizers(state_dict, ())]
+    waiting = _within(state_dict, lambda one: isinstance(one, LazyOptimizerState))
+    groups = [_Groups(path, one, one["param_groups"]) for path, one in _within(state_dict)]
     groups = [
         of
         for of in groups
@@ -454,18 +448,11 @@ def _usable(there: Any, row: Saved) -> Any:
     return None if row.shape is None and is_tensor(there) else there
 
 
-def _optimizers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
-    """Optimizers of the nested form, anywhere in a nest."""
-    if isinstance(value, dict) and is_nested(value):
-        yield path, value
-        return
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif type(value) in (list, tuple):
-        items = enumerate(value)
-    for key, item in items:
-        yield from _optimizers(item, (*path, key))
+def _within(
+    nest: Any, is_one: Callable[[Any], bool] = lambda value: isinstance(value, dict) and is_nested(value)
+) -> list[tuple[KeyPath, Any]]:
+    """What is one of those, by default an optimizer of the nested form, anywhere in a nest."""
+    return [(path, one) for path, one in leaves_of(nest, is_one).items() if is_one(one)]
 
 
 def _put_back(
@@ -482,7 +469,7 @@ def _put_back(
 def lost_state(state_dict: Any, saved: Iterable[Saved]) -> list[str]:
     """Keys of optimizers' states that are empty, and not in the checkpoint: a load would silently
     leave them so."""
-    fresh = [(path, one["param_groups"]) for path, one in _optimizers(state_dict, ()) if one["state"] == {}]
+    fresh = [(path, one["param_groups"]) for path, one in _within(state_dict) if one["state"] == {}]
     empty = [((*path, "state"), {str(n) for of in groups for n in of["params"] or ()}) for path, groups in fresh]
     rows = list(saved) if empty else []
     return [

@@ -19,7 +19,7 @@ from planners.geometry.box import Box, Shape
 from planners.geometry.layout import BoxesForm, Form, ProductForm, StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from reshard.errors import FormatError, LayoutError, OptionError
-from reshard.live.dtypes import NO_MEMORY, dtype_name, lacks_memory, resolved
+from reshard.live.dtypes import NO_MEMORY, PLAIN, dtype_name, lacks_memory, resolved
 from reshard.live.tree import class_name, flatten
 from reshard.state import KeyPath, cached_property, key_of
 
@@ -94,7 +94,7 @@ class LiveTensor:
         """Name, global shape and dtype. Raises LayoutError for a tensor whose elements are no
         plain array in memory."""
         tensor = self.value
-        dense = type(tensor) in _PLAIN or is_dtensor(tensor)  # nearly always
+        dense = type(tensor) in PLAIN or is_dtensor(tensor)  # nearly always
         if not dense or tensor.layout is not torch.strided or tensor.is_nested:
             self._refuse_others()
         shape, dtype = (tensor.shape, tensor.dtype) if dense else (global_shape(tensor), dtype_of(tensor))
@@ -271,7 +271,7 @@ class LiveTensor:
 def identity_of(tensor: Any) -> tuple[Any, ...] | None:
     """Equal for tied tensors: the same view of the same memory, also if it is not allocated yet.
     None if this is unknown, as on a rank that holds no element."""
-    if type(tensor) in _PLAIN:  # nearly always
+    if type(tensor) in PLAIN:  # nearly always
         own = _memory_of(tensor)
         return (own, tuple(tensor.shape), ()) if own else None
     if is_lazy(tensor):
@@ -687,7 +687,6 @@ def _cut_later(form: ProductForm, axes: Collection[int]) -> ProductForm:
 # Tensor subclasses that are made of plain tensors: what they are made of, and what that is called.
 
 
-_PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
 _TRAINING = "torchao.prototype.quantized_training"
 wrappers: dict[str, str] = {
     "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": "_tensor",
@@ -718,7 +717,7 @@ def tensor_class(value: Any) -> str:
 
 def is_plain(value: object) -> bool:
     """Return True unless a value is a tensor, or a DTensor's local one is, of a class of its own."""
-    return not isinstance(value, torch.Tensor) or type(holder(value)) in _PLAIN
+    return not isinstance(value, torch.Tensor) or type(holder(value)) in PLAIN
 
 
 def class_kinds(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, str]:
