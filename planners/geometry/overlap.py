@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -260,10 +261,7 @@ def _fault(lows: Ints, highs: Ints, signs: Ints) -> Fault | None:
         fault = _fault(lows[:, cutting], highs[:, cutting], signs)
         found = dict(zip(cutting, fault.element)) if fault else {}
         return fault and replace(fault, element=tuple(found.get(d, int(cut[0])) for d, cut in enumerate(cuts)))
-    cells = 1
-    for cut in cuts:
-        cells *= len(cut)
-    if cells > MAX_CELLS:
+    if math.prod(map(len, cuts)) > MAX_CELLS:
         d = max(range(ndim), key=lambda d: len(cuts[d]))
         middle = cuts[d][len(cuts[d]) // 2]
         for low, high in ((cuts[d][0], middle), (middle, cuts[d][-1])):
@@ -291,10 +289,9 @@ def _fault(lows: Ints, highs: Ints, signs: Ints) -> Fault | None:
 def _counts(lows: Ints, highs: Ints, signs: Ints, cuts: list[Ints]) -> Ints:
     ndim = lows.shape[1]
     grid = zeros([len(cut) for cut in cuts])
-    begin = np.stack([np.searchsorted(cut, lows[:, d]) for d, cut in enumerate(cuts)], axis=1)
-    end = np.stack([np.searchsorted(cut, highs[:, d]) for d, cut in enumerate(cuts)], axis=1)
+    ends = [[np.searchsorted(cut, side[:, d]) for side in (lows, highs)] for d, cut in enumerate(cuts)]
     for corner in range(1 << ndim):
-        at = tuple(end[:, d] if corner >> d & 1 else begin[:, d] for d in range(ndim))
+        at = tuple(ends[d][corner >> d & 1] for d in range(ndim))
         np.add.at(grid, at, signs * (-1) ** corner.bit_count())
     for d in range(ndim):
         grid = np.cumsum(grid, axis=d)

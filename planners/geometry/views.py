@@ -419,18 +419,18 @@ def concat(fqn: str, views: Sequence[View], dim: int = 0) -> View:
 
     Raises PlanError if there are none, or if they differ in dtype or in the size of another dim.
     """
-    first = _alike(fqn, views)
-    if not 0 <= dim < len(first.shape):
-        raise PlanError(f"there is no dim {dim} in the shape {first.shape}", fqn=fqn)
+    first = _alike(fqn, views).spec
+    shape = first.shape
+    if not 0 <= dim < len(shape):
+        raise PlanError(f"there is no dim {dim} in the shape {shape}", fqn=fqn)
     placed: list[_Placed] = []
     at = 0
     for view in views:
-        if view.shape[:dim] + view.shape[dim + 1 :] != first.shape[:dim] + first.shape[dim + 1 :]:
-            raise PlanError(f"shapes {first.shape} and {view.shape} do not concatenate along dim {dim}", fqn=fqn)
-        placed += _placed(view, [at if d == dim else 0 for d in range(len(first.shape))])
+        if view.shape[:dim] + view.shape[dim + 1 :] != shape[:dim] + shape[dim + 1 :]:
+            raise PlanError(f"shapes {shape} and {view.shape} do not concatenate along dim {dim}", fqn=fqn)
+        placed += _placed(view, [at if d == dim else 0 for d in range(len(shape))])
         at += view.shape[dim]
-    shape = (*first.shape[:dim], at, *first.shape[dim + 1 :])
-    return _joined(TensorSpec(fqn, shape, first.spec.dtype), placed)
+    return _joined(TensorSpec(fqn, (*shape[:dim], at, *shape[dim + 1 :]), first.dtype), placed)
 
 
 def stack(fqn: str, views: Sequence[View], dim: int = 0) -> View:
@@ -506,31 +506,21 @@ def _placed(view: View, by: Sequence[int]) -> list[_Placed]:
 
 def _joined(spec: TensorSpec, placed: Iterable[_Placed]) -> View:
     """The view of all these parts: sources that are used numbered in order of first use, neighbors merged."""
-    patches: list[Patch] = []
-    fills: list[Fill] = []
-    numbers: dict[str, int] = {}
-    used: list[TensorSpec] = []
-    for sources, part in placed:
-        if part.target.is_empty:
-            continue
-        if isinstance(part, Fill):
-            fills.append(part)
-            continue
-        source = sources[part.tensor]
-        number = numbers.setdefault(source.fqn, len(numbers))
-        used += [source] if number == len(used) else []
-        if used[number] != source:
-            raise PlanError(f"two sources with the same name differ: {used[number]} and {source}", fqn=spec.fqn)
-        patches.append(Patch(part.target, number, part.source, part.dims))
-    return View(spec, tuple(used), merged(patches), tuple(sorted(fills, key=lambda fill: fill.target)))
+    found = [(sources, part) for sources, part in placed if not part.target.is_empty]
+    patches = [(sources[part.tensor], part) for sources, part in found if isinstance(part, Patch)]
+    fills = sorted((part for _, part in found if isinstance(part, Fill)), key=lambda fill: fill.target)
+    used = _sources((source for source, _ in patches), spec.fqn)
+    numbers = {fqn: number for number, fqn in enumerate(used)}
+    numbered = (Patch(part.target, numbers[source.fqn], part.source, part.dims) for source, part in patches)
+    return View(spec, tuple(used.values()), merged(numbered), tuple(fills))
 
 
-def _sources(specs: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
+def _sources(specs: Iterable[TensorSpec], fqn: str | None = None) -> dict[str, TensorSpec]:
     """Return the sources by name. Raises PlanError if two sources with one name differ."""
     out: dict[str, TensorSpec] = {}
     for spec in specs:
         if out.setdefault(spec.fqn, spec) != spec:
-            raise PlanError(f"two sources with the same name differ: {out[spec.fqn]} and {spec}", fqn=spec.fqn)
+            raise PlanError(f"two sources with the same name differ: {out[spec.fqn]} and {spec}", fqn=fqn or spec.fqn)
     return out
 
 

@@ -148,15 +148,13 @@ class ProductIntersection:
             numel = (numel[:, None] * table.length).reshape(-1)
         order = np.argsort(source, kind="stable")
         source, base, numel = source[order], base[order], numel[order]
-        replicas = self.after.replica_positions
-        begin = end = 0
-        for last in [*(np.flatnonzero(source[1:] != source[:-1]) + 1).tolist(), len(source)]:
-            if (last - begin) * len(replicas) > _BLOCK_DELIVERIES and end > begin:
+        limit = _BLOCK_DELIVERIES // len(self.after.replica_positions)
+        ends = [*(np.flatnonzero(source[1:] != source[:-1]) + 1).tolist(), len(source)]
+        begin = 0
+        for end, following in itertools.pairwise([*ends, ends[-1] + limit + 1]):
+            if following - begin > limit and end > begin:
                 yield self._block(source[begin:end], base[begin:end], numel[begin:end])
                 begin = end
-            end = last
-        if end > begin:
-            yield self._block(source[begin:end], base[begin:end], numel[begin:end])
 
     def _block(self, source: Ints, base: Ints, numel: Ints) -> Deliveries:
         replicas = self.after.replica_positions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, NamedTuple
 
@@ -65,7 +66,7 @@ class Schedule:
         self.plan, self.max_inflight_bytes = plan, max_inflight_bytes
         order = np.lexsort((columns[1], columns[0]))
         self.round, self.sender, self.receiver, self.start, self.stop = (column[order] for column in columns)
-        for column in (self.round, self.sender, self.receiver, self.start, self.stop):
+        for column in self.columns():
             column.flags.writeable = False
 
     @property
@@ -117,7 +118,7 @@ class Schedule:
         mine = np.flatnonzero((self.sender == rank) | (self.receiver == rank))
         items = (*self.plan.items_from(rank), *self.plan.items_to(rank))
         streams = grouped(((item.sender, item.receiver), item) for item in items if not item.is_local)
-        rows = zip(*(column[mine].tolist() for column in (self.round, self.sender, self.receiver)), mine.tolist())
+        rows = zip(*(column[mine].tolist() for column in self.columns()[:3]), mine.tolist())
         found: dict[int, Message] = {}
         by_stream = grouped(((sender, receiver), (number, row)) for number, sender, receiver, row in rows)
         slack = slack_bytes(self.max_inflight_bytes)
@@ -285,10 +286,7 @@ class _Coloring:
     def __init__(self, senders: Sequence[int], receivers: Sequence[int]) -> None:
         # nodes: senders and receivers under different numbers, since a rank may do both at once
         self._ends = [(2 * u, 2 * v + 1) for u, v in zip(senders, receivers)]
-        degree: dict[int, int] = {}
-        for u, v in self._ends:
-            degree[u] = degree.get(u, 0) + 1
-            degree[v] = degree.get(v, 0) + 1
+        degree = Counter(node for ends in self._ends for node in ends)
         every = (1 << max(degree.values(), default=0)) - 1
         self._free = dict.fromkeys(degree, every)
         """node -> the colors that are free there, as bits"""

@@ -29,7 +29,7 @@ from reshard.errors import CorruptCheckpointError, KeyMismatchError, OptionError
 from reshard.execute.fetch import Fetch
 from reshard.execute.reading import Copy, Staged, Workspace, find_copies
 from reshard.live.copy_streams import Uploads
-from reshard.live.dtypes import DROPS, as_array, dtype_from_name
+from reshard.live.dtypes import DROPS, as_array, dtype_from_name, is_resolved
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.optimizer_state import Saved, materialize
 from reshard.live.state import PerRank, Targets
@@ -421,7 +421,7 @@ def _landings(
         read = whole if shared is None or shared.form(key) is None else shared.parts(key, whole)
         found[key] = [
             as_array(local)
-            if local.dtype == saved and local.is_cpu and not local.is_conj() and not local.is_neg()
+            if local.dtype == saved and local.is_cpu and is_resolved(local)
             else Staged(local, saved, uploads if uploads.take_in(local.device) else None, casts.get(key))
             for local in read
         ]

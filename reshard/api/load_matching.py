@@ -225,28 +225,29 @@ class KeyMatch:
 
     def match_others(self) -> None:
         """Plain values, containers of these, which are replaced whole, and each rank's own values."""
-        for key in self.targets.objects:
+        checkpoint, targets = self.checkpoint, self.targets
+        for key, live in targets.objects.items():
             name = self._name_of(key)
-            if name in self.checkpoint.objects:
+            if name in checkpoint.objects:
                 self._use(name)
-                self._give(key, self.checkpoint.objects[name], self.checkpoint.contents.path_of(name))
-            elif name in self.checkpoint and not self.checkpoint[name].shape and _is_number(self.targets.objects[key]):
+                self._give(key, checkpoint.objects[name], checkpoint.contents.path_of(name))
+            elif name in checkpoint and not checkpoint[name].shape and _is_number(live):
                 self._use(name)
-                self._tensor_into_number(key, self.checkpoint[name], self.targets.objects[key])
+                self._tensor_into_number(key, checkpoint[name], live)
             elif not self._replace_whole(key):  # None where there was no state yet, and a dict was saved
                 self.missing.append(key)
-        for key in self.targets.units:
+        for key in targets.units:
             name = self._name_of(key)
             below = self.below.names.get(self._place_of(key), ())
-            if tensors := {n for n in below if n != name and n not in self.checkpoint.objects}:
+            if tensors := {n for n in below if n != name and n not in checkpoint.objects}:
                 # there are tensors where the target has none: these stay unexpected,
                 # unless they are tied
-                self.missing += [key] * (tensors <= self.checkpoint.aliases.keys())
+                self.missing += [key] * (tensors <= checkpoint.aliases.keys())
                 continue
-            if not self._replace_whole(key) and not _is_empty(self.targets.live(key)):
+            if not self._replace_whole(key) and not _is_empty(targets.live(key)):
                 self.missing.append(key)
-        for key in self.targets.per_rank:
-            if (name := self._name_of(key)) in self.checkpoint.contents.per_rank:
+        for key in targets.per_rank:
+            if (name := self._name_of(key)) in checkpoint.contents.per_rank:
                 self._use(name)
                 self.per_rank[key] = name
             else:
@@ -554,9 +555,9 @@ class Mismatches:
         refused = {key for key in self.missing if key in self.kinds or options.mode_of(key) != "partial"} - excluded
         missing = {key: ranks for key, ranks in self.missing.items() if key in refused}
         unexpected = [key for key in notes.unexpected if options.mode_of(key) == "strict"]
-        idle: list[str] = []
+        idle, root = list[str](), match.targets.root
         if isinstance(options.strict, Mapping):
-            keys, root = [*match.names, *self.missing, *match.targets.paths], match.targets.root
+            keys = [*match.names, *self.missing, *match.targets.paths]
             states = root.of_optimizers(keys) if isinstance(root, CheckedState) else []
             idle = options.idle_globs([*keys, *states, *(f"{key}." for key in states)])
         if options.dry_run or not (missing or unexpected or self.mismatched):
@@ -565,7 +566,6 @@ class Mismatches:
             if self.missing and match.names and not self.used and group.rank == 0:
                 url = match.checkpoint.url
                 _log.warning("reshard.load: nothing was loaded: the state has no key of %s", url)
-            root = match.targets.root
             if isinstance(root, CheckedState) and not (options.dry_run and notes.missing):
                 root.check(match.objects)
             return notes

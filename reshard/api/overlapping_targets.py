@@ -11,7 +11,7 @@ import torch
 from planners.geometry.layout import TensorLayout
 from reshard.api.load_matching import KeyMatch
 from reshard.errors import KeyMismatchError, LayoutError
-from reshard.live.dtypes import as_array
+from reshard.live.dtypes import as_array, is_resolved
 from reshard.live.state import same_value
 from reshard.live.tensors import LiveTensor
 
@@ -76,7 +76,7 @@ def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors whose extents overlap share an element, as far as a cheap check shows."""
     if a.is_contiguous() and b.is_contiguous():
         return True
-    if a.device.type != "cpu" or any(t.is_conj() or t.is_neg() for t in (a, b)):
+    if a.device.type != "cpu" or not (is_resolved(a) and is_resolved(b)):
         return False
     try:
         return bool(cast(Any, np.shares_memory)(as_array(a), as_array(b), max_work=_WORK))

@@ -257,7 +257,7 @@ def leftovers(folder: AnyPath) -> dict[str, int]:
     found, names = {}, list[str]()
     with suppress(StorageError):  # a file, which `prune` refuses
         names = open_storage(folder).names()
-    for place in sorted(_places(names)):
+    for place in sorted(_places(names, is_generation)):
         path = path_below(folder, place)
         with suppress(CheckpointError):  # as in `_remove_in`
             inner = open_storage(path)
@@ -266,10 +266,10 @@ def leftovers(folder: AnyPath) -> dict[str, int]:
     return found
 
 
-def _places(names: Iterable[str]) -> set[str]:
-    """The folders with files of saves, of these names in a run."""
+def _places(names: Iterable[str], has: Callable[[str], bool]) -> set[str]:
+    """The folders of a run in which files of these names are, in folders of one kind, such as saves."""
     parts = [name.split("/", 2) for name in names]
-    return {place for place, *inner in parts if len(inner) > 1 and is_generation(inner[0])}
+    return {place for place, *inner in parts if len(inner) > 1 and has(inner[0])}
 
 
 @dataclass(frozen=True)
@@ -307,11 +307,10 @@ def remove_checkpoints(
     storage = open_storage(folder)
     names = storage.names()
     remove_dead_jobs(storage, names)
-    parts = [name.split("/", 2) for name in names]
-    for place in {place for place, *inner in parts if len(inner) > 1 and is_job(inner[0])}:
+    for place in _places(names, is_job):
         below = open_storage(path_below(folder, place))
         remove_dead_jobs(below, below.names())
-    places, gone = _places(names), []
+    places, gone = _places(names, is_generation), []
     for path in _unlinked(folder, paths):
         inner = open_storage(path)
         by_id = generations_in(inner.names())

@@ -237,9 +237,10 @@ class _Pairer:
             else:
                 self.out.missing.append(key)
         for key in list(self.out.missing):
-            if self.mapping.get(key, key) in given and key not in objects:
+            source = self.mapping.get(key, key)
+            if source in given and key not in objects:
                 self.out.missing.remove(key)
-                self.used.add(self.mapping.get(key, key))
+                self.used.add(source)
                 self.mismatched.append(f"{key}: is a tensor in the target, but not in the source")
 
 
@@ -433,12 +434,15 @@ def agree(
     hasher = hashlib.sha256(repr([list(ranks) for _, ranks in found]).encode())
     for description, _ in found:
         hasher.update(hashlib.sha256(msgspec.msgpack.encode(description)).digest())
+    source_objects, target_objects = (
+        tuple(dict.fromkeys(key for d, _ in found for key in getattr(d, name).objects)) for name in sides
+    )
     agreed = Agreed(
         hasher.digest(),
         sides["source"],
         sides["target"],
-        tuple(dict.fromkeys(key for d, _ in found for key in d.source.objects)),
-        tuple(dict.fromkeys(key for d, _ in found for key in d.target.objects)),
+        source_objects,
+        target_objects,
         tied["target"],
         tied["source"],
         _common_device(found),

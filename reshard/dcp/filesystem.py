@@ -17,7 +17,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem as _torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # what torch's reader looks for in .metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageMeta
@@ -54,8 +53,8 @@ from reshard.formats.dcp.writer import object_to_bytes, paths_of, tensor_metadat
 from reshard.formats.detect import kind_beside, open_contents
 from reshard.formats.torch_save.writer import save_tensor
 from reshard.live.copy_streams import CopyStreams, Uploads, has_copy_streams, of_caller, to_host, wait_for
-from reshard.live.dtypes import NO_MEMORY, as_array, dtype_from_name
-from reshard.live.tensors import LiveTensor
+from reshard.live.dtypes import NO_MEMORY, as_array, dtype_from_name, is_resolved
+from reshard.live.tensors import LiveTensor, this_rank
 from reshard.native.manifest import MANIFEST
 from reshard.storage.base import AnyPath, Storage, Writer
 from reshard.storage.opening import open_storage
@@ -145,7 +144,7 @@ class FileSystemWriter(StorageWriter):
         """Prepare the storage. Raises StorageError if a checkpoint exists and `overwrite` is off."""
         self.is_coordinator = is_coordinator
         rank = kwargs.get("rank")
-        self.rank = rank if rank is not None else dist.get_rank() if dist.is_initialized() else 0
+        self.rank = this_rank() if rank is None else rank
         self._each_for_itself = not kwargs.get("use_collectives", True)  # under torch's `save` alone
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -393,7 +392,7 @@ def _fill(target: torch.Tensor, saved: torch.dtype, place: Extent, uploads: Uplo
     runs after the read.
     """
     device = target.device
-    if target.dtype == saved and device.type == "cpu" and not target.is_conj() and not target.is_neg():
+    if target.dtype == saved and device.type == "cpu" and is_resolved(target):
         copy_place(place, as_array(target))
         return
     on_lane = has_copy_streams(device)

@@ -22,7 +22,7 @@ from planners.plans.schedule import Message, Schedule, schedule
 from planners.plans.transfer import TransferItem, TransferItems
 from reshard.errors import DeadlineError, RankFailedError, ReshardError
 from reshard.live.copy_streams import device_module, has_copy_streams, pinned, wait_for
-from reshard.live.dtypes import raw_elements
+from reshard.live.dtypes import is_resolved, raw_elements
 from reshard.live.tensors import LiveTensor, raw_bytes
 from reshard.ranks.global_layout import describe, join_layouts
 from reshard.ranks.group import Group
@@ -297,7 +297,7 @@ class Exchange:
 
     def _straight(self, item: TransferItem, elements: torch.Tensor) -> torch.Tensor | None:
         """The bytes of elements that can be sent directly from memory."""
-        if elements.device != self._device or elements.is_conj() or elements.is_neg() or not elements.is_contiguous():
+        if elements.device != self._device or not (is_resolved(elements) and elements.is_contiguous()):
             return None
         if elements.dtype != self._wires.get(item.fqn, elements.dtype):
             return None

@@ -176,7 +176,7 @@ def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *
     storage, names = found or _find(path)
     if _owns_all(storage, names, preferred):
         return none
-    owned = _owned_by(marks)
+    owned = [*filter(_OWNED.fullmatch, marks)]
     if MANIFEST in names and native.detect(storage, {MANIFEST: names[MANIFEST]}):
         owned.insert(0, MANIFEST)
     if owned:
@@ -460,7 +460,7 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
             raise CorruptCheckpointError(_REPLACES.format(url, str(error).removesuffix(f": {RESTORE}"))) from None
         raise
     beside = [name for name in marks_in(names) if name not in (MANIFEST, HF_INDEX)]
-    if format.name == "torch_save" and not _owned_by(beside) and (nested := _nested(names)):
+    if format.name == "torch_save" and not any(map(_OWNED.fullmatch, beside)) and (nested := _nested(names)):
         raise FormatError(
             f"{url} has a file of torch.save, {beside[0]}, and checkpoints seem to be in its subfolders "
             f"{format_some(nested)}: open one of these, or the file, by its path"
@@ -742,12 +742,6 @@ def steps_seen(look: Look) -> list[RunStep]:
 def marks_in(names: Iterable[str]) -> list[str]:
     """Those at the top that are called as files of a checkpoint, and not as steps."""
     return sorted(name for name in names if "/" not in name and _is_mark(name) and not step_of(name))
-
-
-def _owned_by(marks: Iterable[str]) -> list[str]:
-    """Return the names which say that there is a checkpoint right there, whatever other
-    files are there."""
-    return [name for name in marks if _OWNED.fullmatch(name)]
 
 
 def is_certain(look: Look, step: RunStep) -> bool:

@@ -203,8 +203,7 @@ def _of_ranks(items: Iterable[str], checkpoint: Checkpoint) -> set[str]:
 def _fill(state: dict[str, Any], checkpoint: Checkpoint, own: set[str], nest: Any, strict: bool) -> None:
     """Load in place. Of items in `nest`, this rank alone takes tensors in `own`, and everything but tensors."""
     common = {key: value for key, value in state.items() if key not in nest}
-    alone, units = dict[str, Any](), dict[KeyPath, Any]()
-    map_leaves(units.__setitem__, {key: state[key] for key in nest if key in state}, _is_unit)
+    alone, units = dict[str, Any](), leaves_of({key: state[key] for key in nest if key in state}, _is_unit)
     for path, unit in units.items():
         key = key_of(path)
         if is_tensor(unit):

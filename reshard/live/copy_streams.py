@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from planners.geometry.arrays import Array
-from reshard.live.dtypes import as_array, item_dtype, resolved, row_major_bytes
+from reshard.live.dtypes import PLAIN, as_array, is_resolved, item_dtype, resolved, row_major_bytes
 from reshard.live.garbage_collection import gc_paused
 
 # Of any accelerator that torch knows: all is asked of the device module of a tensor's own device
@@ -255,7 +255,7 @@ class Uploads(AbstractContextManager["Uploads"]):
 
 
 def _send(elements: torch.Tensor, target: torch.Tensor, lane: CopyStream) -> StreamEvent:
-    as_is = target.dtype == elements.dtype and target.is_contiguous() and not target.is_conj() and not target.is_neg()
+    as_is = target.dtype == elements.dtype and target.is_contiguous() and is_resolved(target)
     # torch writes to an inference tensor only within this mode; outside it, a write counts as a
     # change for autograd
     with torch.inference_mode() if target.is_inference() else torch.no_grad(), lane.use():
@@ -317,13 +317,12 @@ def _small_kind(tensor: torch.Tensor) -> torch.dtype | None:
     that the call would cost more than the copy; None for others. Of these dtypes torch joins
     all."""
     small = tensor.is_cpu and 0 < tensor.nbytes <= _SMALL_BYTES and tensor.dtype in _JOINED
-    plain = small and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    return tensor.dtype if plain and type(tensor) in (torch.Tensor, torch.nn.Parameter) else None
+    plain = small and tensor.is_contiguous() and is_resolved(tensor)
+    return tensor.dtype if plain and type(tensor) in PLAIN else None
 
 
 def _of_host(tensor: torch.Tensor, stage_bytes: int) -> Iterator[memoryview]:
-    plain = not tensor.is_conj() and not tensor.is_neg()
-    if tensor.is_cpu and tensor.is_contiguous() and plain and tensor.numel():
+    if tensor.is_cpu and tensor.is_contiguous() and is_resolved(tensor) and tensor.numel():
         yield row_major_bytes(as_array(tensor))
         return
     for piece in _in_pieces(tensor, stage_bytes):
@@ -372,7 +371,7 @@ class _Ring:
         if self._filling is None:
             if len(self._under_way) == 2:
                 yield from self._take()
-            self._filling = self._empty_slot()
+            self._filling = self._free.pop() if self._free else _DownloadSlot(pinned(self.slot_bytes))
             self._filling.lane = lane
         slot = self._filling
         _ask(piece, slot.memory[slot.used : slot.used + piece.nbytes], lane)
@@ -384,11 +383,6 @@ class _Ring:
             self._close(self._filling)
         while self._under_way:
             yield from self._take()
-
-    def _empty_slot(self) -> _DownloadSlot:
-        if self._free:
-            return self._free.pop()
-        return _DownloadSlot(pinned(self.slot_bytes))
 
     def _close(self, slot: _DownloadSlot) -> None:
         assert slot.lane is not None
@@ -524,4 +518,4 @@ def to_host(tensors: Sequence[torch.Tensor], stage_bytes: int = STAGE_BYTES) -> 
 def _is_plain(tensor: torch.Tensor) -> bool:
     if type(tensor) is not torch.Tensor:  # first: ShardedTensors of some releases answer nothing else
         return False
-    return tensor.is_contiguous() and tensor.numel() > 0 and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_contiguous() and tensor.numel() > 0 and is_resolved(tensor)

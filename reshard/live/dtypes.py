@@ -174,13 +174,22 @@ NO_MEMORY = (
 )
 
 
+PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
+"""Classes of tensors that are nothing but an array in memory."""
+
+
 def lacks_memory(local: torch.Tensor) -> bool:
     """Return True if a plain tensor has no memory, though it is on a device with some. To read or write its elements
     may end the process."""
-    if type(local) not in (torch.Tensor, torch.nn.Parameter):
+    if type(local) not in PLAIN:
         return type(local).__name__ == "FakeTensor"
     is_dense = local.layout is torch.strided and not local.is_meta
     return is_dense and local.numel() > 0 and not local.untyped_storage().nbytes()
+
+
+def is_resolved(tensor: torch.Tensor) -> bool:
+    """Return True if its values are in memory as they are, neither lazily conjugated nor negated."""
+    return not (tensor.is_conj() or tensor.is_neg())
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
@@ -193,7 +202,7 @@ def as_array(tensor: torch.Tensor) -> Array:
 
     A lazily conjugated or negated tensor is resolved, and then shares none.
     """
-    if tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+    if tensor.requires_grad or not is_resolved(tensor):
         tensor = resolved(tensor)
     itemsize = tensor.element_size()
     if itemsize == 16:
@@ -213,6 +222,6 @@ def raw_elements(tensor: torch.Tensor) -> torch.Tensor:
     Elements of 16 bytes, and lazily conjugated or negated ones, stay as they are: copying resolves
     the latter.
     """
-    if tensor.element_size() not in _INTS or tensor.is_conj() or tensor.is_neg():
+    if tensor.element_size() not in _INTS or not is_resolved(tensor):
         return tensor
     return tensor.view(_INTS[tensor.element_size()])

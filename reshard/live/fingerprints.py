@@ -20,7 +20,7 @@ from planners.geometry.byte_ranges import merge_ranges
 from planners.geometry.layout import Part, TensorLayout, TensorSpec
 from reshard.errors import FormatError, LayoutError, ReplicaDriftError, format_ranks, format_value
 from reshard.live.compiled_kernel import PRIME
-from reshard.live.dtypes import dtype_from_name, dtype_name, resolved
+from reshard.live.dtypes import PLAIN, dtype_from_name, dtype_name, is_resolved, resolved
 from reshard.live.fingerprint_arithmetic import (
     LANES,
     PUBLIC,
@@ -150,11 +150,11 @@ def partials(
 def _small_kind(tensor: torch.Tensor, positions: Positions, shape: Sequence[int] | None) -> tuple[object, ...] | None:
     """Return what small tensors have in common that can be viewed as complete words and summed up
     together; None for others."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_quantized:
+    if type(tensor) not in PLAIN or tensor.layout != torch.strided or tensor.is_quantized:
         return None
     if not tensor.is_cpu or not 0 < tensor.nbytes <= _SMALL_BYTES or not tensor.is_contiguous():
         return None
-    if tensor.is_conj() or tensor.is_neg():
+    if not is_resolved(tensor):
         return None
     itemsize = tensor.itemsize
     if positions is not None and not (isinstance(positions, Box) and positions.sizes == tensor.shape):
@@ -382,12 +382,11 @@ def words_of(tensor: torch.Tensor, part: Part) -> Iterator[tuple[torch.Tensor, t
     per_word = max(1, _WORD_BYTES // tensor.itemsize)
     axes = [Axis(d, intervals) for d, intervals in enumerate(dims)]
     device = tensor.device if tensor.is_cpu or float64_is_exact(tensor.device) else torch.device("cpu")
-    is_plain = not tensor.is_conj() and not tensor.is_neg()  # else the memory holds other values
     steps = (tensor.storage_offset(), *tensor.stride()[:-1])
     is_whole = tensor.stride(-1) == 1 and all(step % per_word == 0 for step in steps)
     if (
         device == tensor.device
-        and is_plain
+        and is_resolved(tensor)  # else the memory holds other values
         and (is_whole or tensor.itemsize == _WORD_BYTES)
         and all(a % per_word == b % per_word == 0 for a, b in dims[-1])
     ):

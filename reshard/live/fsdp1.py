@@ -142,10 +142,35 @@ def flat_pieces(unit: nn.Module) -> _Pieces:
     """Of one FSDP1 unit, by id of a module below it: the names of the module's own parameters that
     are in the unit's flat parameter, shared ones too. Empty for a unit without parameters of its
     own."""
-    found: _Pieces = {}
     handle = unit.__dict__.get("_handle")
-    if handle is not None:
-        _add_unit(handle, unit.__dict__.get("_device_mesh"), found)
+    if handle is None:
+        return {}
+    found: _Pieces = {}
+    flat, at, index = handle.flat_param, 0, 0
+    pieces: dict[tuple[int, str], FlatPiece] = {}
+    for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask):
+        if not is_padding:
+            info, own = flat._param_infos[index], flat._params
+            pieces[id(info.module), info.param_name] = FlatPiece(
+                flat=flat,
+                parameter=flat if own is None else own[index],
+                shape=tuple(flat._shapes[index]),
+                start=at,
+                shard_numel=flat._sharded_size.numel(),
+                group=handle.process_group,
+                sharded=bool(handle.uses_sharded_strategy),
+                mesh=unit.__dict__.get("_device_mesh"),
+                is_dtensor=flat._param_extensions[index] is not None,
+                handle=handle,
+            )
+            index += 1
+        at += numel
+    shared = {
+        (id(info.module), info.param_name): pieces[id(info.prim_module), info.prim_param_name]
+        for info in flat._shared_param_infos
+    }
+    for (module, name), piece in (*pieces.items(), *shared.items()):
+        found.setdefault(module, []).append((name, piece))
     return found
 
 
@@ -157,34 +182,6 @@ def is_flat(parameter: torch.Tensor) -> bool:
 def group_of(tensor: Any) -> Any:
     """Process group of a ShardedTensor."""
     return tensor._process_group
-
-
-def _add_unit(handle: Any, mesh: Any, found: _Pieces) -> None:
-    flat, at, index = handle.flat_param, 0, 0
-    pieces: dict[tuple[int, str], FlatPiece] = {}
-    for numel, is_padding in zip(flat._numels_with_padding, flat._is_padding_mask):
-        if not is_padding:
-            info, own = flat._param_infos[index], flat._params
-            parameter = flat if own is None else own[index]
-            piece = FlatPiece(
-                flat=flat,
-                parameter=parameter,
-                shape=tuple(flat._shapes[index]),
-                start=at,
-                shard_numel=flat._sharded_size.numel(),
-                group=handle.process_group,
-                sharded=bool(handle.uses_sharded_strategy),
-                mesh=mesh,
-                is_dtensor=flat._param_extensions[index] is not None,
-                handle=handle,
-            )
-            pieces[id(info.module), info.param_name] = piece
-            found.setdefault(id(info.module), []).append((info.param_name, piece))
-            index += 1
-        at += numel
-    for info in flat._shared_param_infos:
-        first = pieces[id(info.prim_module), info.prim_param_name]
-        found.setdefault(id(info.module), []).append((info.param_name, first))
 
 
 # How FSDP1's flat parameters shard an original parameter, and the sharded tensor that says so.
@@ -244,7 +241,11 @@ class FlatCut:
         """The sharded tensor of which `local`, 1-D, is what this rank holds, and whose memory it
         shares; nothing is sent, since every rank can compute what the others hold. A DTensor or
         ShardedTensor if its shards are chunks."""
-        return self.chunk(local) if self.is_chunks else _across_rows(self, local)
+        if self.is_chunks:
+            return self.chunk(local)
+        from reshard.live.fsdp1_across_rows import CutAcrossRows  # ShardedTensor is deprecated upstream
+
+        return CutAcrossRows.of(self, local, _sharded_tensor(self, local))
 
     def chunk(self, local: torch.Tensor) -> torch.Tensor:
         """The tensor that torch's state dicts have, of a chunk of rows; collective where FSDP
@@ -290,12 +291,6 @@ def _chunk_dtensor(shape: Shape, flat: torch.Tensor, mesh: Any, axis: int) -> DT
     made = DTensor.from_local(outline, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
     made._local_tensor = local
     return made
-
-
-def _across_rows(cut: FlatCut, local: torch.Tensor) -> torch.Tensor:
-    from reshard.live.fsdp1_across_rows import CutAcrossRows  # ShardedTensor is deprecated upstream
-
-    return CutAcrossRows.of(cut, local, _sharded_tensor(cut, local))
 
 
 def _sharded_tensor(cut: FlatCut, local: torch.Tensor) -> torch.Tensor:

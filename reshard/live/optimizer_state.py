@@ -33,7 +33,7 @@ from reshard.live.tensors import (
     is_sharded,
     is_tensor,
 )
-from reshard.live.tree import flatten, leaves_of, map_leaves, unflatten
+from reshard.live.tree import flatten, leaves_of, unflatten
 from reshard.state import KeyPath, key_of
 
 SCALARS = frozenset(["step", "eta", "mu", "mu_product"])
@@ -157,14 +157,8 @@ def materialize(
             state.
         keep: the places stay, unless an error ends it.
     """
-    waiting: list[tuple[KeyPath, LazyOptimizerState]] = []
-
-    def look(path: KeyPath, leaf: Any) -> None:
-        if isinstance(leaf, LazyOptimizerState):
-            waiting.append((path, leaf))
-
-    map_leaves(look, state_dict, lambda value: isinstance(value, LazyOptimizerState))
-    groups = [_Groups(path, one, one["param_groups"]) for path, one in _optimizers(state_dict, ())]
+    waiting = _within(state_dict, lambda one: isinstance(one, LazyOptimizerState))
+    groups = [_Groups(path, one, one["param_groups"]) for path, one in _within(state_dict)]
     groups = [
         of
         for of in groups
@@ -204,16 +198,16 @@ def fill(
             parameters.
         says_none: give the flat form an entry for each parameter of which nothing was saved.
     """
-    there = flatten(dict(one), is_leaf=is_tensor)
+    there, depth = flatten(dict(one), is_leaf=is_tensor), len(above)
     made = _StateMemory(live or {})
     all_rows = list(rows)
-    rows = [row for row in all_rows if _same_path(row.path[: len(above)], above)]
-    unsharded = _UnshardedState(all_rows, len(above), rows, one.parameters)
+    rows = [row for row in all_rows if _is_below(row.path, above)]
+    unsharded = _UnshardedState(all_rows, depth, rows, one.parameters)
     held = set[KeyPath]() if one.is_complete else _held(one, there.leaves)
     leaves = {} if one.is_complete else _of_classes(one, above, rows, containers, held)
     listed = _listed(above, all_rows) if one.has_own else None
     for row in rows:
-        rest = row.path[len(above) :]
+        rest = row.path[depth:]
         if (one.is_complete and rest not in there.leaves) or any(rest[:i] in leaves for i in range(len(rest))):
             continue
         if row.shape is None and is_tensor(there.leaves.get(rest)) and is_flat_key(rest[0]):
@@ -230,11 +224,11 @@ def fill(
         elif listed is not None and rest and _is_own(str(rest[0]), listed) and rest not in there.leaves:
             leaves[rest] = made.place(row, torch.empty((), device="meta"), None)
     kinds = {
-        path[len(above) :]: kind
+        path[depth:]: kind
         for path, kind in (() if one.is_complete else containers.items())
-        if path[: len(above)] == above
-        and _owner(path[len(above) :], one.parameters) is not None
-        and path[len(above) :][:1] not in held
+        if path[:depth] == above
+        and _owner(path[depth:], one.parameters) is not None
+        and path[depth : depth + 1] not in held
     }
     kept = {
         path: leaf
@@ -272,21 +266,22 @@ def _of_classes(
 
     out: dict[KeyPath, Any] = {}
     for path, own in parts.items():
-        owner = _owner(path[len(above) :], one.parameters)
-        if owner is None or path[len(above) :] in held:
+        rest = path[len(above) :]
+        owner = _owner(rest, one.parameters)
+        if owner is None or rest in held:
             continue
         saved = {str(row.path[-1]): SavedPart(row.shape or (), row.dtype, row.read) for row in own if row.read}
         made = made_of_parts(containers[path].removeprefix("tensor:"), saved, one.parameters[owner])
         if made is not None:
-            out[path[len(above) :]] = made
+            out[rest] = made
     return out
 
 
 def _listed(above: KeyPath, rows: Iterable[Saved]) -> set[str]:
     """The parameters in saved groups beside the state at the path `above`, or of the flat form there."""
     front = (*above[:-1], "param_groups")
-    named = [row for row in rows if row.read and "params" in row.path and _same_path(row.path[: len(front)], front)]
-    below = [row.path[len(above) :] for row in rows if _same_path(row.path[: len(above)], above)]
+    named = [row for row in rows if row.read and "params" in row.path and _is_below(row.path, front)]
+    below = [row.path[len(above) :] for row in rows if _is_below(row.path, above)]
     fields = {split_flat_key(str(path[0])).owner for path in below if path and is_field(path)}
     return fields | {str(row.read()) for row in named if row.read}
 
@@ -416,8 +411,8 @@ class _Groups(NamedTuple):
     """As they were."""
 
     @property
-    def key(self) -> str:
-        return key_of((*self.path, "param_groups"))
+    def front(self) -> KeyPath:
+        return (*self.path, "param_groups")
 
     @property
     def has_tensors(self) -> bool:
@@ -425,16 +420,16 @@ class _Groups(NamedTuple):
 
     def have_any(self, keys: Iterable[str]) -> bool:
         """Return True if one of the keys is that of a field."""
-        front = f"{self.key}."
+        front = f"{key_of(self.front)}."
         return any(key.startswith(front) for key in keys)
 
     def as_saved(self, rows: Iterable[Saved], containers: Mapping[KeyPath, str]) -> None:
         """Give them the form of the saved ones, unless they have it."""
-        front = (*self.path, "param_groups")
-        saved = {row.path[len(front) :]: row for row in rows if _same_path(row.path[: len(front)], front)}
+        front = self.front
+        saved = {row.path[len(front) :]: row for row in rows if _is_below(row.path, front)}
         if not saved or not (self.has_tensors or any(row.shape is not None for row in saved.values())):
             return
-        kinds = {path[len(front) :]: kind for path, kind in containers.items() if _same_path(path[: len(front)], front)}
+        kinds = {path[len(front) :]: kind for path, kind in containers.items() if _is_below(path, front)}
         memory, none = _StateMemory({}), torch.empty((), device="meta")
         places = {path: memory.place(row, none, _usable(_at(self.live, path), row)) for path, row in saved.items()}
         self.optimizer["param_groups"] = unflatten(places, kinds)
@@ -453,18 +448,11 @@ def _usable(there: Any, row: Saved) -> Any:
     return None if row.shape is None and is_tensor(there) else there
 
 
-def _optimizers(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[KeyPath, dict[str, Any]]]:
-    """Optimizers of the nested form, anywhere in a nest."""
-    if isinstance(value, dict) and is_nested(value):
-        yield path, value
-        return
-    items: Iterable[tuple[Any, Any]] = ()
-    if isinstance(value, Mapping):
-        items = value.items()
-    elif type(value) in (list, tuple):
-        items = enumerate(value)
-    for key, item in items:
-        yield from _optimizers(item, (*path, key))
+def _within(
+    nest: Any, is_one: Callable[[Any], bool] = lambda value: isinstance(value, dict) and is_nested(value)
+) -> list[tuple[KeyPath, Any]]:
+    """What is one of those, by default an optimizer of the nested form, anywhere in a nest."""
+    return [(path, one) for path, one in leaves_of(nest, is_one).items() if is_one(one)]
 
 
 def _put_back(
@@ -481,13 +469,13 @@ def _put_back(
 def lost_state(state_dict: Any, saved: Iterable[Saved]) -> list[str]:
     """Keys of optimizers' states that are empty, and not in the checkpoint: a load would silently
     leave them so."""
-    fresh = [(path, one["param_groups"]) for path, one in _optimizers(state_dict, ()) if one["state"] == {}]
+    fresh = [(path, one["param_groups"]) for path, one in _within(state_dict) if one["state"] == {}]
     empty = [((*path, "state"), {str(n) for of in groups for n in of["params"] or ()}) for path, groups in fresh]
     rows = list(saved) if empty else []
     return [
         key_of(path)
         for path, names in empty
-        if any(_same_path(row.path[: len(path)], path) and {*map(str, row.path[len(path) :])} & names for row in rows)
+        if any(_is_below(row.path, path) and {*map(str, row.path[len(path) :])} & names for row in rows)
     ]
 
 
@@ -510,8 +498,8 @@ def _place_like(like: Any, shape: Shape, dtype: torch.dtype, *, is_like: bool) -
     return dtensor_of(torch.empty(shape, dtype=dtype, device=device), like.device_mesh)
 
 
-def _same_path(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    return tuple(map(str, a)) == tuple(map(str, b))
+def _is_below(path: KeyPath, above: KeyPath) -> bool:
+    return [*map(str, path[: len(above)])] == [*map(str, above)]
 
 
 # The forms in which the state of an optimizer is saved: recognized by their keys, and the flat one

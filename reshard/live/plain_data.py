@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, is_dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -87,8 +88,11 @@ class _Tensors:
         return {"$tensor": [dtype_name(tensor.dtype), list(tensor.shape), base64.b64encode(data).decode()]}
 
 
+_raw = partial(base64.b64decode, validate=True)
+
+
 def _decode_tensor(dtype: str, shape: list[int], data: str) -> torch.Tensor:
-    kind, raw = dtype_from_name(dtype), base64.b64decode(data, validate=True)
+    kind, raw = dtype_from_name(dtype), _raw(data)
     if any(type(size) is not int or size < 0 for size in shape):
         raise ValueError(f"{shape} is not a shape")
     if len(raw) != math.prod(shape) * kind.itemsize:
@@ -99,13 +103,14 @@ def _decode_tensor(dtype: str, shape: list[int], data: str) -> torch.Tensor:
 
 
 def _encode(value: Any, above: set[int], tensors: _Tensors) -> Any:
-    if value is None or type(value) is bool:
+    kind = type(value)
+    if value is None or kind is bool:
         return value
-    if type(value) is int:  # JSON's are decimal, and Python reads no more than 4,300 digits
+    if kind is int:  # JSON's are decimal, and Python reads no more than 4,300 digits
         return value if value.bit_length() <= _LONG_INT_BITS else {"$int": hex(value)}
-    if type(value) is str:
+    if kind is str:
         return check_text(value)
-    if type(value) is float:
+    if kind is float:
         return value if math.isfinite(value) else {"$float": str(value)}
     simple = _encode_simple(value)
     if simple is not None:
@@ -115,17 +120,16 @@ def _encode(value: Any, above: set[int], tensors: _Tensors) -> Any:
     if len(above) >= MAX_DEPTH:
         raise FormatError(f"it is nested more than {MAX_DEPTH} levels deep")
     above = above | {id(value)}
-    own = None if type(value) in (dict, list, tuple) else typed(value)
+    own = None if kind in (dict, list, tuple) else typed(value)
     if own is not None:
         return {"$typed": [check_text(own.name), _encode(own.value, above, tensors)]}
-    if type(value) is list:
-        return [_encode(v, above, tensors) for v in value]
-    if type(value) is tuple:
-        return {"$tuple": [_encode(v, above, tensors) for v in value]}
-    if type(value) in (set, frozenset):
-        return {f"${type(value).__name__}": sorted((_encode(v, above, tensors) for v in value), key=repr)}
-    if type(value) is deque:
-        return {"$deque": [[_encode(v, above, tensors) for v in value], value.maxlen]}
+    if kind in (list, tuple, set, frozenset, deque):
+        items = [_encode(v, above, tensors) for v in value]
+        if kind is list:
+            return items
+        if kind is deque:
+            return {"$deque": [items, value.maxlen]}
+        return {f"${kind.__name__}": items if kind is tuple else sorted(items, key=repr)}
     if isinstance(value, CustomValue):  # of a checkpoint
         return {"$typed": [value.name, _encode(value.value, above, tensors)]}
     if isinstance(value, Mapping):
@@ -134,12 +138,10 @@ def _encode(value: Any, above: set[int], tensors: _Tensors) -> Any:
         return {"$dict": [[_encode(k, above, tensors), _encode(v, above, tensors)] for k, v in value.items()]}
     if isinstance(value, torch.Tensor):
         return tensors.encode(value)
-    path = getattr(type(value), "path", "")
+    path = getattr(kind, "path", "")
     if path in UNSUPPORTED_TENSORS:  # a record of one
         raise FormatError(UNSUPPORTED_TENSORS[path])
-    raise FormatError(
-        f"an object of type {type(value).__module__}.{type(value).__qualname__} is not plain data; {_fix(value)}"
-    )
+    raise FormatError(f"an object of type {kind.__module__}.{kind.__qualname__} is not plain data; {_fix(value)}")
 
 
 def _fix(value: object) -> str:
@@ -188,29 +190,30 @@ def check_text(text: str) -> str:
 
 
 def _encode_simple(value: Any) -> dict[str, Any] | None:
-    if type(value) is complex:
+    kind = type(value)
+    if kind is complex:
         return {"$complex": [encode_plain(value.real), encode_plain(value.imag)]}
-    if type(value) in (bytes, bytearray):
-        return {f"${type(value).__name__}": base64.b64encode(value).decode()}
-    if type(value) is io.BytesIO:  # what older modules give as their extra state
+    if kind in (bytes, bytearray):
+        return {f"${kind.__name__}": base64.b64encode(value).decode()}
+    if kind is io.BytesIO:  # what older modules give as their extra state
         return {"$bytesio": base64.b64encode(value.getvalue()).decode()}
     if isinstance(value, torch.Size):
         return {"$size": list(value)}
-    if type(value) is range:
+    if kind is range:
         return {"$range": [encode_plain(n) for n in (value.start, value.stop, value.step)]}
     if isinstance(value, torch.dtype):
         return {"$dtype": dtype_name(value)}
     if isinstance(value, torch.device):
         return {"$device": str(value)}
-    if type(value) is datetime.timedelta:
+    if kind is datetime.timedelta:
         return {"$timedelta": [value.days, value.seconds, value.microseconds]}
-    if type(value) is datetime.date:
+    if kind is datetime.date:
         return {"$date": value.isoformat()}
-    if type(value) is datetime.datetime:
+    if kind is datetime.datetime:
         text = value.isoformat()
         if repr(_datetime(text, value.fold)) == repr(value):  # the text says nothing of a time zone but its offset
             return {"$datetime": [text, value.fold]}
-    if (isinstance(value, np.generic) or type(value) is np.ndarray) and value.dtype.kind in "biufc":
+    if (isinstance(value, np.generic) or kind is np.ndarray) and value.dtype.kind in "biufc":
         tag, shape = ("$array", [list(value.shape)]) if isinstance(value, np.ndarray) else ("$number", [])
         return {tag: [value.dtype.str, base64.b64encode(value.tobytes()).decode(), *shape]}
     return None
@@ -241,19 +244,17 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
     "$deque": lambda v: deque(map(_decode, v[0]), v[1]),
     "$typed": lambda v: CustomValue(check_text(str(v[0])), _decode(v[1])),
     "$complex": lambda v: complex(_decode(v[0]), _decode(v[1])),
-    "$bytes": lambda v: base64.b64decode(v, validate=True),
-    "$bytearray": lambda v: bytearray(base64.b64decode(v, validate=True)),
-    "$bytesio": lambda v: io.BytesIO(base64.b64decode(v, validate=True)),
+    "$bytes": _raw,
+    "$bytearray": lambda v: bytearray(_raw(v)),
+    "$bytesio": lambda v: io.BytesIO(_raw(v)),
     "$size": torch.Size,
     "$dtype": dtype_from_name,
     "$device": torch.device,
     "$timedelta": lambda v: datetime.timedelta(*v),
     "$date": datetime.date.fromisoformat,
     "$datetime": lambda v: _datetime(*v),
-    "$number": lambda v: np.frombuffer(base64.b64decode(v[1], validate=True), _plain_dtype(v[0]))[0],
-    "$array": lambda v: np.frombuffer(bytearray(base64.b64decode(v[1], validate=True)), _plain_dtype(v[0])).reshape(
-        v[2]
-    ),
+    "$number": lambda v: np.frombuffer(_raw(v[1]), _plain_dtype(v[0]))[0],
+    "$array": lambda v: np.frombuffer(bytearray(_raw(v[1])), _plain_dtype(v[0])).reshape(v[2]),
     "$tensor": lambda v: _decode_tensor(*v),
     "$tuple": lambda v: tuple(map(_decode, v)),
     "$set": lambda v: set(map(_decode, v)),

@@ -19,7 +19,7 @@ from planners.geometry.box import Box, Shape
 from planners.geometry.layout import BoxesForm, Form, ProductForm, StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from reshard.errors import FormatError, LayoutError, OptionError
-from reshard.live.dtypes import NO_MEMORY, dtype_name, lacks_memory, resolved
+from reshard.live.dtypes import NO_MEMORY, PLAIN, dtype_name, lacks_memory, resolved
 from reshard.live.tree import class_name, flatten
 from reshard.state import KeyPath, cached_property, key_of
 
@@ -94,7 +94,7 @@ class LiveTensor:
         """Name, global shape and dtype. Raises LayoutError for a tensor whose elements are no
         plain array in memory."""
         tensor = self.value
-        dense = type(tensor) in _PLAIN or is_dtensor(tensor)  # nearly always
+        dense = type(tensor) in PLAIN or is_dtensor(tensor)  # nearly always
         if not dense or tensor.layout is not torch.strided or tensor.is_nested:
             self._refuse_others()
         shape, dtype = (tensor.shape, tensor.dtype) if dense else (global_shape(tensor), dtype_of(tensor))
@@ -202,9 +202,8 @@ class LiveTensor:
     def settle(self, layout: TensorLayout, rank: int) -> None:
         """Set `form` to the one that all ranks agreed on: among the forms that are possible for
         this rank, the one in which `rank` holds its elements in `layout`."""
-        held = [box for part in layout.parts(rank) for box, _ in part.boxes()]
         for form in self.forms:
-            if held == [box for part in form.parts(self.spec.shape, rank) for box, _ in part.boxes()]:
+            if layout.boxes(rank) == TensorLayout.of(self.spec, form).boxes(rank):
                 self.__dict__["form"] = form
 
     @cached_property
@@ -272,7 +271,7 @@ class LiveTensor:
 def identity_of(tensor: Any) -> tuple[Any, ...] | None:
     """Equal for tied tensors: the same view of the same memory, also if it is not allocated yet.
     None if this is unknown, as on a rank that holds no element."""
-    if type(tensor) in _PLAIN:  # nearly always
+    if type(tensor) in PLAIN:  # nearly always
         own = _memory_of(tensor)
         return (own, tuple(tensor.shape), ()) if own else None
     if is_lazy(tensor):
@@ -688,7 +687,6 @@ def _cut_later(form: ProductForm, axes: Collection[int]) -> ProductForm:
 # Tensor subclasses that are made of plain tensors: what they are made of, and what that is called.
 
 
-_PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
 _TRAINING = "torchao.prototype.quantized_training"
 wrappers: dict[str, str] = {
     "torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": "_tensor",
@@ -699,34 +697,27 @@ wrappers: dict[str, str] = {
 tensor."""
 
 
-def inner_names(value: object) -> list[str]:
+def inner_names(value: Any) -> list[str]:
     """The attributes with the tensors that a tensor, or a DTensor's local one, is made of; none of
     a plain one."""
-    local = holder(value) if isinstance(value, torch.Tensor) else value
-    if not isinstance(local, torch.Tensor) or type(local) is torch.Tensor or class_name(local) in wrappers:
+    local = holder(value)
+    if is_plain(value) or class_name(local) in wrappers or not hasattr(local, "__tensor_flatten__"):
         return []
-    names: list[str] = local.__tensor_flatten__()[0] if hasattr(local, "__tensor_flatten__") else []
-    return list(names)
+    return list(local.__tensor_flatten__()[0])
 
 
-def tensor_class(value: object) -> str:
+def tensor_class(value: Any) -> str:
     """The class of a tensor, or of a DTensor's local one, if it says more than its elements; "" for
     plain ones."""
-    local = holder(value) if isinstance(value, torch.Tensor) else value
-    cls = type(local)
-    if (
-        not isinstance(local, torch.Tensor)
-        or cls in _PLAIN
-        or is_sharded_tensor(local)
-        or class_name(local) in wrappers
-    ):
+    local = holder(value)
+    if is_plain(value) or is_sharded_tensor(local) or class_name(local) in wrappers:
         return ""  # how a tensor is sharded, or multiplied, is no class of its values
-    return "" if cls.__module__.startswith("torch.") and not inner_names(local) else class_name(local)
+    return "" if type(local).__module__.startswith("torch.") and not inner_names(local) else class_name(local)
 
 
 def is_plain(value: object) -> bool:
     """Return True unless a value is a tensor, or a DTensor's local one is, of a class of its own."""
-    return not isinstance(value, torch.Tensor) or type(holder(value)) in _PLAIN
+    return not isinstance(value, torch.Tensor) or type(holder(value)) in PLAIN
 
 
 def class_kinds(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, str]:

@@ -98,15 +98,7 @@ class ModuleReader:
     def touched(self, module: nn.Module) -> bool:
         """Return True if hooks or overrides decide how this module is saved and loaded; that is rare, in many
         modules."""
-        get = module.__dict__.get
-        return bool(
-            get("_state_dict_hooks")
-            or get("_state_dict_pre_hooks")
-            or get("_load_state_dict_pre_hooks")
-            or get("_load_state_dict_post_hooks")
-            or get("state_dict")
-            or get("load_state_dict")
-        )
+        return any(map(module.__dict__.get, (*_HOOKS, "state_dict", "load_state_dict")))
 
     def settle(self, module: nn.Module) -> Mapping[int, list[tuple[str, FlatPiece]]]:
         """Bring FSDP2 parameters to their sharded form, as its own hook does before a state dict is

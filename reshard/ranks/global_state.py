@@ -389,10 +389,7 @@ class DigestTable:
             for name, (digest, kind) in theirs.items():
                 values.setdefault(name, {}).setdefault(digest, []).extend(ranks)
                 kinds[name.partition("\0")[0]] = kind
-        pairs: dict[str, list[tuple[list[int], ...]]] = {}
-        for name, by in values.items():
-            if len(by) > 1:
-                pairs.setdefault(name.partition("\0")[0], []).append(tuple(by.values()))
+        pairs = grouped((name.partition("\0")[0], tuple(by.values())) for name, by in values.items() if len(by) > 1)
         if not pairs:
             return bool(told.objects)
         differing = {
@@ -409,9 +406,7 @@ def _differing(ranks: Mapping[str, str], kinds: Mapping[str, str]) -> str:
     """The message about keys, each with the ranks that differ."""
     texts = []
     if sharded := [key for key in ranks if kinds[key] == "sharded"]:
-        same: dict[str, list[str]] = {}
-        for key in sharded:
-            same.setdefault(ranks[key], []).append(key)
+        same = grouped((ranks[key], key) for key in sharded)
         shown = [f"replicas of {format_some([*map(repr, keys)])} differ: {of}" for of, keys in same.items()]
         texts.append(f"{'; '.join(shown[:20])}{', and more' * (len(shown) > 20)}. {_SAME_VALUES}")
     if others := [key for key in ranks if kinds[key] != "sharded"]:

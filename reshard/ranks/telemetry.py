@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from opentelemetry import metrics, trace
 
+from reshard.live.tensors import this_rank
 from reshard.ranks.timespans import Span
 
 # Made by whatever the program has set up, or sets up later.
@@ -23,9 +23,8 @@ _bytes = _meter.create_counter("reshard.bytes", unit="By", description="What cal
 
 def tell(call: Span) -> None:
     """Export a call that has ended, with all that it did in the background."""
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     nbytes, seconds = _bytes_of(call), call.seconds
-    facts: dict[str, Any] = {"reshard.operation": call.name, "reshard.rank": rank} | _failure(call)
+    facts: dict[str, Any] = {"reshard.operation": call.name, "reshard.rank": this_rank()} | _failure(call)
     _seconds.record(seconds, facts)
     _bytes.add(nbytes, facts)
     where = {"reshard.path": call.path} if call.path else {}

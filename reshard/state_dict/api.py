@@ -363,10 +363,13 @@ def _optimizer_state(
     if submodules:
         found = _of_modules(live.live, submodules, live.by_name, options)
         short = {live.by_name[name].name: short for short, name in found.items()}  # of a tied one, the first name
-        cold = {short[name]: one for name, one in cold.items() if name in short}
-        elsewhere = {short[name]: at for name, at in elsewhere.items() if name in short}
+
+        def shortened(named: Mapping[str, Any]) -> dict[str, Any]:
+            return {short[name]: value for name, value in named.items() if name in short}
+
+        cold, elsewhere = shortened(cold), shortened(elsewhere)
         whole = {
-            "state": {short[name]: value for name, value in whole["state"].items() if name in short},
+            "state": shortened(whole["state"]),
             "param_groups": [
                 {**group, "params": [short[name] for name in group["params"] if name in short]}
                 for group in whole["param_groups"]

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn.parameter import is_lazy
 
 from planners.geometry.box import Shape
 from planners.units import format_some
 from reshard.errors import KeyMismatchError, fix_lines, format_value, near_key, visible
 from reshard.live.deepspeed import HOW_TO_GET, HOW_TO_SET
-from reshard.live.dtypes import NO_MEMORY, lacks_memory, overflowing, refused_cast, refused_codes
+from reshard.live.dtypes import NO_MEMORY, PLAIN, is_resolved, lacks_memory, overflowing, refused_cast, refused_codes
 from reshard.live.state import AFTER_WRITES, same_memory, same_value
 from reshard.live.tensors import (
     LiveTensor,
@@ -344,7 +343,7 @@ class _ModelMatch:
             return
         if old != new:
             local = holder(value)
-            is_plain = type(local) in _PLAIN and local.layout is torch.strided and not local.is_meta
+            is_plain = type(local) in PLAIN and local.layout is torch.strided and not local.is_meta
             self.casts.append(Cast(name, old, new, overflowing(local, target.dtype) if is_plain else 0))
         if global_shape(value) != slot.shape:
             self.reshaped.append(name)
@@ -420,13 +419,14 @@ def _is_plain_pair(slot: StateEntry, value: Any) -> bool:
     return (
         type(value) is torch.Tensor
         and target is not None
-        and type(target) in _PLAIN
+        and type(target) in PLAIN
         and slot.piece is None
         and not (target.is_nested or value.is_nested)
         and value.dtype is target.dtype
         and value.layout is target.layout
         and value.is_same_size(target)
-        and not (target.is_meta or value.is_meta or target.is_conj() or target.is_neg() or is_expanded(target))
+        and is_resolved(target)
+        and not (target.is_meta or value.is_meta or is_expanded(target))
         and not (lacks_memory(target) or lacks_memory(value))
     )
 
@@ -442,7 +442,7 @@ _EXPANDED = "has several elements at one memory address in the model, as after e
 
 def is_expanded(target: torch.Tensor) -> bool:
     """Return whether several elements here share a memory address: nothing can be copied there."""
-    local = target if type(target) in _PLAIN else holder(target)
+    local = target if type(target) in PLAIN else holder(target)
     if local.layout is not torch.strided or 0 not in local.stride() or not local.numel():
         return False
     return any(size > 1 and not stride for size, stride in zip(local.shape, local.stride(), strict=True))
@@ -598,8 +598,15 @@ def _place(
 
 def _copied(value: Any) -> Any:
     """A deep copy, also of tensors that have a graph, which torch does not copy."""
-    tensors = [leaf for leaf in leaves_of(value).values() if isinstance(leaf, torch.Tensor)]
-    return copy.deepcopy(value, {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf})
+    own = {id(tensor): tensor.detach().clone() for tensor in tensors_in(value) if not tensor.is_leaf}
+    return copy.deepcopy(value, own)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors inside containers."""
+    if isinstance(value, torch.Tensor):
+        return [value]  # nearly always
+    return [leaf for leaf in leaves_of(value).values() if isinstance(leaf, torch.Tensor)]
 
 
 def _keep_objects(slots: Sequence[StateEntry]) -> None:
@@ -648,7 +655,6 @@ def _clone(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 # Which tensors share memory on this rank: by their addresses, never by their names.
 
 
-_PLAIN = frozenset([torch.Tensor, nn.Parameter])
 _NBYTES = attrgetter("nbytes")
 
 
@@ -722,7 +728,7 @@ def overwritten(targets: Sequence[Any], values: Sequence[Any]) -> list[int]:
     nothing."""
     found: list[int] = []
     for cluster in overlapping(targets):
-        if not all(type(targets[i]) in _PLAIN and type(values[i]) is torch.Tensor for i in cluster):
+        if not all(type(targets[i]) in PLAIN and type(values[i]) is torch.Tensor for i in cluster):
             continue
         starts = [targets[i].data_ptr() for i in cluster]
         first = min(starts) // ALIGNED_BYTES * ALIGNED_BYTES  # several storages may be of one memory
@@ -745,7 +751,7 @@ ALIGNED_BYTES = 16
 
 def _have_own_storages(tensors: Sequence[Any]) -> bool:
     """Return True if these are plain tensors of which no two share memory of their storages: the usual case."""
-    if not set(map(type, tensors)) <= _PLAIN:
+    if not set(map(type, tensors)) <= PLAIN:
         return False
     try:
         storages = list(map(torch.Tensor.untyped_storage, tensors))
@@ -758,7 +764,7 @@ def _have_own_storages(tensors: Sequence[Any]) -> bool:
 
 def _spans_of_any(tensors: Sequence[Any]) -> Spans:
     """Return the memory of tensors of any kinds."""
-    found = spans_of(tensors) if set(map(type, tensors)) <= _PLAIN else None
+    found = spans_of(tensors) if set(map(type, tensors)) <= PLAIN else None
     return Spans(*zip(*map(_span, tensors))) if found is None else found
 
 
@@ -766,7 +772,7 @@ def _span(tensor: Any) -> tuple[int, int]:
     """The first byte and the number of bytes up to the end of the last element; (0, 0) if there
     are none, or if the address is unknown."""
     held = [] if is_lazy(tensor) else held_tensors(tensor)
-    if not held or not set(map(type, held)) <= _PLAIN:
+    if not held or not set(map(type, held)) <= PLAIN:
         return 0, 0
     try:
         starts = [local.data_ptr() for local in held]

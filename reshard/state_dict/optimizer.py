@@ -35,6 +35,7 @@ from reshard.state_dict.model import (
     listed,
     overlapping,
     spans_of,
+    tensors_in,
     write_all,
 )
 from reshard.state_dict.optimizer_parameters import (
@@ -186,11 +187,12 @@ def plan_optimizers(
     """
     saved = saved_optimizer.with_state_of_others(read_saved(given, live), given, live)
     match = _OptimizerMatch(live, saved)
-    places = Places() if outlines else places_of(live, match.state)
+    state = match.state
+    places = Places() if outlines else places_of(live, state)
     # what has places has their shapes
-    others = len(places.rows) < len(match.state)
-    shapes = misshapen(match.state, {id(one) for one, _, _ in places.rows}, live) if others else []
-    faults = [*match.faults, *shapes, *(without_memory(match.state) if others else ()), *_apart(match.state, live)]
+    others = len(places.rows) < len(state)
+    shapes = misshapen(state, {id(one) for one, _, _ in places.rows}, live) if others else []
+    faults = [*match.faults, *shapes, *(without_memory(state) if others else ()), *_apart(state, live)]
     if faults or any(match.refused(options)):
         raise KeyMismatchError(_message(live, match, faults, options))
     groups = [] if outlines else plan_groups(live, saved, strict=options.strict)
@@ -200,11 +202,11 @@ def plan_optimizers(
         unexpected=tuple(match.unexpected),
         outside=tuple(one.name for one in live.outside),
         unused=tuple(f"{one.name}.{key}" for one, key in match.unused),
-        filled=tuple(filled_names(match.state)) if live.live.pieces_of else (),
+        filled=tuple(filled_names(state)) if live.live.pieces_of else (),
         kept_fields=tuple(f"{w.optimizer}.{w.group}.{field}" for w in groups for field in w.kept),
         added_fields=tuple(f"{w.optimizer}.{w.group}.{field}" for w in groups for field in w.added),
     )
-    state = [] if outlines else joined_pieces(match.state) if live.live.pieces_of else match.state
+    state = [] if outlines else joined_pieces(state) if live.live.pieces_of else state
     is_placed = any(one.is_placed for one in (given, given.get("state")) if isinstance(one, PartialState))
     return OptimizerWrites(state, match.other, groups, report, places, is_placed)
 
@@ -705,13 +707,6 @@ class ModelTensor(NamedTuple):
     """What it was set to; None if to nothing."""
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors inside containers."""
-    if isinstance(value, torch.Tensor):
-        return [value]  # nearly always
-    return [leaf for leaf in leaves_of(value).values() if isinstance(leaf, torch.Tensor)]
-
-
 class GivenTies:
     """The tensors of the given state that share memory with each other, or with what the model is
     or was set to."""
@@ -729,10 +724,10 @@ class GivenTies:
         for number, cluster in enumerate(overlapping(pool) if given else ()):
             seen: dict[Any, int] = {}
             for i in cluster:
-                first = seen.setdefault(identity_of(pool[i]), id(pool[i]))
+                own = id(pool[i])
+                first = seen.setdefault(identity_of(pool[i]), own)
                 if i < len(given):
-                    self._first[id(pool[i])] = first
-                    self._cluster[id(pool[i])] = number
+                    self._first[own], self._cluster[own] = first, number
                 else:
                     self._model.setdefault(first, of_model[i - len(given)])
 

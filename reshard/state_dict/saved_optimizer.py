@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from planners.geometry.box import Shape
 from reshard.errors import NormalizationError
+from reshard.live.dtypes import PLAIN
 from reshard.live.fsdp1 import FlatPiece, fill_absent
 from reshard.live.optimizer_state import SCALARS, PartialState, is_nested, listed_in, settings_of, split_flat_key
 from reshard.live.state import same_value
@@ -659,7 +660,7 @@ def misshapen(
         if values is None or id(one) in fitting:
             continue
         parameter = one.parameter
-        plain = one.piece is None and type(parameter) in (torch.Tensor, torch.nn.Parameter)
+        plain = one.piece is None and type(parameter) in PLAIN
         for key, value in values.items():
             if plain and type(value) is torch.Tensor and (not value.dim() or value.is_same_size(parameter)):
                 continue  # nearly always

@@ -354,11 +354,22 @@ def add_touched(counts: Ints, size: int, windows: Iterable[Window], nbytes: int,
     )
     for (sizes, strides, itemsize, lead), starts in alike.items():
         runs = Window(lead, sizes, strides, itemsize).runs()
-        if runs.count:
-            reach, levels = _levels(runs, grain_bytes)
-            step = max(1, _BATCH_BLOCKS // (reach // size + 1))
-            for i in range(0, len(starts), step):
-                _add_alike(counts, size, np.array(starts[i : i + step], np.int64), nbytes, reach, levels)
+        if not runs.count:
+            continue
+        reach, levels = _levels(runs, grain_bytes)
+        step = max(1, _BATCH_BLOCKS // (reach // size + 1))
+        for i in range(0, len(starts), step):
+            start = np.array(starts[i : i + step], np.int64)[:, None]
+            stop = np.minimum(start + reach, nbytes)
+            first = start // size
+            blocks = first + np.arange(int(((stop - 1) // size - first).max()) + 2)
+            at = np.clip(blocks * size, start, stop) - start
+            below = np.zeros(at.shape, np.int64)  # what is touched before each of these positions
+            for stride, count, inner, each in reversed(levels):
+                items = np.minimum(at // stride, count - 1)
+                below += items * each
+                at = np.minimum(at - items * stride, inner)
+            np.add.at(counts, np.minimum(blocks[:, :-1], len(counts) - 1), np.diff(below + at))
 
 
 _BATCH_BLOCKS = 1 << 16
@@ -378,20 +389,3 @@ def _levels(runs: ByteRuns, grain_bytes: int) -> tuple[int, list[tuple[int, int,
             touched *= count
         reach += (count - 1) * stride
     return (reach if levels else -(-(lead + reach) // grain_bytes) * grain_bytes), levels
-
-
-def _add_alike(
-    counts: Ints, size: int, start: Ints, nbytes: int, reach: int, levels: Sequence[tuple[int, int, int, int]]
-) -> None:
-    """Add what windows touch that differ only in where they start."""
-    start = start[:, None]
-    stop = np.minimum(start + reach, nbytes)
-    first = start // size
-    blocks = first + np.arange(int(((stop - 1) // size - first).max()) + 2)
-    at = np.clip(blocks * size, start, stop) - start
-    below = np.zeros(at.shape, np.int64)  # what is touched before each of these positions
-    for stride, count, inner, each in reversed(levels):
-        items = np.minimum(at // stride, count - 1)
-        below += items * each
-        at = np.minimum(at - items * stride, inner)
-    np.add.at(counts, np.minimum(blocks[:, :-1], len(counts) - 1), np.diff(below + at))

@@ -62,7 +62,7 @@ class StoredChunk:
     `source` and `window` are found on first use; `window.sizes == box.sizes` always.
     """
 
-    __slots__ = ("_locate", "_place", "box", "owner")
+    __slots__ = ("_place", "box", "owner")
 
     def __init__(self, box: Box, place: Extent | Callable[[], Extent], owner: int | str = 0) -> None:
         """`place` is the place itself, or a function that finds it; `owner` is the writer's
@@ -72,12 +72,7 @@ class StoredChunk:
         """
         self.box = box
         self.owner = owner
-        self._place: Extent | None = None
-        self._locate: Callable[[], Extent] | None = None
-        if isinstance(place, Extent):
-            self._place = self._checked(place)
-        else:
-            self._locate = place
+        self._place = self._checked(place) if isinstance(place, Extent) else place
 
     def _checked(self, place: Extent) -> Extent:
         if place.window.sizes != self.box.sizes:
@@ -91,15 +86,14 @@ class StoredChunk:
     def place(self) -> Extent:
         """Where the bytes are. Raises CorruptCheckpointError if the file does not hold what the
         metadata says."""
-        if self._place is None:
-            assert self._locate is not None
-            self._place = self._checked(self._locate())
+        if not isinstance(self._place, Extent):
+            self._place = self._checked(self._place())
         return self._place
 
     @property
     def is_located(self) -> bool:
         """Whether `place` is known already, so that asking for it reads nothing."""
-        return self._place is not None
+        return isinstance(self._place, Extent)
 
     @property
     def source(self) -> Source:
@@ -127,7 +121,7 @@ class StoredChunk:
         return self.derived(self.box.shift(by), lambda w: w)
 
     def __repr__(self) -> str:
-        return f"StoredChunk({self.box}, {self._place or 'not yet located'}, owner={self.owner!r})"
+        return f"StoredChunk({self.box}, {self._place if self.is_located else 'not yet located'}, owner={self.owner!r})"
 
 
 class LazyChunks:

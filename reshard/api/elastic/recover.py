@@ -222,16 +222,20 @@ def _report(
     if hosts.leads:
         hosts.check_owner()
         remove(hosts.folder, keep)
-    return TierRestoreReport(
-        number=found.kept.number if found is not None else None,
-        step=found.kept.step if found is not None else None,
+    report = TierRestoreReport(
+        number=None,
+        step=None,
         from_fallback=lost,
         skipped=tuple(passed),
-        bytes_received=found.received if found is not None else 0,
-        bytes_checked=found.checked if found is not None else load.bytes_checked,
+        bytes_received=0,
+        bytes_checked=load.bytes_checked,
         load=load,
         phases=current.get(),
     )
+    if found is None:
+        return report
+    number, step, _ = found.kept
+    return replace(report, number=number, step=step, bytes_received=found.received, bytes_checked=found.checked)
 
 
 def _candidates(

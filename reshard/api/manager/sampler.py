@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler
 
 from reshard.arguments import named_arguments
 from reshard.errors import KeyMismatchError, LayoutError, option_error
+from reshard.live.tensors import this_rank, world_size
 
 _CHUNK = 1 << 16
 """Numbers that are made objects of Python at a time."""
@@ -52,9 +52,8 @@ class ElasticSampler(Sampler[int]):
         if type(size) is not int:
             words = f"takes the number of samples, ElasticSampler(len(dataset)), not a {type(size).__name__}"
             raise option_error(f"ElasticSampler {words}", LayoutError)
-        in_job = dist.is_initialized()
-        self.part = part if part is not None else dist.get_rank() if in_job else 0
-        self.parts = parts if parts is not None else dist.get_world_size() if in_job else 1
+        self.part = this_rank() if part is None else part
+        self.parts = world_size() if parts is None else parts
         if size < 0 or not 0 <= self.part < self.parts or tail not in ("keep", "drop", "repeat"):
             words = "size must be at least 0, part at least 0 and less than parts, and tail 'keep', 'drop', or 'repeat'"
             got = f"size={size}, part={self.part}, parts={self.parts}, tail={tail!r:.80}"

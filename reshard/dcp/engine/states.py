@@ -19,13 +19,14 @@ from planners.geometry.layout import Form
 from reshard.api.options import Wording
 from reshard.errors import KeyMismatchError, LayoutError, also, near_key, option_error
 from reshard.live.copy_streams import has_copy_streams, to_host
-from reshard.live.dtypes import NO_MEMORY, lacks_memory
+from reshard.live.dtypes import NO_MEMORY, PLAIN, lacks_memory
 from reshard.live.optimizer_state import Saved, lost_state
 from reshard.live.tensors import (
     OVERWRITTEN_BY,
     LiveTensor,
     global_shape,
     held_tensors,
+    holder,
     is_sharded,
     is_tensor,
     this_rank,
@@ -266,8 +267,7 @@ def on_the_cpu(state: Any) -> Any:
     for path, value in leaves.items():
         if is_tensor(value) and any(one.is_meta or lacks_memory(one) for one in held_tensors(value)):
             raise LayoutError(f"tensor {'.'.join(map(str, path))!r} {NO_MEMORY}")
-    inner = (value._local_tensor if isinstance(value, DTensor) else value for value in leaves.values())
-    plain = (value for value in inner if type(value) in (torch.Tensor, torch.nn.Parameter))
+    plain = (value for value in map(holder, leaves.values()) if type(value) in PLAIN)
     found = {id(tensor): tensor for tensor in plain if has_copy_streams(tensor.device)}
     with torch.no_grad():
         on_host = dict(zip(found, to_host([tensor.detach() for tensor in found.values()])))
