@@ -37,7 +37,7 @@ from reshard.stored.tensor import LazyTensor, StoredTensor
 
 
 class Mapping:
-    """Rules that rename, split, or join the tensors of a checkpoint. `inverse()` returns the mapping back."""
+    """Rules that rename, split, or join the tensors of a checkpoint. `inverse()` returns the opposite mapping."""
 
     def __init__(self, rules: Iterable[Rule] = ()) -> None:
         given = tuple(rules) if isinstance(rules, Iterable) else (rules,)
