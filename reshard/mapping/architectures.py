@@ -356,7 +356,7 @@ class Decoder:
         raise NormalizationError(
             f"there is no ready mapping for {name!r}{did_you_mean(self.family, ARCHITECTURES, 0.85) or '.'} "
             f"Known: {format_some([*ARCHITECTURES], 8)}. If the names and shapes of one "
-            "of these are the same, set the config's model_type to it; else write a Mapping of rules"
+            "of these are the same, set the config's model_type to it; otherwise, write a Mapping of rules"
         )
 
     @property

@@ -448,8 +448,8 @@ def _filled_note(group: RuleGroup) -> str:
     total = len(group.members) + len(group.missing)
     return (
         f"{group.target_names(None)[0]!r}: {len(group.missing)} of {total} have no such state, the first is number "
-        f"{group.missing[0]}: {group.rule.fill} stands for each of their elements; one number for all is that of the "
-        "others"
+        f"{group.missing[0]}: their elements are filled with {group.rule.fill}; a single number, such as a step, is "
+        "that of the others"
     )
 
 

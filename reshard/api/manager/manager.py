@@ -469,9 +469,9 @@ class CheckpointManager:
 
         Raises the errors of `reshard.load`, CorruptCheckpointError if all steps are damaged, CheckpointNotFoundError if
         the step does not exist, or no step was saved by a manager, and NormalizationError if the optimizer is of
-        another kind or parameters of one group were saved with different values, such as learning rates: then nothing was
-        overwritten, unless param groups contain tensors. If `load_state_dict` of an object fails, the error says what
-        changed.
+        another kind or parameters of one group were saved with different values, such as learning rates: then nothing
+        was overwritten, unless param groups contain tensors. If `load_state_dict` of an object fails, the error says
+        what changed.
         """
         self.wait()
         group = self._group()
