@@ -81,7 +81,7 @@ class NormalizedState(dict[str, Any]):
     )
     """What errors say where a checkpoint is expected."""
     notes: tuple[str, ...] = ()
-    """What could not be done, such as padding that could not be removed and incomplete lists."""
+    """What could not be converted, such as padding that could not be removed and incomplete lists."""
     omitted: tuple[str, ...] = ()
     """Keys of values that belong to neither the model nor the optimizer, such as an epoch."""
 
@@ -164,8 +164,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     @property
     def bytes_unchecked(self) -> int:
-        """Bytes of elements that were read so far and not compared with checksums. The format
-        has none, `check` is off, or the check would have read too much
+        """Bytes of elements that were read so far and not compared with checksums, because the
+        format has none, `check` is off, or the check would have read too much
         (`MAX_CHECK_MULTIPLE`)."""
         return self.contents.checking.bytes_unchecked
 
@@ -262,7 +262,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
         Prefixes of wrappers are removed. Stacks of layers and experts, and flat or bucketed
         optimizer shards, are split into parameters. Padding is removed. `.notes` of the result
-        lists what could not be done.
+        lists what could not be converted.
 
         Args:
             hints: facts that the checkpoint lacks. The page "Canonical names" lists them.

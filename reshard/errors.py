@@ -139,7 +139,7 @@ def _revived(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
 
 
 class UndefinedTargetsError(RankFailedError):
-    """A transfer failed midway: targets can have old values, new values, or both.
+    """A transfer failed midway: targets can have old values, new values, or a mix of both.
 
     The process group may have pending messages or closed connections: create a new one before the
     next transfer.

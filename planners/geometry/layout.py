@@ -414,7 +414,7 @@ def local_boxes(form: Form, shape: Shape, rank: int) -> Iterator[tuple[int, Box,
 def _world_size(ranks: Sequence[int], world_size: int | None) -> int:
     least = max(ranks, default=0) + 1
     if max(least, world_size or 0) > 1 << 31:
-        raise PlanError("ranks are below 2**31", rank=least - 1)
+        raise PlanError("ranks must be below 2**31", rank=least - 1)
     if ranks and min(ranks) < 0:
         raise PlanError("ranks must be >= 0", rank=min(ranks))
     if world_size is not None and world_size < least:
@@ -467,7 +467,7 @@ def _sizes(shape: Shape, dtype: str) -> tuple[Shape, str, int, int, int]:
         raise PlanError(f"a tensor can have at most 63 dims, got {len(shape)}")
     each, numel = itemsize(dtype), math.prod(shape)
     if max((numel * each, *shape)) >= 1 << 63:
-        raise PlanError(f"a tensor has less than 2**63 bytes, got shape {shape}")
+        raise PlanError(f"a tensor must have fewer than 2**63 bytes, got shape {shape}")
     return shape, dtype, each, numel, numel * each
 
 
@@ -610,7 +610,7 @@ _put_spec, _put_form = (vars(TensorLayout)[name].__set__ for name in ("spec", "f
 def check_rank(rank: int, world_size: int, fqn: str | None = None) -> None:
     """Raises PlanError for a rank that is not below `world_size`."""
     if not 0 <= rank < world_size:
-        raise PlanError(f"there are ranks 0 to {world_size - 1} only", fqn=fqn, rank=rank)
+        raise PlanError(f"there are only ranks 0 to {world_size - 1}", fqn=fqn, rank=rank)
 
 
 class StateLayout(Mapping[str, TensorLayout]):
@@ -633,7 +633,7 @@ class StateLayout(Mapping[str, TensorLayout]):
                 raise PlanError(f"the layout under the key {fqn!r} is of the tensor {layout.spec.fqn!r}")
             self.nbytes += layout.spec.nbytes
         if self.nbytes >> 63:
-            raise PlanError(f"a state has less than 2**63 bytes, got {self.nbytes:,}")
+            raise PlanError(f"a state must have fewer than 2**63 bytes, got {self.nbytes:,}")
         forms = {id(layout.form): layout.form for layout in self._tensors.values()}
         least = max((form.world_size for form in forms.values()), default=1)
         if world_size is not None and world_size < least:

@@ -29,7 +29,8 @@ class Mesh:
     __slots__ = ("_hash", "_index", "axes", "names", "ranks", "shape", "size", "world_size")
 
     axes: tuple[tuple[str, int], ...]
-    """(name, size) of every axis, outermost first. What texts cannot hold in a name, such as spaces, becomes `_`."""
+    """(name, size) of every axis, outermost first. In names, characters that texts cannot have, such as spaces, become
+    `_`."""
     names: tuple[str, ...]
     """Names of the axes."""
     shape: Shape
@@ -156,7 +157,7 @@ class Mesh:
         return tuple(int(grid[unit]) - int(self.ranks[0]) if size > 1 else 0 for unit, size in zip(units, self.shape))
 
     def in_rank_order(self) -> Mesh:
-        """Return the same mesh with its axes in the order in which its ranks ascend, or itself if there is none."""
+        """Return the same mesh with its axes ordered so that its ranks ascend, or itself if no order does that."""
         if not self.has_explicit_ranks:
             return self
         order = sorted(zip(self.strides, self.names), key=lambda axis: -axis[0])

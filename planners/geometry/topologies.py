@@ -75,7 +75,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """The coordinates along some axes at which the tensors that a glob matches are placed."""
+    """Where the tensors that a glob matches are placed: their coordinates along some axes."""
 
     pattern: str
     at: tuple[tuple[str, int], ...]
@@ -473,8 +473,8 @@ def pipelined(
     of layers of each; the default is nearly equal numbers (stage s begins at layer `s * layers
     // stages`). Stage s is on pipeline rank `s % ranks` (interleaved); with `v_shaped`, the
     second stages run from the last rank back to the first. Tensors that `first` matches are on
-    the first stage; those that `last` matches, and that are not layers, on the last. The axis
-    pp is outermost.
+    the first stage. Tensors that `last` matches and that are not layers are on the last stage.
+    The axis pp is outermost.
 
     Raises PlanError if there are fewer layers than stages, if `split` does not add up, or if `v_shaped` does not have
     two stages per rank.

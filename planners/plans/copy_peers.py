@@ -77,7 +77,7 @@ class CopyPlan:
         return f"{format_count(self.copies, 'copy')} on {format_count(len(self.ring_of), 'host')}"
 
     def lost(self, hosts: Collection[str]) -> list[int]:
-        """Return the ranks of whose bytes no copy remains if these hosts are lost."""
+        """Return the ranks whose bytes have no copy left if these hosts are lost."""
         gone = set(hosts)
         return [
             rank

@@ -66,7 +66,7 @@ class Cluster:
 
     @property
     def rates(self) -> str:
-        """What a host is assumed to do: `"2 GB/s read by a host of 8 ranks"`."""
+        """The rates assumed for a host: `"2 GB/s read by a host of 8 ranks"`."""
         rates = {
             "read": self.storage_read_bytes_per_s,
             "written": self.storage_write_bytes_per_s,

@@ -32,7 +32,7 @@ class WriteItem(NamedTuple):
     """The same elements, in the coordinates of the rank's local tensor."""
     nbytes: int
     part: int = 0
-    """Which of the rank's local tensors of this name."""
+    """Index of the rank's local tensor of this name."""
 
 
 class WriteItems(PlanItems[WriteItem]):

@@ -55,13 +55,13 @@ class TransferItem(NamedTuple):
     nbytes: int
     """Bytes of the box, as the sender holds it."""
     source_part: int = 0
-    """Which of the sender's local tensors of this name."""
+    """Index of the sender's local tensor of this name."""
     target_part: int = 0
-    """Which of the receiver's local tensors of this name."""
+    """Index of the receiver's local tensor of this name."""
 
     @property
     def part(self) -> int:
-        """Which of the receiver's local tensors."""
+        """Index of the receiver's local tensor."""
         return self.target_part
 
     @property

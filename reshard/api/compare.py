@@ -128,7 +128,7 @@ def compare(
         progress: show a progress bar if stderr is a terminal.
         measure: also measure by how much each tensor differs, for `.measures` and `.to_html()`. This takes longer.
         process_group: the ranks that share the state. Default: the default group. If you pass it, the call is
-            collective even if no tensor is sharded, as for pipeline stages. A key that one rank has is not missing.
+            collective even if no tensor is sharded, as for pipeline stages. A key is missing only if no rank has it.
         timeout: limit for a collective call, in seconds or as a `timedelta`.
 
     Returns a report. It lists everything that differs or cannot be read. For a tensor, it has the first element that

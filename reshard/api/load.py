@@ -81,7 +81,7 @@ def load(
     Args:
         state_dict: nested dicts and lists of tensors, sharded in any way, plain values, models, optimizers
             (together with their models), and other objects that have `load_state_dict`.
-        path: folder, file, URL, `Storage`, or `Checkpoint`; the same save for all ranks with parts of one tensor.
+        path: folder, file, URL, `Storage`, or `Checkpoint`. All ranks with parts of one tensor must read the same save.
         strict: True or "strict": missing and unexpected keys are errors. "subset": unexpected keys are allowed. False
             or "partial": both are allowed. {glob: mode} sets it by key: the first match counts, others are strict.
             A tensor on one side and a plain value on the other are always an error, except a 0-d tensor and a number.
@@ -481,9 +481,9 @@ class LoadReport(FilledReport, CheckedReport):
     """Keys whose shapes differ, with both shapes. With dtype_policy "error", also keys whose
     dtypes differ."""
     dropped: tuple[str, ...]
-    """Values of the target that the saved dict or list lacks. It has no tensors, and replaced the
-    target's. An object that is given the saved dict may keep its own values: an optimizer keeps
-    fields of its param groups."""
+    """Values of the target that were lost because a saved dict or list without tensors, which lacks them, replaced the
+    target's. An object that is given the saved dict may keep its own values: an optimizer keeps fields of its param
+    groups."""
     replaced: Mapping[str, tuple[str, str]]
     """key -> (saved dtype, dtype of the target) of targets that dtype_policy "saved" replaced."""
     aliases: Mapping[str, str]

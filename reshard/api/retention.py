@@ -56,7 +56,7 @@ class Keep:
         best: keep this number of the steps with the best `metric`. If metrics are equal, the
             newer step is better. Steps that were saved without metrics do not count.
         metric: a name in `metrics` of `CheckpointManager.save`, required with `best`. Metrics without it are an
-            error. Alone, it is for `CheckpointManager.best_step`. Default: steps are not ranked.
+            error. Without `best`, only `CheckpointManager.best_step` uses it. Default: steps are not ranked.
         mode: "min" if low values of the metric are good, "max" if high values are. Required with
             `metric`.
 

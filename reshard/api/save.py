@@ -97,7 +97,7 @@ def save(
             is an error, even if its manifest was lost, and nothing is written. Other files are
             never replaced.
         base: an earlier checkpoint whose unchanged data is not written again. It must be at `path`, or in the same
-            folder as `path`. "auto": the one saved last. You can delete any of them: see
+            folder as `path`. "auto": the one saved last. You can delete any earlier checkpoint: see
             docs/incremental.md.
         ranks_per_file: the number of ranks of a host that write one file: see docs/scale.md. Not with a base.
 
@@ -152,8 +152,8 @@ class PendingSave(Generic[T]):
 
     @renamed(call="fn")
     def add_done_callback(self, fn: Callable[[PendingSave[T]], object]) -> None:
-        """Call `fn` with this object, on the thread of the save, when the save ends. Calls it at once if it has
-        ended."""
+        """Call `fn` with this object, on the thread of the save, when the save ends. Calls it at once if the save
+        has already ended."""
         self._future.add_done_callback(lambda _: fn(self))
 
     def _asked(self, ask: Callable[[float | None], A], timeout: float | None) -> A:

@@ -293,7 +293,7 @@ def _folder_beside(path: Any, wanted: AnyPath) -> str:
     if not parent or not other or place_of(open_storage(parent)) != place_of(open_storage(other)):
         raise CheckpointError(
             f"base must be the checkpoint at {path} itself or one beside it, got {os.fspath(wanted)}: its "
-            "files are linked into the new folder. Save beside it, or leave base out"
+            "files are linked into the new folder. Save beside it, or omit base"
         )
     return name
 

@@ -147,7 +147,7 @@ class LiveObjects:
         """Raise OptionError, in a job of several ranks, if this one would have to set a sharded model by itself."""
         if world_size() > 1 and any(map(is_sharded, leaves_of(self.state).values())):
             raise OptionError(
-                "all ranks set a sharded model or optimizer together: leave alone out, or pass their state from "
+                "all ranks set a sharded model or optimizer together: omit alone=True, or pass their state from "
                 "reshard.get_state_dict"
             )
 

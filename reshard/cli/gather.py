@@ -22,8 +22,8 @@ def gather(
     """Gather an in-memory checkpoint from the folders of its hosts.
 
     The hosts of a job keep copies of its state in memory or on local disks. This command writes one checkpoint from
-    them. Compares every block with its checksum. If a block is damaged, uses another copy of it. If no copy has some
-    part of a tensor, names the missing boxes and writes nothing.
+    them. Compares every block with its checksum. If a block is damaged, uses another copy of it. If a part of a
+    tensor is in no copy, names the missing boxes and writes nothing.
     """
     from reshard.elastic import gather as gather_folders
 

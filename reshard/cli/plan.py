@@ -78,7 +78,7 @@ def plan(
     needs exactly once, from the right place. It does not show that ONTO is the topology that you meant.
 
     ONTO may name the axes that inspect prints, such as dp=2,tp=2. Each axis then shards the same dims as in CHECKPOINT.
-    For a plan file, which --out writes, the layout that its ranks load is used.
+    A plan file, which --out writes, stands for the layout that its ranks load.
 
     Exits with 1 if the proof fails, or if an axis of ONTO shards no tensor because its rules match none.
     """

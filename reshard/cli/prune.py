@@ -26,7 +26,7 @@ def prune(
 
     Checkpoints that are damaged, in another format, or without a step number stay. They do not count toward N.
 
-    Ignores the rules of a CheckpointManager. So it also deletes steps that the manager would keep, such as the best.
+    Ignores the rules of a CheckpointManager, so it also deletes steps that the manager would keep, such as the best.
     """
     import reshard
     from reshard.api.retention import leftovers

@@ -122,7 +122,7 @@ class FileSystemWriter(StorageWriter):
 
     @property
     def storage(self) -> Storage:
-        """The storage that it writes to: by its path in the working directory that was."""
+        """The storage that it writes to. A relative path refers to the working directory when it was set."""
         path, place = self._place
         return open_storage(place if path is self.path else self.path)
 
@@ -156,7 +156,7 @@ class FileSystemWriter(StorageWriter):
 
         Raises CheckpointExistsError if a checkpoint exists and `overwrite` is off. Raises
         StorageError if each rank saves for itself into a folder with a checkpoint of all ranks,
-        because a load would read that one, or into one that would open as another format.
+        because a load would read that one, or into a folder that would open as another format.
         """
         names = self.storage.list()
         if self._metadata_name in names and not self.overwrite:

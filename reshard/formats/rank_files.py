@@ -119,9 +119,9 @@ def open_sections(kind: str, files: Files, sections: list[Section]) -> Contents:
     for section in sections:
         if section.twice is not None:
             raise FormatError(
-                f"{storage.url}: {section.twice[0]} and {section.twice[1]} are both of one rank, "
+                f"{storage.url}: {section.twice[0]} and {section.twice[1]} are of the same rank, "
                 "so there are parts of two saves: "
-                "move those of one elsewhere"
+                "move those of one save elsewhere"
             )
         _check_ranks(files, section, range(section.world_size or max(section.files) + 1))
         ranks = {rank: read_torch_file(files[section.files[rank]]) for rank in sorted(section.files)}

@@ -48,10 +48,10 @@ def save_state(
 
 
 def load_state(accelerator: Accelerator, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Restore everything that is prepared from a checkpoint of `save_state`, or from the newest
-    complete one of a run. Return the saved `extra`. All processes must call it. For the report, call
-    `reshard.load(state, path)` with `state = state_of(accelerator)` instead: `state["extra"]` is `extra` then,
-    if it has no tensors.
+    """Restore all prepared objects from a checkpoint of `save_state`, or from the newest complete
+    one of a run. Return the saved `extra`. All processes must call it. To get the report, call
+    `reshard.load(state, path)` with `state = state_of(accelerator)` instead. If the saved `extra` has no tensors,
+    it is then `state["extra"]`.
 
     Raises the errors of `reshard.load`, and ReshardError if the accelerator has no model or
     several.
@@ -68,7 +68,7 @@ def load_state(accelerator: Accelerator, path: str | os.PathLike[str]) -> dict[s
 
 
 def state_of(accelerator: Accelerator, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return everything that is prepared and registered, and `extra`, as a state that a
+    """Return all prepared and registered objects, and `extra`, as a state that a
     `reshard.CheckpointManager` can save and restore.
 
     Raises ReshardError if the accelerator has no model or several.

@@ -137,7 +137,7 @@ class ReshardManager(TitanManager):
     """A `reshard.CheckpointManager` decides when torchtitan saves, which steps to keep, and where
     to resume.
 
-    The root contains steps in the native format. Steps that torchtitan or `TitanManager` saved
+    The root contains steps in the native format. Steps that torchtitan or the other manager saved
     there earlier can be resumed, too, and are kept.
     """
 

@@ -27,7 +27,7 @@ def wide(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
     try:
         a, b = x.to(dtype), y.to(dtype)
     except NotImplementedError as error:
-        raise FormatError(f"torch converts no {dtype_name(x.dtype)}: compare without rtol= and atol=") from error
+        raise FormatError(f"torch cannot convert {dtype_name(x.dtype)}: compare without rtol= and atol=") from error
     if a.is_complex() or not {x.dtype, y.dtype} & {torch.int64, torch.uint64}:
         return a, b, (a - b).abs()
     (high, low), (other_high, other_low) = _halves(x), _halves(y)

@@ -48,7 +48,7 @@ def refused_cast(old: object, new: object) -> str:
     if old == new:
         return ""
     if new.endswith(_POWERS):
-        return f"{_POWERS} has no signs and no 0"
+        return f"{_POWERS} cannot hold 0 or negative numbers"
     if "_x2" in f"{old} {new}":
         return "torch does not convert pairs of numbers"
     becomes_whole = "int" in new or new == "bool"
@@ -70,7 +70,7 @@ def refused_codes(name: str, old: str, new: str, known: Container[str]) -> str:
     if not scales:
         return ""
     return (
-        f"its values are those times {scales[0]!r}: dequantize it, by Dequantize in a Mapping, "
+        f"its values must be multiplied by {scales[0]!r}: dequantize it, by Dequantize in a Mapping, "
         "convert --dequantize, or reshard.dequantized(state) before it is saved"
     )
 

@@ -36,7 +36,7 @@ LIMBS = 4
 
 @dataclass(frozen=True)
 class Key:
-    """The key of a family of fingerprints; only fingerprints of the same key can be compared.
+    """The key of a family of fingerprints. Only fingerprints with the same key can be compared.
 
     >>> Key().name, Key(b"our secret").name
     ('', 'b9218aa1')
@@ -51,8 +51,8 @@ class Key:
 
     @property
     def name(self) -> str:
-        """What a fingerprint says of its key: nothing for the public one, else 8 hex digits that
-        betray nothing."""
+        """The name of the key in fingerprints: empty for the public key, otherwise 8 hex digits that
+        reveal nothing about the secret."""
         return hashlib.shake_256(_prefix(self.secret, b"name")).hexdigest(4) if self.secret else ""
 
     def inner(self, dim: int) -> Residues:

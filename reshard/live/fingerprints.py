@@ -72,7 +72,7 @@ class Partial:
 
     @classmethod
     def total(cls, partials: Iterable[Partial]) -> Partial:
-        """Return the sum of partials; of none, the partial of no elements."""
+        """Return the sum of partials. Without any, return the partial of no elements."""
         partials = list(partials)
         return cls(add_sums(*(p.sums for p in partials)), sum(p.count for p in partials))
 
@@ -205,8 +205,8 @@ class _Begun(NamedTuple):
 
 
 def comparable(a: str, b: str) -> bool:
-    """Return True if two fingerprints are of the same version and key, so that they are equal
-    where the tensors are."""
+    """Return True if two fingerprints have the same version and key, so that equal tensors have
+    equal fingerprints."""
     return a.split(":", 1)[0] == b.split(":", 1)[0]
 
 

@@ -80,7 +80,7 @@ class _Tensors:
         self.left_bytes -= tensor.numel() * tensor.element_size()
         if self.left_bytes < 0:
             raise FormatError(
-                f"a tensor of shape {list(tensor.shape)} is too large to go among plain data ({self.limit_bytes} bytes "
+                f"a tensor of shape {list(tensor.shape)} is too large for plain data ({self.limit_bytes} bytes "
                 "in all); give it a key and a PerRank of its own"
             )
         flat = resolved(tensor.cpu()).contiguous().reshape(-1)

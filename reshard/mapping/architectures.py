@@ -346,7 +346,7 @@ class Decoder:
 
     @property
     def architecture(self) -> Architecture:
-        """What is known of the family. Raises NormalizationError, naming the nearest one, if that is nothing."""
+        """What is known of the family. Raises NormalizationError, which names the closest one, if it is unknown."""
         found, inner, name = ARCHITECTURES.get(self.family), ARCHITECTURES.get(self.text), self.family
         if self.text and (found is _AROUND or (found and inner and inner.experts and not found.experts)):
             name = f"{self.family} around {self.text}"
@@ -356,7 +356,7 @@ class Decoder:
         raise NormalizationError(
             f"there is no ready mapping for {name!r}{did_you_mean(self.family, ARCHITECTURES, 0.85) or '.'} "
             f"Known: {format_some([*ARCHITECTURES], 8)}. If the names and shapes of one "
-            "of these are the same, set the config's model_type to it; else write a Mapping of rules"
+            "of these are the same, set the config's model_type to it; otherwise, write a Mapping of rules"
         )
 
     @property

@@ -37,7 +37,7 @@ from reshard.stored.tensor import LazyTensor, StoredTensor
 
 
 class Mapping:
-    """Rules that rename, split, or join the tensors of a checkpoint. `inverse()` returns the mapping back."""
+    """Rules that rename, split, or join the tensors of a checkpoint. `inverse()` returns the opposite mapping."""
 
     def __init__(self, rules: Iterable[Rule] = ()) -> None:
         given = tuple(rules) if isinstance(rules, Iterable) else (rules,)
@@ -448,8 +448,8 @@ def _filled_note(group: RuleGroup) -> str:
     total = len(group.members) + len(group.missing)
     return (
         f"{group.target_names(None)[0]!r}: {len(group.missing)} of {total} have no such state, the first is number "
-        f"{group.missing[0]}: {group.rule.fill} stands for each of their elements; one number for all is that of the "
-        "others"
+        f"{group.missing[0]}: their elements are filled with {group.rule.fill}; a single number, such as a step, is "
+        "that of the others"
     )
 
 

@@ -39,7 +39,7 @@ def check_plain(
     scales = scales_of(name, known)
     left = [scale for scale in scales if scale.endswith(".scale") or not takes(scale)]
     if left and specs(name).dtype.startswith(_QUANTIZED):
-        why = f"its values are those times {left[0]!r}, which the rule does not take along"
+        why = f"its values must be multiplied by {left[0]!r}, which the rule does not rearrange"
     elif by_word and _PARTS.fullmatch(last) and not _follows(rule, name, specs, known):
         why = f"{last!r} is a part of a quantized weight"
     elif by_word and last == "weight" and (dtype := specs(name).dtype) in _PACKED:

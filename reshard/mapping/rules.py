@@ -243,7 +243,7 @@ class Stack(Rule):
     """Stacks tensors that `over` numbers along a new dim `dim`, such as experts or layers.
 
     An expert that received no token has no optimizer state. For such experts, pass `fill=`, the value
-    of the missing elements. Optimizers begin with 0. The step is that of the other experts.
+    of the missing elements. Optimizers begin with 0. The step count is that of the other experts.
     """
 
     dim: int
@@ -266,7 +266,7 @@ class Unstack(Rule):
     """Splits dim `dim` into separate tensors that `over` numbers. Inverse of `Stack`, which uses the
     `fill`.
 
-    Filled values stay: if the stack has a state, every part has it.
+    Filled values stay: if the stack has an optimizer state, every part gets it.
     """
 
     dim: int
@@ -440,7 +440,7 @@ class Computing(Rule):
 
     @abstractmethod
     def compute(self, sources: Sequence[StoredTensor], name: str, state: str) -> StoredTensor:
-        """Return the target under its name. `state` is the optimizer state that it is; "" for parameters."""
+        """Return the target under its name. `state` is the name of the optimizer state, or "" for a parameter."""
 
     def build(self, views: Sequence[View]) -> list[View]:
         raise NormalizationError(f"{self} is computed: no view of stored elements describes it")

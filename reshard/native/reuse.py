@@ -150,7 +150,7 @@ class Base:
                 self.storage.link(f"{self.there}{file}{suffix}", f"{self.here}{name}{suffix}") for suffix in suffixes
             ):
                 return name
-            self.pass_over(f"{self.storage.url} has no links")
+            self.pass_over(f"{self.storage.url} does not support links")
         except (CheckpointError, StorageError) as error:  # it was removed since it was opened
             self.pass_over(error)
         return None

@@ -228,7 +228,7 @@ GRACE_S, _SLICE_S = 6.0, 0.5
 """So long after the deadline of a call the store may take to answer."""
 _SILENT = (
     "the store of the process group{} has not answered for {}: its host, or the network to it, is down or frozen. "
-    "What the other ranks know cannot be found out from here: end this job, and start it again"
+    "This rank cannot learn what the other ranks know: end this job, and start it again"
 )
 
 

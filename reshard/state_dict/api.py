@@ -302,8 +302,8 @@ def _refuse_replaced(live: LiveModel, optimizers: LiveOptimizers) -> None:
         if slot is not None and getattr(slot.owner, slot.attr) is not one.parameter:
             raise NormalizationError(
                 f"the model has a new parameter {one.name!r}, because a weak reference to the one on the meta device "
-                "kept it from being filled, and the optimizer has that one. The model is set, and the optimizer is "
-                "not: create it again, and set its state by set_optimizer_state_dict"
+                "kept it from being filled, and the optimizer still has the old one. The model is set, but the "
+                "optimizer is not: create it again, and set its state by set_optimizer_state_dict"
             )
 
 

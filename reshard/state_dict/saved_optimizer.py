@@ -158,8 +158,8 @@ def with_state_of_others(saved: SavedOptimizer, given: Mapping[str, Any], live: 
         alike = one is not None and is_zero_redundancy(zero) and zero._param_to_rank[one.parameter] == at
         if not alike and name not in saved.state:
             raise NormalizationError(
-                f"only rank {at} has the state of {name!r}, of which a ZeroRedundancyOptimizer gave each rank some"
-                f"{where()}; the optimizer to be set needs it on other ranks too. Pass full_state_dict=True to "
+                f"only rank {at} has the state of {name!r}, because a ZeroRedundancyOptimizer divided its state among "
+                f"ranks{where()}; the optimizer to be set needs it on other ranks, too. Pass full_state_dict=True to "
                 "get_optimizer_state_dict, or save the state and load it"
             )
     return replace(saved, state=fill_absent(saved.state, pieces)) if pieces else saved

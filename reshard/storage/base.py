@@ -231,7 +231,7 @@ class Writer(ABC):
         self._ended = True
         try:
             if error is None and self._failed:
-                raise StorageError("a write of this object failed and was ignored; nothing of it was kept")
+                raise StorageError("a write of this object failed and was ignored; nothing was kept")
             if error is None:
                 self._commit()
                 return

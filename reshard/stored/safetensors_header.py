@@ -223,9 +223,7 @@ def encode_rows(arrays: Iterable[tuple[str, str, Sequence[int]]], start: int, *,
     at = start
     for key, dtype, sizes in arrays:
         if key == "__metadata__":
-            raise FormatError(
-                'no tensor can be called "__metadata__": safetensors keeps that name for itself; rename it'
-            )
+            raise FormatError('no tensor can be called "__metadata__": safetensors reserves that name; rename it')
         if key in table:
             raise FormatError(f"two arrays of one file would be called {key!r}: rename one of the tensors")
         stop = at + math.prod(sizes) * itemsize(dtype)

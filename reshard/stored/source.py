@@ -169,7 +169,7 @@ class _FileVersion:
         self.was = found if self.was is None else self.was  # known only from the first answer of some object stores
         if found not in (None, self.was):
             raise CorruptCheckpointError(
-                f"{self.label}: it was written again after it was opened, so that what is read may be of two saves. "
+                f"{self.label}: it was written again after it was opened, so what is read may come from two saves. "
                 "Open the checkpoint again once it is complete"
             )
         now = time.monotonic()

@@ -266,7 +266,7 @@ def test_a_file_system_without_links(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(os, "link", link)
     assert reshard.save(lora(2), tmp_path / "step-2", base="auto").bytes_reused == 0
     assert "written again: " in caplog.text
-    assert "has no links" in caplog.text
+    assert "does not support links" in caplog.text
     assert_same(loaded(tmp_path / "step-2"), lora(2))
 
 

@@ -285,9 +285,8 @@ class CheckpointManager:
             state: a nested dict of models, optimizers, other objects with `state_dict` and
                 `load_state_dict`, generators, tensors, and plain values. If a value differs between
                 ranks, such as a data loader, wrap it in `reshard.PerRank`.
-            metrics: numbers by name, for `Keep(best=...)`. Those of rank 0 count. If a step does not
-                have the metric of `Keep`, leave `metrics` out. A step whose metric is NaN is never
-                the best.
+            metrics: numbers by name, for `Keep(best=...)`. Those of rank 0 count. At steps without the
+                metric of `Keep`, omit `metrics`. A step whose metric is NaN is never the best.
             force: save to storage even if the step is not due.
 
         Raises the errors of `reshard.save`, those of an earlier save in the background, and:
@@ -470,9 +469,10 @@ class CheckpointManager:
             strict, dtype_policy, mapping: as for `reshard.load`.
 
         Raises the errors of `reshard.load`, CorruptCheckpointError if all steps are damaged, CheckpointNotFoundError if
-        the step does not exist, or all are foreign, and NormalizationError if the optimizer is of another kind or
-        parameters of one group were saved with different values, such as learning rates: then nothing was overwritten,
-        unless param groups contain tensors. If `load_state_dict` of an object fails, the error says what changed.
+        the step does not exist, or no step was saved by a manager, and NormalizationError if the optimizer is of
+        another kind or parameters of one group were saved with different values, such as learning rates: then nothing
+        was overwritten, unless param groups contain tensors. If `load_state_dict` of an object fails, the error says
+        what changed.
         """
         self.wait()
         group = self._group()

@@ -30,7 +30,7 @@ class ElasticSampler(Sampler[int]):
         size: number of samples in the data set.
         part, parts: index of this rank's share, such as its data-parallel rank, and the number of
             shares. Default: the rank and world size of the job.
-        shuffle: shuffle each epoch, from `seed` and the number of the epoch.
+        shuffle: shuffle each epoch, seeded by `seed` and the number of the epoch.
         tail: what to do if the rest of an epoch is not a multiple of `parts`. `"keep"`: take it, so
             some parts have one sample less. `"drop"`: omit the last samples. `"repeat"`: repeat the
             first samples of the rest.

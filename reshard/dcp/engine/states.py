@@ -129,7 +129,7 @@ def _placed_regions(fqn: str, tensor: Any) -> Iterator[HeldRegion]:
         raise LayoutError(f"{fqn!r} has {len(at)} global_offsets, {len(here)} local_offsets, {len(sizes)} local_sizes")
     for offsets, place, size in zip(at, here, sizes):
         if not len(offsets) == len(place) == len(size) == whole.ndim == local.ndim:
-            raise LayoutError(f"{fqn!r}: the part {offsets}, {place}, {size} has not as many dims as {whole.sizes}")
+            raise LayoutError(f"{fqn!r}: {offsets}, {place}, {size}, and {whole.sizes} differ in the number of dims")
         there, mine = Box(offsets, size), Box(place, size)
         if not (whole.contains(there) and local.contains(mine)):
             ends = f"{there} in shape {whole.sizes}, or {mine} in the local shape {local.sizes}"

@@ -106,7 +106,7 @@ def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     for stem, file in files.items():
         _add_layer(parts, stem, file)
     if not parts.model:
-        raise FormatError(f"{what}: no file of DeepSpeed in it holds a parameter")
+        raise FormatError(f"{what}: none of its DeepSpeed files holds a parameter")
     rename = NameMap(parts.model, hints)
     result = Canonical()
     named = None if parts.by_id is None else name_ids(parts.by_id, hints, None, what)
@@ -373,8 +373,8 @@ def _cut(
     if given is None:
         hints.missing(
             "param_groups",
-            f"the optimizer's {len(flats)} groups are saved as one flat tensor each, and which parameters are in them, "
-            "in which order, is not stored",
+            f"the optimizer's {len(flats)} groups are saved as one flat tensor each, and the files do not say which "
+            "parameters are in them, or in which order",
             '[["embed.weight", ...], ...]',
         )
     if len(given) != len(flats):

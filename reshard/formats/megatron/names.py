@@ -192,8 +192,8 @@ class Grid:
             missing = [n for n in range(self.pp) if n not in self.starts]
             if missing or chunks > 1:
                 raise NormalizationError(
-                    f"the hint 'layer_offsets' must give the first layer of each of {self.pp} stages, and these be "
-                    f"in one piece; they have {chunks}, and stage {missing[0] if missing else 0} is not given"
+                    f"the hint 'layer_offsets' must give the first layer of each of {self.pp} stages, but "
+                    f"{f'stage {missing[0]} is not given' if missing else f'each has {chunks} chunks, not one'}"
                 )
             return range(self.starts[stage], self.starts.get(stage + 1, count))
         if self.first_layers is not None or self.last_layers is not None:
@@ -202,7 +202,7 @@ class Grid:
         if count % parts:
             raise NormalizationError(
                 f"{count} layers cannot be divided evenly among {self.pp} stages of {chunks} chunks, and the program's "
-                "arguments do not say how they are; the hint 'layer_offsets' does: {stage: number of its first layer}"
+                "arguments do not say how they were. Pass the hint 'layer_offsets': {stage: number of its first layer}"
             )
         each = count // parts
         start = (chunk * self.pp + stage) * each
@@ -456,7 +456,7 @@ def first_copy(name: str, full: str, tensors: Sequence[StoredTensor], hints: Hin
             "tp_dims",
             "by its name and the program's arguments, tensor parallel "
             f"ranks have copies of {full!r}, but {where} differ: it is "
-            "sharded, or the ranks' copies differ too much. None takes the first",
+            "sharded, or the ranks' copies differ too much. None takes the first copy",
             f"{{{name!r}: {None if is_expert(name) else 0}}}",
         )
 

@@ -198,8 +198,8 @@ def make_place(source: Source, ref: TensorRef, storage_at: int, *, is_record: bo
     if window.nbytes > max(_REPEATED_BYTES, _MOST_REPEATS * nbytes):
         raise FormatError(
             f"{source.label}: a tensor of size {list(ref.size)} and strides {list(ref.stride)} repeats a storage of "
-            f"{nbytes} bytes until it has {window.nbytes}: more than {_MOST_REPEATS} times as many are not read. Save "
-            "what it repeats, without expand()"
+            f"{nbytes} bytes until it has {window.nbytes}, more than the allowed {_MOST_REPEATS} times. Save what it "
+            "repeats, without expand()"
         )
     is_all = is_record and window.offset == storage_at and window.nbytes == nbytes
     return Extent(source, window, ref.conjugate, storage_at + nbytes if is_all else None)

@@ -281,12 +281,12 @@ class _Unpickler(pickle.Unpickler):
             return getattr(torch, name)
         if full == "torch.storage._load_from_bytes":
             raise UnsafeDataError(
-                f"{self._where}: its tensors were written by pickle.dump, and only running code reads these; nothing "
+                f"{self._where}: its tensors were written by pickle.dump, and only running code can read these; none "
                 "of it was run. If you trust the file, load it with pickle, and save it with torch.save or reshard.save"
             )
         if full not in _INERT and _is_standard(module):
             raise UnsafeDataError(
-                f"{self._where}: the pickle imports {full}, which is not in the list of allowed types; nothing of "
+                f"{self._where}: the pickle imports {full}, which is not in the list of allowed types; none of "
                 "it was run. If you trust the file, load it with its own framework and save plain tensors instead"
             )
         if full not in self._types:
@@ -300,7 +300,7 @@ class _Unpickler(pickle.Unpickler):
         if not isinstance(kind, StorageType) or not isinstance(key, str) or type(numel) is not int or numel < 0:
             raise CorruptCheckpointError(f"{self._where}: the reference {pid!r:.120} to a storage is malformed")
         if len(pid) == 6 and pid[5] is not None:
-            raise FormatError("its storages are views of other storages, a form that torch left before version 0.4")
+            raise FormatError("its storages are views of other storages, a form that torch dropped before version 0.4")
         ref = StorageRef(key, kind.dtype, numel)
         self._seen.append(ref)
         return ref
@@ -430,9 +430,9 @@ def _member(cls: Any, name: Any) -> type[Record]:
     """Return how protocol 2 names a member of an enum or a nested class. Nothing is looked up: only
     the two names count."""
     if not is_record_type(cls):
-        raise UnsafeDataError("the pickle uses getattr on something that is not a class; nothing of it was run")
+        raise UnsafeDataError("the pickle uses getattr on something that is not a class; none of it was run")
     if _is_standard(cls.path):
-        raise UnsafeDataError(f"the pickle asks for {cls.path}.{name}; nothing of it was run")
+        raise UnsafeDataError(f"the pickle asks for {cls.path}.{name}; none of it was run")
     return make_record_type(cls.path, _checked(name, str))
 
 
@@ -567,7 +567,7 @@ def check_opcodes(data: bytes | memoryview, start: int, where: str) -> int:
             at += 5
         elif op in _FORBIDDEN:
             raise UnsafeDataError(
-                f"{where}: the pickle uses {_FORBIDDEN[op]} at byte {at - start}, which no checkpoint needs; nothing "
+                f"{where}: the pickle uses {_FORBIDDEN[op]} at byte {at - start}, which no checkpoint needs; none "
                 "of it was run"
             )
         else:

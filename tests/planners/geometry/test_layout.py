@@ -73,7 +73,7 @@ def test_layouts_are_values():
     [
         (lambda: TensorSpec("w", (-1,), "float32"), r"sizes must be >= 0, got shape \(-1,\) \(tensor 'w'\)"),
         (lambda: TensorSpec("w", (1,) * 64, "float32"), r"at most 63 dims, got 64 \(tensor 'w'\)"),
-        (lambda: TensorSpec("w", (1 << 31, 1 << 30), "float32"), r"less than 2\*\*63 bytes, got shape"),
+        (lambda: TensorSpec("w", (1 << 31, 1 << 30), "float32"), r"fewer than 2\*\*63 bytes, got shape"),
         (lambda: TensorSpec("w", (1,), "float23"), "unknown dtype 'float23': did you mean 'float32'"),
         (lambda: TensorSpec("w", (1,), torch.float32), r"torch\.float32: did you mean 'float32'\? \(tensor 'w'\)"),
         (lambda: TensorSpec("w", (1,), "q"), "unknown dtype 'q'; known: bool, "),
@@ -89,7 +89,7 @@ def test_layouts_are_values():
         (lambda: TensorLayout(SPEC, "dp=2", [dtensor.Shard(0)]), r"those of reshard.planners, .* got Shard\(dim=0\)"),
         (
             lambda: ddp(1).layout([TensorSpec(name, (1 << 62,), "uint8") for name in "ab"]),
-            r"a state has less than 2\*\*63 bytes, got 9,223,372,036,854,775,808",
+            r"a state must have fewer than 2\*\*63 bytes, got 9,223,372,036,854,775,808",
         ),
         (lambda: Topology.parse("dp=2").layout([SPEC]), "There are no rules. Add a last rule"),
         (lambda: TensorSpec(3, (1,), "float32"), "name of a tensor must be a string"),
@@ -100,8 +100,8 @@ def test_layouts_are_values():
         (lambda: TensorLayout(SPEC, "dp=2,tp=2", "S(0)"), "needs one placement for each axis, 2 in all, but got 1"),
         (lambda: TensorLayout(SPEC, "dp=2", "Z(0)"), "unknown placement 'Z"),
         (lambda: TensorLayout(SPEC, "tp=2", "B(0, 4+4)"), "add up to 8, but the dim has 7 elements"),
-        (lambda: ROWS.boxes(2), r"ranks 0 to 1 only \(tensor 'w', rank 2\)"),
-        (lambda: ROWS.boxes(-1), "ranks 0 to 1 only"),
+        (lambda: ROWS.boxes(2), r"only ranks 0 to 1 \(tensor 'w', rank 2\)"),
+        (lambda: ROWS.boxes(-1), "only ranks 0 to 1"),
         (lambda: TensorLayout.from_boxes(SPEC, {0: [Box((6, 0), (2, 4))]}), "outside the shape"),
         (lambda: TensorLayout.from_boxes(SPEC, {0: [Box((0,), (2,))]}), "outside the shape"),
         (lambda: TensorLayout.from_flat_ranges(SPEC, {0: (0, 29)}), "outside the 28 elements"),
@@ -151,7 +151,7 @@ def test_states_that_cannot_be_are_refused(state):
         StateLayout({"x": state["a"]})
     with pytest.raises(PlanError, match="need 4 ranks, but world_size is 3"):
         StateLayout(dict(state), world_size=3)
-    with pytest.raises(PlanError, match=r"ranks 0 to 3 only \(tensor 'a', rank 4\)"):
+    with pytest.raises(PlanError, match=r"only ranks 0 to 3 \(tensor 'a', rank 4\)"):
         state.parts("a", 4)
 
 

@@ -115,7 +115,7 @@ def test_ranks_outside_are_refused():
     plan = plan_reads(state_of(ROWS), state_of(COLUMNS))
 
     for ask in (plan.items, plan.bytes, plan.fills, lambda rank: plan.with_items({rank: []})):
-        with pytest.raises(PlanError, match="ranks 0 to 2 only"):
+        with pytest.raises(PlanError, match="only ranks 0 to 2"):
             ask(3)
 
 

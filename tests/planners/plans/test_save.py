@@ -116,8 +116,8 @@ def test_water_runs_to_the_lowest_place(loads, unit_bytes, units, shares):
 @pytest.mark.parametrize(
     ("ask", "message"),
     [
-        (lambda plan: plan.items(2), "ranks 0 to 1 only"),
-        (lambda plan: plan.bytes(-1), "ranks 0 to 1 only"),
+        (lambda plan: plan.items(2), "only ranks 0 to 1"),
+        (lambda plan: plan.bytes(-1), "only ranks 0 to 1"),
         (lambda plan: plan.writers("nobody", Box((0,), (1,))), "no such tensor"),
         (lambda plan: plan.writers("w0", Box((7,), (1,))), "no rank holds this chunk"),
         (lambda plan: plan_writes(plan.layout, divide_above_bytes=0), "must be >= 1"),

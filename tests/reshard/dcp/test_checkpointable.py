@@ -174,7 +174,7 @@ def test_they_say_so_in_the_background_too(tmp_path):
     [
         ([((3, 0), (1, 0), (4, 3))], r"is not within"),
         ([((0, 0), (5, 0), (3, 3))], r"is not within"),
-        ([((0,), (0, 0), (3, 3))], r"has not as many dims as \(5, 3\)"),
+        ([((0,), (0, 0), (3, 3))], r"and \(5, 3\) differ in the number of dims"),
         ([((0, 0), (0, 0), (3, 3))], r"would not be saved completely"),
         ([((0, 0), (0, 0), (5, 3)), ((1, 0), (0, 0), (1, 3))], r"would not be saved completely"),
     ],

@@ -161,7 +161,7 @@ def test_parts_of_two_saves_are_not_mixed(tmp_path: Path, first: int, second: in
     """As a run leaves them that goes on with another number of ranks: by names, 16 comes before 8."""
     ranks(tmp_path, *({"rng": torch.tensor([rank])} for rank in range(first)))
     ranks(tmp_path, *({"rng": torch.tensor([rank])} for rank in range(second)))
-    with pytest.raises(FormatError, match=r"are both of one rank, so there are parts of two saves"):
+    with pytest.raises(FormatError, match=r"are of the same rank, so there are parts of two saves"):
         open_checkpoint(tmp_path)
 
 

@@ -211,7 +211,7 @@ def test_small_tensors_among_plain_data_where_that_is_asked_for(tensor: torch.Te
     for found in (back["torch"], back["numpy"][1][0]):
         assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
         assert found.tolist() == tensor.tolist() or tensor.isnan().all()
-    with pytest.raises(FormatError, match="too large to go among plain data"):
+    with pytest.raises(FormatError, match="too large for plain data"):
         encode_plain([tensor, torch.zeros(1000)], tensor_bytes=3999)
 
 

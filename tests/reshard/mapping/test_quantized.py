@@ -122,7 +122,7 @@ def test_a_weight_is_not_joined_without_its_scales(target: str, tmp_path: Path) 
 
     mapped = checkpoint.mapped(mapping)
 
-    with pytest.raises(NormalizationError, match="which the rule does not take along"):
+    with pytest.raises(NormalizationError, match="which the rule does not rearrange"):
         [mapped[name] for name in mapped]
     plain = checkpoint.mapped(Mapping([Dequantize()]) | mapping)
     assert all(plain[name].dtype == torch.bfloat16 for name in plain)

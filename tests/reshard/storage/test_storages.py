@@ -147,7 +147,7 @@ def test_a_failed_write_that_was_ignored_is_not_committed(storage: Storage) -> N
     out.write(b"x" * 100)
     with pytest.raises(TypeError):
         out.write(memoryview(b"abcdef")[::2])
-    with pytest.raises(StorageError, match="nothing of it was kept"):
+    with pytest.raises(StorageError, match="nothing was kept"):
         out.__exit__(None, None, None)
     assert storage.list() == {}
 
