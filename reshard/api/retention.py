@@ -29,7 +29,8 @@ from reshard.errors import (
     StorageError,
     format_names,
 )
-from reshard.formats.detect import LEDGER, RunStep, discarded_in, local_path, path_below, run_in, step_of, steps_at
+from reshard.formats.detect import local_path, run_in, step_of, steps_at
+from reshard.formats.run_folder import LEDGER, RunStep, discarded_in, path_below
 from reshard.native.commit import folder_of, generations_in, is_alive, remove_dead, remove_empty, unpublish
 from reshard.native.manifest import GENERATION, MANIFEST, is_generation, refuse_newer, without_claim
 from reshard.native.reader import NativeFacts, detect

@@ -26,7 +26,8 @@ from reshard.errors import (
     NewerVersionError,
     StorageError,
 )
-from reshard.formats.detect import Look, discarded_in, look_at, look_in, open_contents, path_below
+from reshard.formats.detect import Look, look_at, look_in, open_contents
+from reshard.formats.run_folder import discarded_in, path_below
 from reshard.live.fingerprints import Partial, add_tallies, digests_of, pack_tally
 from reshard.live.garbage_collection import gc_paused
 from reshard.live.state import LiveState, is_long, take_apart

@@ -89,7 +89,8 @@ def verify(
 
 def _chosen(path: str, step: int | None, as_json: bool) -> str:
     """The checkpoint that is verified. That a run has none is the answer no."""
-    from reshard.formats.detect import has_ended, path_below, steps_at
+    from reshard.formats.detect import has_ended, steps_at
+    from reshard.formats.run_folder import path_below
 
     try:
         return newest(path, step, reports_skipped=True)

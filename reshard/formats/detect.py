@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
-import msgspec
-
-from planners.units import format_count, format_some
+from planners.units import format_some
 from reshard.errors import (
     RESTORE,
     CheckpointError,
@@ -28,10 +25,20 @@ from reshard.errors import (
     did_you_mean,
 )
 from reshard.formats.format import Format, refuse_plan, unopened_text
+from reshard.formats.run_folder import (
+    LEDGER,
+    Run,
+    RunStep,
+    discarded_in,
+    format_steps,
+    open_step,
+    path_below,
+    with_last_placed,
+)
 from reshard.formats.table import FORMATS, formats
 from reshard.live.garbage_collection import gc_paused
 from reshard.native import reader as native
-from reshard.native.manifest import HF_INDEX, MANIFEST, decode_sealed, is_generation, read_manifest, without_claim
+from reshard.native.manifest import HF_INDEX, MANIFEST, is_generation, without_claim
 from reshard.storage.base import AnyPath, Listing, Storage, is_temporary
 from reshard.storage.local import LocalStorage
 from reshard.storage.opening import StoragePath, open_storage, path_text
@@ -45,8 +52,6 @@ _OF_TREES = {tree for row in FORMATS for tree in row.trees}
 _MARKERS = (MANIFEST, ".metadata")
 """The path of such a file is that of its checkpoint, whatever other files are there."""
 
-_MOST_REASONS = 3
-"""Steps of a run of which an error says why they cannot be opened."""
 _ATTEMPTS = 100
 """So often a checkpoint is looked at that is being replaced just then: each time, another save was finished."""
 
@@ -61,40 +66,6 @@ BECOMES_FOLDER = "%s becomes a folder. Only the format torch_save writes a file 
 
 _Found = tuple[Storage, dict[str, int]]
 """A storage, and the files to look at."""
-
-
-class _Run(NamedTuple):
-    """The folder of a run."""
-
-    steps: list[RunStep]
-    """The oldest first; none where the folder is a checkpoint by itself."""
-    beside: list[str]
-    """Files of checkpoints that are beside them."""
-
-    def not_opened(self, path: AnyPath) -> list[str]:
-        """Return what to say of the latter."""
-        if not self.beside:
-            return []
-        where = path_below(path, self.beside[0])
-        return [unopened_text(self.beside, "next to the steps", where)]
-
-    def having(self, number: int | None, path: AnyPath) -> list[RunStep]:
-        """The steps with that number, or all, the newest first. Raises
-        CheckpointNotFoundError if there is none."""
-        found = [s for s in reversed(self.steps) if (not s.is_discarded if number is None else number == s.step)]
-        if not found and not self.steps:
-            raise CheckpointNotFoundError(
-                f"{os.fspath(path)} has no step {number}, since it is not the folder of a run: leave out step={number}"
-            )
-        if not found and number is None:
-            raise CheckpointNotFoundError(
-                f"{os.fspath(path)} has no step to open: the run went back to an earlier step, which is gone, and "
-                f"discarded {_listed(self.steps)}. Pass step= to open one of these"
-            )
-        if not found:
-            known = ", ".join(str(step.step) if step.step is not None else step.name for step in self.steps)
-            raise CheckpointNotFoundError(f"{os.fspath(path)} has no step {number}: its steps are {known}")
-        return found
 
 
 @gc_paused()
@@ -122,9 +93,9 @@ def open_contents(
     if step is None and not run.steps:
         return open_at(path, found)
     if isinstance(path, Storage):
-        what = f"the folder of a run, whose steps are {_listed(run.steps)}" if run.steps else "no folder of a run"
+        what = f"the folder of a run, whose steps are {format_steps(run.steps)}" if run.steps else "no folder of a run"
         raise FormatError(f"{path.url} is {what}: open a checkpoint of a run by the path of the run or of the step")
-    return _open_step(path, run, open_at, step)
+    return open_step(path, run, step, open_at, has_ended)
 
 
 def steps_at(path: StoragePath, *, is_sure: bool = False) -> list[RunStep]:
@@ -140,16 +111,16 @@ def steps_at(path: StoragePath, *, is_sure: bool = False) -> list[RunStep]:
 def step_path(path: AnyPath, number: int) -> str:
     """The path of that step of a run, complete or not. Raises CheckpointNotFoundError
     if there is none."""
-    return path_below(path, _Run(steps_at(path, is_sure=True), []).having(number, path)[0].name)
+    return path_below(path, Run(steps_at(path, is_sure=True), []).having(number, path)[0].name)
 
 
-def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *, is_sure: bool) -> _Run:
+def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *, is_sure: bool) -> Run:
     """The verdict on a folder, see `reshard.formats.detect`: the one place where it is decided.
 
     Args:
         found: of what is not a local path; of that all names are not listed before they must be.
     """
-    none = _Run([], [])
+    none = Run([], [])
     text = "" if isinstance(path, Storage) else path_text(path)
     if ("*" in text and not os.path.lexists(local_path(text) or "")) or (text and found and _file_of(text) in found[1]):
         return none
@@ -160,7 +131,7 @@ def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *
         gone = discarded_in(found[0] if found is not None else open_storage(path), inner)
         steps = [replace(step, is_discarded=step.name in gone) for step in steps]
     if any(step.step is None for step in steps) and not isinstance(path, Storage):
-        steps = _with_last_placed(path, steps)
+        steps = with_last_placed(path, steps)
     if not steps and not marks and found is None and shows_nothing(look):
         folders, files = look("")
         raise FormatError(
@@ -169,7 +140,7 @@ def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *
             f"It contains {format_some(sorted((*folders, *files)))}"
         )
     if is_sure or not marks:
-        return none if isinstance(path, Storage) and not is_sure else _Run(steps, [])
+        return none if isinstance(path, Storage) and not is_sure else Run(steps, [])
     certain = [step for step in steps if is_certain(look, step)]
     if not certain:
         return none
@@ -182,44 +153,9 @@ def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *
     if owned:
         raise FormatError(
             f"{_text(path)} is both a checkpoint ({owned[0]}) and the folder of a run with the steps "
-            f"{_listed(steps)}. Choose one: pass step=, the path of a step, or {path_below(_text(path), owned[0])}"
+            f"{format_steps(steps)}. Choose one: pass step=, the path of a step, or {path_below(_text(path), owned[0])}"
         )
-    return _Run(steps, [name for name in marks if name not in _OF_TREES])
-
-
-def _with_last_placed(path: AnyPath, steps: list[RunStep]) -> list[RunStep]:
-    """The same, with a native `last` behind the highest step whose save did not begin after its own.
-
-    What others call so says nothing of its age, and stays the newest.
-    """
-    places: dict[str, tuple[bool, int, float]] = {}
-    for last in steps:
-        if last.step is not None or (made := _begun(path, last)) is None:
-            continue
-        for step in reversed(steps):
-            if step.step is None or (begun := _begun(path, step)) is None:
-                continue
-            is_older = begun <= made
-            places[last.name] = False, step.step if is_older else -1, made
-            if is_older:
-                break
-
-    def age(step: RunStep) -> tuple[bool, int, float]:
-        return places.get(step.name, (step.step is None, step.step or 0, 0.0))
-
-    return sorted(steps, key=age)
-
-
-class _SaveTime(msgspec.Struct):
-    created_unix_s: float
-
-
-def _begun(path: AnyPath, step: RunStep) -> float | None:
-    """When the save of a native step began; None of others, and of damaged ones."""
-    with suppress(CheckpointError, StorageError):
-        found: _SaveTime = read_manifest(open_storage(path_below(path, step.name)), _SaveTime)
-        return found.created_unix_s
-    return None
+    return Run(steps, [name for name in marks if name not in _OF_TREES])
 
 
 def _owns_all(storage: Storage, names: Listing, preferred: Format | None) -> bool:
@@ -236,7 +172,7 @@ def run_in(names: Collection[str]) -> str:
     """The newest steps, for a message, if these are the names in the folder of a run; else ""."""
     look = partial(look_in, names)
     steps = steps_seen(look)
-    return _listed(steps) if any(is_certain(look, step) for step in steps) else ""
+    return format_steps(steps) if any(is_certain(look, step) for step in steps) else ""
 
 
 def refuse_run(url: str, names: Collection[str]) -> None:
@@ -290,46 +226,8 @@ def _marker_in(storage: Storage) -> str:
     return ""
 
 
-def _listed(steps: Sequence[RunStep]) -> str:
-    """The newest few steps, for a message."""
-    return format_some([step.name for step in reversed(steps)], 3)
-
-
 def _text(path: StoragePath) -> str:
     return path.url if isinstance(path, Storage) else os.fspath(path)
-
-
-def _open_step(
-    path: AnyPath, run: _Run, open_at: Callable[[StoragePath], tuple[Contents, str]], wanted: int | None
-) -> tuple[Contents, str]:
-    """That step, or the newest complete one, which then says what was skipped."""
-    skipped: dict[str, Exception] = {}
-    for step in run.having(wanted, path):
-        place = path_below(path, step.name)
-        try:
-            contents, url = open_at(place)
-            if wanted is None:
-                contents.refuse_incomplete()
-        except (CheckpointNotFoundError, CorruptCheckpointError, FormatError) as error:
-            if wanted is not None or isinstance(error, NewerVersionError):
-                raise
-            skipped[step.name] = error
-            continue
-        damaged = [name for name, error in skipped.items() if isinstance(error, CorruptCheckpointError)]
-        lost = tuple(name for name in damaged if has_ended(path_below(path, name)))
-        why = {name: "damaged" if name in lost else "not complete" for name in skipped}
-        newer = {name: f"{name} is newer but was skipped because it is {why[name]}: {skipped[name]}" for name in why}
-        said = (*contents.warnings, *newer.values(), *run.not_opened(path))
-        return replace(contents, warnings=said, skipped=newer, damaged_steps=lost), url
-    texts = [f"{name}: {error}" for name, error in skipped.items()]
-    all_said = [text.removesuffix(f": {RESTORE}") for text in texts]
-    fix = ["fix: restore one of them, or load another checkpoint"] if all_said != texts else []
-    older = len(all_said) - _MOST_REASONS
-    all_said[_MOST_REASONS:] = [f"and {format_count(older, 'older step')}"] * (older > 0)
-    all_said += run.not_opened(path)
-    kinds = (CorruptCheckpointError, FormatError, CheckpointNotFoundError)
-    kind = next(kind for kind in kinds if any(isinstance(error, kind) for error in skipped.values()))
-    raise kind("\n  ".join([f"no checkpoint of the run at {os.fspath(path)} can be opened:", *all_said, *fix]))
 
 
 def has_ended(path: str) -> bool:
@@ -431,7 +329,7 @@ def _nothing(storage: Storage, url: str) -> str:
     where = "" if os.path.isabs(url) else f" (working directory {os.getcwd()})"
     with suppress(FormatError):
         if steps := steps_seen(partial(look_at, str(path.parent))):
-            near = near or f". Steps beside it: {_listed(steps)}"
+            near = near or f". Steps beside it: {format_steps(steps)}"
     return f"{none}{since}{where}{near or _of_a_hub(url)}"
 
 
@@ -628,78 +526,6 @@ _MOST_FOLDERS = 256
 """The number of folders that are searched if the top shows nothing."""
 
 
-@dataclass(frozen=True)
-class RunStep:
-    """A checkpoint of a run, as its name says."""
-
-    step: int | None
-    """None for `last`. Lightning's `last.ckpt` is the newest whatever its step."""
-    name: str
-    """Its path within the folder of the run."""
-    is_discarded: bool = False
-    """Whether the run went back to an earlier step, see `StepRecord.is_aside`."""
-
-    @property
-    def age(self) -> tuple[bool, int, str]:
-        """Sorts the oldest first."""
-        return self.step is None, self.step or 0, self.name
-
-
-LEDGER = "manager.json"
-"""What a `CheckpointManager` knows of the steps beside it."""
-
-
-class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is known of a step besides its checkpoint."""
-
-    metrics: dict[str, float | str] = {}
-    """Infinite ones as text: JSON has no numbers for them."""
-    is_based: bool = False
-    """Whether the save reuses what an earlier one has."""
-    is_aside: bool = False
-    """A step that the run did not continue from. It is not restored, and is removed
-    when a later save is complete."""
-    is_skipped: bool = False
-    """Whether the run continued from an earlier step because this one could not be read. It may be
-    readable later, so it stays until the run has a newer step."""
-
-
-class StepRecords(msgspec.Struct, frozen=True):
-    """The contents of the file."""
-
-    steps: dict[int, StepRecord]
-    version: int = 2
-
-
-def records_in(storage: Storage, below: str = "") -> dict[int, StepRecord]:
-    """What the file says, in the folder of a run; nothing if there is none.
-
-    Raises CheckpointError if it cannot be read, or is of a newer version: which steps count is not known then.
-    """
-    where = path_below(storage.url, below + LEDGER)
-    try:
-        return decode_sealed(storage.read(below + LEDGER), StepRecords, where, newest=2).steps
-    except CheckpointNotFoundError:
-        return {}
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            f"{where} cannot be read: {error}. It contains the metrics of the steps, "
-            "and which of them are discarded. Restore the file, or open a step by its own folder. If you delete it, "
-            "the run continues from its newest step, or from one that you pass with discard_newer=True"
-        ) from error
-
-
-def discarded_in(storage: Storage, below: str = "") -> set[str]:
-    """The names of the steps that do not count, in the folder of a run."""
-    try:
-        records = records_in(storage, below)
-    except CheckpointError as error:
-        if isinstance(error.__cause__, msgspec.ValidationError):
-            return set()  # a file of another program, which the manager refuses
-        raise
-    return {f"{below}step-{step}" for step, record in records.items() if record.is_aside}
-
-
 def look_at(folder: str, below: str) -> tuple[list[str], list[str]]:
     """Look below a local folder. One that cannot be listed shows nothing: opening says why."""
     folders: list[str] = []
@@ -769,15 +595,6 @@ def shows_nothing(look: Look) -> bool:
             return False
         seen += len(inner) + len(files)
     return seen > _MOST_FOLDERS
-
-
-def path_below(folder: AnyPath, name: str) -> str:
-    """The path or URL of what is called so in a folder."""
-    base = os.fspath(folder)
-    if "://" in base and not base.startswith("memory:"):
-        for sign in "%#?":  # which mean something else in a URL
-            name = name.replace(sign, quote(sign))
-    return f"{base.rstrip('/')}/{name}" if name else base
 
 
 def _is_mark(name: str) -> bool:

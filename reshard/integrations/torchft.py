@@ -28,7 +28,7 @@ from reshard.api.save import save
 from reshard.api.task_shares import absolute
 from reshard.checkpoint import Checkpoint, open as open_checkpoint
 from reshard.errors import CheckpointNotFoundError, DeadlineError, framework
-from reshard.formats.detect import path_below
+from reshard.formats.run_folder import path_below
 from reshard.ranks.group import Group
 from reshard.stored.tensor import whole
 

@@ -14,7 +14,8 @@ import msgspec
 from reshard.api.retention import Seen, files_of, published, remove_checkpoints
 from reshard.checkpoint import open as open_checkpoint
 from reshard.errors import CheckpointError, CheckpointNotFoundError, FormatError
-from reshard.formats.detect import LEDGER, StepRecord, StepRecords, path_below, records_in, refuse_first_step, steps_at
+from reshard.formats.detect import refuse_first_step, steps_at
+from reshard.formats.run_folder import LEDGER, StepRecord, StepRecords, path_below, records_in
 from reshard.native.commit import remove_empty
 from reshard.native.manifest import encode_sealed
 from reshard.ranks import liveness

@@ -39,7 +39,7 @@ from reshard.errors import (
     OptionError,
     StorageError,
 )
-from reshard.formats import detect
+from reshard.formats import run_folder
 from reshard.native import commit
 from reshard.native.commit import Generation
 from reshard.native.manifest import encode_sealed
@@ -902,7 +902,7 @@ def test_bad_use_is_told_and_loses_nothing(tmp_path: Path) -> None:
         assert (manager.all_steps(), manager.best_step()) == ([4, 5], 4)
         with pytest.raises(CheckpointError, match="already has step 5"):
             manager.save(5, state)
-    (root / detect.LEDGER).write_text("{torn")
+    (root / run_folder.LEDGER).write_text("{torn")
     with pytest.raises(CheckpointError, match=r"manager.json cannot be read: .* delete it"):
         reshard.CheckpointManager(root, every=Every(steps=1))
 
@@ -913,13 +913,13 @@ def test_where_it_is_not_known_which_steps_are_discarded_none_is_opened_or_prune
     run(root, [1, 2, 3])
     with reshard.CheckpointManager(root, every=Every(steps=1)) as manager:
         manager.restore(state, 2, discard_newer=True)
-    (root / detect.LEDGER).write_text("{torn")
+    (root / run_folder.LEDGER).write_text("{torn")
 
     for call in (reshard.open, reshard.steps, reshard.latest_complete, lambda path: reshard.prune(path, keep_last=1)):
         with pytest.raises(CheckpointError, match=r"run/manager.json cannot be read: .* which of them are discarded"):
             call(root)
     assert reshard.verify(root / "step-2").ok, "it can be opened by its folder"
-    (root / detect.LEDGER).write_text('{"of": "another program"}')
+    (root / run_folder.LEDGER).write_text('{"of": "another program"}')
     assert reshard.latest_complete(root) == str(root / "step-3")
 
 
@@ -929,15 +929,15 @@ def test_records_of_steps_that_were_changed_are_refused_wherever_that_is(tmp_pat
     run(root, [1, 2, 3], lambda step: {"loss": step / 2})
     with reshard.CheckpointManager(root, every=Every(steps=1)) as manager:
         manager.restore(state, 2, discard_newer=True)
-    storage, file = open_storage(root), root / detect.LEDGER
+    storage, file = open_storage(root), root / run_folder.LEDGER
     text = file.read_bytes()
-    assert detect.discarded_in(storage) == {"step-3"}
+    assert run_folder.discarded_in(storage) == {"step-3"}
 
     without = text[: text.index(b',"digest"')] + b"}"
     changed = [text[:at] + bytes([text[at] ^ 1]) + text[at + 1 :] for at in range(len(text))]
     for damaged in (b"", text[:-1], without, text + text, *changed):
         file.write_bytes(damaged)
-        for read in (detect.records_in, detect.discarded_in):
+        for read in (run_folder.records_in, run_folder.discarded_in):
             with pytest.raises(CheckpointError, match=r"manager.json .* delete it"):
                 read(storage)
     file.write_bytes(text.replace(b"0.5", b"0.6", 1))
@@ -953,7 +953,7 @@ def test_records_of_steps_that_were_changed_are_refused_wherever_that_is(tmp_pat
 
 def test_records_of_steps_of_a_newer_version_are_refused(tmp_path: Path) -> None:
     """Whatever else is in them. Those of another program are none."""
-    root, file = tmp_path / "run", tmp_path / "run" / detect.LEDGER
+    root, file = tmp_path / "run", tmp_path / "run" / run_folder.LEDGER
     run(root, [1])
     for steps in ("{}", "[]"):
         file.write_bytes(encode_sealed(msgspec.Raw(b'{"steps":%s,"version":3}' % steps.encode())))
@@ -968,7 +968,8 @@ def test_records_of_steps_of_a_newer_version_are_refused(tmp_path: Path) -> None
 def test_records_of_steps_of_the_first_version_have_no_digest(tmp_path: Path) -> None:
     root, state = tmp_path / "run", {"w": torch.zeros(3)}
     run(root, [1, 2])
-    (root / detect.LEDGER).write_bytes(b'{"steps":{"1":{"metrics":{"loss":0.5}},"2":{"is_aside":true}},"version":1}')
+    earlier = b'{"steps":{"1":{"metrics":{"loss":0.5}},"2":{"is_aside":true}},"version":1}'
+    (root / run_folder.LEDGER).write_bytes(earlier)
     with reshard.CheckpointManager(root, every=Every(steps=1)) as manager:
         assert manager.restore(state).step == 1
 

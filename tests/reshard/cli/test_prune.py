@@ -10,7 +10,7 @@ import torch
 
 import reshard
 from reshard.errors import OptionError
-from reshard.formats import detect
+from reshard.formats import run_folder
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_it_lists_what_killed_saves_left(say, run) -> None:
 
 
 def test_it_says_that_it_ignores_what_a_manager_keeps(say, run, caplog) -> None:
-    (run / detect.LEDGER).write_text("{}")
+    (run / run_folder.LEDGER).write_text("{}")
     note = "prune ignores the keep rules of this run's CheckpointManager: it"
     for words, done in ((["--dry-run"], "would delete"), ([], "deleted")):
         say("prune", run, "--keep-last", 2, *words)
