@@ -257,6 +257,7 @@ def open_legacy(files: Files) -> Contents:
         opened[(path,) if kind == "model" else (path, match["file"])] = read
     grid = [_place(at, of, storage.url) for at, of in sorted(ranks.items())]
     facts = LegacyFacts(grid, _check_grid(grid, files))
+    _check_order(grid, files)
     _check_optimizers(grid, files)
     return contents_of("megatron_legacy", opened, facts)
 
@@ -345,6 +346,25 @@ def _check_grid(ranks: list[RankFiles], files: Files) -> int:
         words = f"{files.storage.url}: the folder of {place} is missing; there are {there}"
         files.checking.refuse(CorruptCheckpointError(words))
     return etp_size
+
+
+def _check_order(ranks: list[RankFiles], files: Files) -> None:
+    """Raises CorruptCheckpointError if files changed places.
+
+    Megatron notes the rank that writes a file, which grows along each axis. Tools that make such files note the same
+    one in all of them.
+    """
+    folders: dict[tuple[int, ...], str] = {(rank.tp, rank.pp, rank.ep): rank.folder for rank in ranks}
+    noted = ((rank.tp, rank.pp, rank.ep, arguments(rank.model).get("rank")) for rank in ranks)
+    writers = {tuple(at): number for *at, number in noted if isinstance(number, int)}
+    if len({*writers.values()}) < 2:
+        return
+    for at, axis in product(writers, range(3)):
+        before = *at[:axis], at[axis] - 1, *at[axis + 1 :]
+        if before in writers and writers[before] >= writers[at]:
+            words = f"{folders[before]} was written by rank {writers[before]}, and {folders[at]} by rank {writers[at]}"
+            words = f"{files.storage.url}: {words}, so these are not the folders that they were saved to"
+            files.checking.refuse(CorruptCheckpointError(words))
 
 
 _READ = re.compile(r"model\d*|optimizer|(distrib_)?optim|rng_state")

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from reshard import checkpoint
+from reshard.api.verify import verify
 from reshard.errors import CorruptCheckpointError, FormatError, NormalizationError
 from reshard.stored.tensor import LazyTensor
 from tests.reshard.formats.canonical import megatron_maker as make
@@ -37,7 +38,10 @@ def save(root: Path, shape: Shape, *, tp: int, pp: int, vpp: int, ep: int, flat:
             )
         file: dict[str, Any] = {
             "args": argparse.Namespace(
-                tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, vocab_size=make.VOCAB
+                tensor_model_parallel_size=tp,
+                pipeline_model_parallel_size=pp,
+                vocab_size=make.VOCAB,
+                rank=(p * ep + e) * tp + t,
             ),
             "checkpoint_version": 3.0,
         }
@@ -179,6 +183,27 @@ def test_states_that_are_not_elementwise(tmp_path: Path) -> None:
         assert ("factor" in kept) is ("parts" in kept) is ("layernorm" in name), name
     lost = r"optimizer states are not read, as each rank .*: 14 \('embedding.word_embeddings.weight.factor', "
     assert any(re.match(lost, note) for note in found.notes)
+
+
+@pytest.mark.parametrize(("one", "other"), [("mp_rank_00_000", "mp_rank_01_000"), ("mp_rank_00_000", "mp_rank_00_001")])
+def test_files_that_changed_places(one: str, other: str, tmp_path: Path) -> None:
+    """Nothing but the rank that the program noted says that a rank's shards are not those of its folder."""
+    save(tmp_path, Shape(), tp=2, pp=2, vpp=1, ep=1, flat=False)
+    (tmp_path / one).rename(tmp_path / "x")
+    (tmp_path / other).rename(tmp_path / one)
+    (tmp_path / "x").rename(tmp_path / other)
+    with pytest.raises(CorruptCheckpointError, match=rf"{one} was written by rank \d, and {other} by rank 0, so these"):
+        checkpoint.open(tmp_path)
+    assert not verify(tmp_path).ok
+
+
+def test_files_of_a_tool_that_notes_one_rank_for_all(tmp_path: Path) -> None:
+    save(tmp_path, Shape(), tp=2, pp=2, vpp=1, ep=1, flat=False)
+    for path in tmp_path.glob("*/*.pt"):
+        file = torch.load(path, weights_only=False)
+        file["args"].rank = 0
+        torch.save(file, path)
+    assert checkpoint.open(tmp_path).canonical()
 
 
 def test_a_missing_rank(tmp_path: Path) -> None:
