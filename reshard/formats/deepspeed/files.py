@@ -82,10 +82,11 @@ def open(files: Files) -> Contents:
     folder = _folder(storage, names)
     opened: dict[KeyPath, TorchFile] = {}
     there = {file.removeprefix(folder): file for file in sorted(names) if file.startswith(folder)}
+    states = {match[2] for match in map(_UNIVERSAL.fullmatch, there) if match}
     for inner, file in there.items():
         universal = _UNIVERSAL.fullmatch(inner)
         if universal:
-            opened["zero", universal[1], universal[2]] = read_torch_file(files[file])
+            opened["zero", universal[1], universal[2]] = read_torch_file(files[file], others=states)
         elif _STATES.fullmatch(inner) or inner == _UNIVERSAL_STATE:
             opened[tuple(inner.removesuffix(".pt").split("/"))] = read_torch_file(files[file])
     missing = tuple(

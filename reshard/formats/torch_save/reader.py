@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import PurePath
@@ -83,10 +83,10 @@ _UNREADABLE: dict[str, Any] = {}
 """The value of a damaged file."""
 
 
-def read_torch_file(source: Source, *, numbered: bool = True) -> TorchFile:
+def read_torch_file(source: Source, *, numbered: bool = True, others: Collection[str] = ()) -> TorchFile:
     """Read what a file holds, without its tensors. Of a damaged file that is only listed, this is an empty dict.
 
-    `numbered`: numbers in its name say what it holds.
+    `numbered`: numbers in its name say what it holds. `others`: names, without suffix, of files that hold other things.
 
     Raises:
         CorruptCheckpointError: it is truncated or not what it seems.
@@ -94,18 +94,19 @@ def read_torch_file(source: Source, *, numbered: bool = True) -> TorchFile:
         UnsafeDataError: its pickle asks for something that could run code.
     """
     try:
-        return _read_torch_file(source, numbered)
+        return _read_torch_file(source, numbered, others)
     except CorruptCheckpointError as error:
         source.refuse(error)
         return TorchFile(source, _UNREADABLE, partial(_nowhere, source))
 
 
-def _read_torch_file(source: Source, numbered: bool) -> TorchFile:
+def _read_torch_file(source: Source, numbered: bool, others: Collection[str]) -> TorchFile:
     head = bytes(source.read(0, min(len(_MAGIC_PICKLE), source.nbytes)))
     if head.startswith(ZIP_MAGIC):
         archive = TorchArchive(source)
         now, before = (re.split(r"0*(\d+)", name) for name in (PurePath(source.label).stem, archive.folder))
-        if numbered and now != before and now[::2] == before[::2]:  # the same name with another number
+        is_other = archive.folder in others or (numbered and now[::2] == before[::2])  # with another number
+        if now != before and is_other:
             raise CorruptCheckpointError(
                 f"{source.label}: torch.save wrote it as {archive.folder}. If it was renamed, rename it back; "
                 "otherwise, restore it from a copy"

@@ -54,6 +54,23 @@ def test_files_of_two_stages_are_swapped(tmp_path: Path) -> None:
         reshard.open(tmp_path)
 
 
+def test_files_of_two_states_are_swapped(tmp_path: Path) -> None:
+    """In DeepSpeed's universal checkpoints, a parameter has a file for each of its states, all of one shape."""
+    parameter = tmp_path / "global_step1_universal" / "zero" / "w"
+    parameter.mkdir(parents=True)
+    for number, state in enumerate(("fp32", "exp_avg", "exp_avg_sq")):
+        torch.save({"param": torch.full((2, 2), float(number)), "cat_dim": 0}, parameter / f"{state}.pt")
+    model = {"module": {"w": torch.zeros(2, 2)}, "param_shapes": [{"w": torch.Size([2, 2])}]}
+    torch.save(model, parameter.parents[1] / "mp_rank_00_model_states.pt")
+    (tmp_path / "latest_universal").write_text("global_step1_universal")
+    assert reshard.open(tmp_path).normalized()["optim"]["state"]["w"]["exp_avg"][...].eq(1).all()
+    swap(parameter, "exp_avg.pt", "exp_avg_sq.pt")
+
+    with pytest.raises(CorruptCheckpointError, match=r"exp_avg\.pt: torch\.save wrote it as exp_avg_sq\."):
+        reshard.open(tmp_path)
+    assert not reshard.verify(tmp_path).ok
+
+
 def test_the_only_file_may_have_any_name(tmp_path: Path) -> None:
     state = {"w": torch.arange(3.0)}
     torch.save(state, tmp_path / "step_1.pt")
