@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ class ArchivesWriter(HashedFilesWriter):
         value = self.value(file, {part.spec.fqn: number for number, part in enumerate(file.parts)})
         regions = with_sums(self.region(part) for part in file.parts)
         pickled, inside = pickled_with_tensors(value, len(regions))
-        archive = begin_archive(out.write, pickled, out.write_later)
+        archive = begin_archive(out.write, pickled, out.write_later, file.name)
         for number, summed in enumerate(regions):
             tensor_record(archive, f"data/{number}", out, summed)
         for number, tensor in enumerate(inside, len(regions)):
@@ -220,11 +221,14 @@ class ArchiveWriter:
         self,
         write: Callable[[Any], Any],
         write_later: Callable[[int, Callable[[], bytes]], Any] | None = None,
+        path: str = "",
     ) -> None:
         """`write` appends bytes. `write_later` appends this number of bytes that are made when everything before is
         read: without it, everything is read when it is appended."""
         self._write = write
         self._write_later = write_later or (lambda nbytes, make: write(make()))
+        name = PurePath(path).stem
+        self._folder = name if name.isascii() and name else "archive"  # as torch.save calls it
         self._entries: list[_ArchiveEntry] = []
         self._record = b"", 0, 0
         """Of the record that began last: its name, where it is, and its length."""
@@ -253,7 +257,7 @@ class ArchiveWriter:
 
     def begin(self, name: str, nbytes: int) -> None:
         """Begin a record. Its `nbytes` bytes are appended next, by what `write` belongs to; then comes `end`."""
-        full, at = f"archive/{name}".encode(), self.nbytes
+        full, at = f"{self._folder}/{name}".encode(), self.nbytes
         self._record = full, at, nbytes
         big = nbytes >= LIMIT32
         # the extra fields: sizes of 64 bits where needed, then padding up to the alignment of the data
@@ -305,9 +309,13 @@ def begin_archive(
     write: Callable[[Any], Any],
     pickled: bytes,
     write_later: Callable[[int, Callable[[], bytes]], Any] | None = None,
+    path: str = "",
 ) -> ArchiveWriter:
-    """An archive up to its tensors' data: the records `data/0`, `data/1` ... come next, then `end_archive`."""
-    archive = ArchiveWriter(write, write_later)
+    """An archive up to its tensors' data: the records `data/0`, `data/1` ... come next, then `end_archive`.
+
+    `path`: that of the file, which a reader compares with the name in the archive.
+    """
+    archive = ArchiveWriter(write, write_later, path)
     archive.record("data.pkl", len(pickled), [pickled])
     for name, text in ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")):
         archive.record(name, len(text), [text])

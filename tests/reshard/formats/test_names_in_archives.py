@@ -71,6 +71,21 @@ def test_files_of_two_states_are_swapped(tmp_path: Path) -> None:
     assert not reshard.verify(tmp_path).ok
 
 
+def test_files_that_convert_writes_are_swapped(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    reshard.save({"model": model, "optim": optimizer}, tmp_path / "saved")
+    reshard.convert(tmp_path / "saved", tmp_path / "out", format="deepspeed")
+    [folder] = (tmp_path / "out").glob("*/zero/weight")
+    assert torch.load(folder / "exp_avg.pt")["param"].shape == (2, 2)
+    swap(folder, "exp_avg.pt", "exp_avg_sq.pt")
+
+    with pytest.raises(CorruptCheckpointError, match=r"exp_avg\.pt: torch\.save wrote it as exp_avg_sq\."):
+        reshard.open(tmp_path / "out")
+
+
 def test_the_only_file_may_have_any_name(tmp_path: Path) -> None:
     state = {"w": torch.arange(3.0)}
     torch.save(state, tmp_path / "step_1.pt")

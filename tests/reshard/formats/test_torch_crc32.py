@@ -190,7 +190,7 @@ def test_what_changed_in_the_source_is_still_seen_in_what_was_made_of_it(tmp_pat
         assert report.unchecked == "unchecked: check=False"
     assert opened.contents.checking.enabled
     with zipfile.ZipFile(tmp_path / "one.pt") as archive:
-        assert archive.testzip() == "archive/data/0"
+        assert archive.testzip() == "one/data/0"
 
 
 @pytest.mark.parametrize("writer", ["torch", "ours", "without sums"])
