@@ -18,7 +18,7 @@ from planners.testing.strategies import boxes, layouts, shapes, specs
 from property_tests.budget import examples
 from reshard.api import save_job
 from reshard.api.options import SaveOptions
-from reshard.api.save_job import alike, base_at, choose_base, doubtful
+from reshard.api.save_job import base_at, choose_base, doubtful
 from reshard.api.staging import ToWrite
 from reshard.live.fingerprints import add_tallies, digests_of, pack_tally
 from reshard.native import commit, data_file as blocks, reuse
@@ -48,7 +48,8 @@ def save_by_ranks(state: dict[str, torch.Tensor], layout: StateLayout, path: str
         assert base is not None
         data = {rank: one.summed_up() for rank, one in data.items()}
         now = digests_of(add_tallies([pack_tally(one.prints, layout) for one in data.values()]), layout)
-        same = alike(doubtful(base, layout, now), base, now)
+        before = base.facts.manifest.fingerprints
+        same = [fqn for fqn in doubtful(base, layout, now) if now[fqn] == before[fqn]]
     written, tallies, reused = {}, [], 0
     for rank, one in data.items():
         group = SimpleNamespace(rank=0, ranks=[rank], job_rank=rank, check=lambda: None)

@@ -123,7 +123,7 @@ def test_a_parameter_that_cannot_be_exchanged_is_not_said_to_be_set() -> None:
     again = nn.Linear(2, 2, device="meta")
     other = torch.optim.SGD(again.parameters(), lr=0.1)
     kept = weakref.ref(again.weight)
-    with pytest.raises(NormalizationError, match=r"new parameter 'weight'.*The model is set, and the optimizer is not"):
+    with pytest.raises(NormalizationError, match=r"new parameter 'weight'.*The model is set, but the optimizer is not"):
         set_state_dict(again, other, model_state_dict=saved, optim_state_dict=saved_state)
     assert same(again.weight, model.weight)
     assert kept() is other.param_groups[0]["params"][0]
