@@ -245,8 +245,18 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return part
 
     def mapped(self, mapping: StateMapping) -> Checkpoint:
-        """Return the checkpoint with other keys and shapes: see `reshard.mapping`. Reads no tensor
-        data."""
+        """Return the checkpoint with other keys and shapes. Reads no tensor data.
+
+        Args:
+            mapping: rules from `reshard.mapping`, as in `Mapping([Rename("old", "new")])`.
+
+        Returns:
+            the checkpoint under the new keys. The mapping is applied as you read it.
+
+        Raises:
+            NormalizationError, PlanError: the rules do not fit the checkpoint.
+            OptionError: `mapping` is a dict.
+        """
         if isinstance(mapping, Mapping):
             raise OptionError("pass a reshard.mapping.Mapping, such as Mapping([Rename('old', 'new')]), not a dict")
         return mapping.apply(self)

@@ -82,6 +82,16 @@ def test_sections_are_whole_and_pages_are_links(package: griffe.Module) -> None:
     assert "(../incremental.md)" in save.value
 
 
+@pytest.mark.parametrize(("verb", "other"), [("async_save", "save"), ("prepare", "redistribute")])
+def test_arguments_that_another_function_describes_have_rows_too(package: griffe.Module, verb: str, other: str) -> None:
+    def rows(name: str) -> set[str]:
+        sections = package[name].final_target.docstring.parse("google")
+        return {row.name for one in sections if one.kind.value == "parameters" for row in one.value}
+
+    assert rows(verb) - rows(other) == {*{"async_save": ["max_in_flight", "stage"]}.get(verb, ())}
+    assert rows(other) - rows(verb) == {*{"prepare": ["check"]}.get(verb, ())}
+
+
 def test_each_error_has_a_row_of_its_own(package: griffe.Module) -> None:
     rows = {
         path: [

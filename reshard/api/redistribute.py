@@ -356,6 +356,9 @@ def prepare(
     Arguments and errors are those of `redistribute`, except `check`. By name: mapping, views,
     source_layouts, target_layouts, strict, dtype_policy, check_replicas, max_inflight_bytes,
     ranks_per_host, delta, and timeout.
+
+    Returns:
+        the prepared transfer. Each call of its `run` moves the current values.
     """
     group = Group(process_group, deadline_s=options.get("timeout", DEFAULTS["timeout"]))
     with phase("prepare") as span, group.together("prepare"):
