@@ -12,6 +12,8 @@ from typing import Any
 
 import griffe
 
+from reshard.api.options import TransferOptions
+
 _MODULES = ("elastic", "errors", "mapping")
 _PAGES = Path(__file__).parent
 _MADE = set(re.findall(r"\b([A-Z]\w+)\(", "".join(map(Path.read_text, _PAGES.glob("reference/*.md")))))
@@ -21,6 +23,10 @@ _TOGETHER = re.compile(r"^([ \t]+)(\w+(?:, \w+)+): (.*(?:\n\1[ \t]+.*)*)", re.MU
 """Parameters, or errors, that a docstring describes together."""
 _TAG = re.compile(r"`[^`]*`|<(\w+)>")
 _RETURNS = re.compile(r"^[ \t]*Returns:\n[ \t]+", re.MULTILINE)
+_ROWS = re.compile(r"^Args:\n((?:[ \t]+.*\n?)+)", re.MULTILINE)
+_ROW = re.compile(r"^    (\w+(?:, \w+)*): .*(?:\n {5,}.*)*", re.MULTILINE)
+_LIKE = {"reshard.async_save": "reshard.save", "reshard.prepare": "reshard.redistribute"}
+"""Functions whose other arguments are those of another one."""
 _PAGE = re.compile(r"`?\bdocs/([\w/-]+\.md)`?")
 
 
@@ -35,6 +41,8 @@ class Reference(griffe.Extension):
         for module in (pkg, *(pkg.members[name] for name in _MODULES if name in pkg.members)):
             for path, found in _public(module, module.path, _names(module.path)):
                 if found.docstring:
+                    if path in _LIKE:
+                        _add_rows(found.docstring, pkg[_LIKE[path].partition(".")[2]], pkgutil.resolve_name(path))
                     text = _TAG.sub(_escaped, _SECTION.sub(_as_title, found.docstring.value))
                     found.docstring.value = _PAGE.sub(_link, text)
                 if found.is_function:
@@ -83,6 +91,20 @@ def _show_call(made: griffe.Class, value: Any) -> None:
             del init.parameters[parameter.name]
 
 
+def _add_rows(docstring: griffe.Docstring, other: Any, value: Any) -> None:
+    """Describe the arguments that another function describes."""
+    section = _ROWS.search(docstring.value)
+    rows = section[1].rstrip("\n").split("\n") if section else []
+    listed = {match[1] for match in _ROW.finditer("\n".join(rows))}
+    listed |= (
+        inspect.signature(pkgutil.resolve_name(other.path)).parameters.keys() - inspect.signature(value).parameters
+    )
+    found = _ROW.finditer(_ROWS.search(other.final_target.docstring.value)[1])
+    rows += [row[0] for row in found if not listed & {*row[1].split(", ")}]
+    text = _ROWS.sub("", docstring.value).rstrip()
+    docstring.value = re.sub(r"(?=^Returns:)", lambda _: "Args:\n" + "\n".join(rows) + "\n\n", text, flags=re.M)
+
+
 def _complete(function: griffe.Function, value: Any) -> None:
     """Defaults that the source names get their values; options that it collects are listed. Each parameter and
     each error has a row of its own: one for several would call parameters required, and show errors as a tuple."""
@@ -91,7 +113,7 @@ def _complete(function: griffe.Function, value: Any) -> None:
     def apart(described: re.Match[str]) -> str:
         indent, names, text = described.groups()
         is_of_errors = all(name.endswith("Error") for name in names.split(", "))
-        if not is_of_errors and not known.keys() >= {*names.split(", ")}:
+        if not is_of_errors and not known.keys() | TransferOptions.__annotations__ >= {*names.split(", ")}:
             return described[0]
         return "\n".join(f"{indent}{name}: {text}" for name in names.split(", "))
 

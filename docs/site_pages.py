@@ -29,11 +29,15 @@ FROM_ROOT = {
     **{f"examples/{path.stem}.md": f"examples/{path.name}" for path in sorted((ROOT / "examples").glob("*.py"))},
 }
 """Page of the site -> file in the repository."""
+_FOR_USERS = ("changelog.md", "compatibility.md", "security.md")
+"""Of the pages about the project; the others are for developers."""
 _FETCHED = re.compile(r"<(?:script|img|iframe|link[^>]*stylesheet)\b[^>]*=\"?(https?:[^\" >]+)")
 _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
 _ROW = re.compile(r"<tr\b.*?</tr>", re.DOTALL)
 _CELL = re.compile(r"<(t[hd])\b(.*?)</\1>", re.DOTALL)
 _IMAGE = re.compile(r'<img [^>]*src="([^"]+)"[^>]*>')
+_TYPE = re.compile(r"<code>(\w+)</code>")
+_NAMED = re.compile(r'<span title="(?:reshard|planners)\.[\w.]*?(\w+)">(\w+)</span>')
 _SENTENCE = 30
 """A table with a longer cell than this many characters is for reading; others compare numbers."""
 _LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
@@ -70,7 +74,7 @@ def as_page(notebook: Path) -> str:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links to where those pages and their neighbors are on the site; other links lead to the start. A search finds
     the pages for developers last."""
-    if any(section.title == "Developers" for section in page.ancestors):
+    if any(section.title == "Project" for section in page.ancestors) and page.file.src_uri not in _FOR_USERS:
         page.meta["search"] = {"boost": 0.0001}
     source = FROM_ROOT.get(page.file.src_uri)
     if source and source.endswith(".py"):
@@ -98,6 +102,18 @@ def on_page_content(html: str, **_: Any) -> str:
     """On a narrow screen, the rows of tables for reading are lists: each cell says which column it is of. Pictures
     link to themselves, to be seen in full size."""
     return _IMAGE.sub(r'<a href="\1">\g<0></a>', _TABLE.sub(lambda table: labeled(table[0]), html))
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Types in signatures of the reference link to the page of types, whose first column has an anchor for each."""
+    source = (ROOT / "docs" / "reference" / "types.md").read_text(encoding="utf-8")
+    types = {name for cell in re.findall(r"^\| (`.*?) \|", source, re.M) for name in re.findall(r"`(\w+)`", cell)}
+    if page.file.src_uri == "reference/types.md":
+        rows = r"(?<=<td data-head=\"Type\">).*?(?=</td>)"
+        return re.sub(rows, lambda cell: _TYPE.sub(r'<code id="\1">\1</code>', cell[0]), output)
+    if not page.file.src_uri.startswith("reference/"):
+        return output
+    return _NAMED.sub(lambda one: f'<a href="types.html#{one[1]}">{one[2]}</a>' if one[1] in types else one[0], output)
 
 
 def labeled(table: str) -> str:

@@ -211,7 +211,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         checkpoint.
 
         Args:
-            globs, more: each a glob or a list. `*` also matches dots. Globs that begin with `!` exclude keys.
+            globs, more: each a glob or a list. `*` also matches dots. Globs that begin with `!`
+                exclude keys.
 
         Raises KeyMismatchError if a glob matches no key or no key is left, and OptionError if
         there is no glob.
@@ -245,14 +246,24 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return part
 
     def mapped(self, mapping: StateMapping) -> Checkpoint:
-        """Return the checkpoint with other keys and shapes: see `reshard.mapping`. Reads no tensor
-        data."""
+        """Return the checkpoint with other keys and shapes. Reads no tensor data.
+
+        Args:
+            mapping: rules from `reshard.mapping`, as in `Mapping([Rename("old", "new")])`.
+
+        Returns:
+            the checkpoint under the new keys. The mapping is applied as you read it.
+
+        Raises:
+            NormalizationError, PlanError: the rules do not fit the checkpoint.
+            OptionError: `mapping` is a dict.
+        """
         if isinstance(mapping, Mapping):
             raise OptionError("pass a reshard.mapping.Mapping, such as Mapping([Rename('old', 'new')]), not a dict")
         return mapping.apply(self)
 
     def normalized(self, hints: Mapping[str, Any] | None = None) -> NormalizedState:
-        """Return the state under canonical names, whatever framework wrote it.
+        """Return the state with canonical names, regardless of the framework that wrote it.
 
         The result is a dict. You can inspect it, read its lazy tensors, and set a model from these. To
         load, plan, compare, or convert the state, call `canonical` instead.
@@ -268,7 +279,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
             hints: facts that the checkpoint lacks. The page "Canonical names" lists them.
 
         Raises:
-            NormalizationError: a hint is missing or wrong. The message names it and shows what it looks like.
+            NormalizationError: a hint is missing or wrong. The message names it and shows what it
+                looks like.
             CorruptCheckpointError: parts of a tensor are missing or do not fit together.
         """
         from reshard.formats.normalize import normalize, without_name
@@ -306,12 +318,12 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return made
 
     def to_html(self, *, histograms: str = "", steps: Sequence[SavedStep] = ()) -> str:
-        """Return a self-contained HTML page: names as a tree, the layout of each tensor as a picture, files, and
-        problems. Notebooks display a checkpoint as this page.
+        """Return a self-contained HTML page: names as a tree, the layout of each tensor as a
+        picture, files, and problems. Notebooks display a checkpoint as this page.
 
         Args:
-            histograms: a glob of the tensors whose values are shown, such as `"*.weight"`. At most 512 of them are
-                read, the first by name. The page says how many it omits.
+            histograms: a glob of the tensors whose values are shown, such as `"*.weight"`. At most
+                512 of them are read, the first by name. The page says how many it omits.
             steps: the checkpoints of its run.
         """
         from planners.reports.checkpoint_pages import SavedFile, Shown, checkpoint_page
@@ -575,8 +587,8 @@ def readable(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def objects_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Objects by name, and empty lists. The plain items of a list are one object: a list, or a dict by number if the
-    list has more than those."""
+    """Objects by name, and empty lists. The plain items of a list are one object: a list, or a dict
+    by number if the list has more than those."""
     contents = checkpoint.contents
     paths = {name: contents.path_of(name) or (name,) for name in checkpoint.objects}
     above = {name: value_path(path) for name, path in paths.items()}
@@ -596,8 +608,8 @@ def objects_of(checkpoint: Checkpoint) -> dict[str, Any]:
 def _list_of(
     path: KeyPath, its: Mapping[KeyPath, Any], kinds: Mapping[KeyPath, str], mixed: Collection[KeyPath]
 ) -> Any:
-    """The list at `path` from its plain items. Those in `mixed`, and a list of which only a part is selected, become
-    dicts by number."""
+    """The list at `path` from its plain items. Those in `mixed`, and a list of which only a part is
+    selected, become dicts by number."""
     numbers = {at[len(path)] for at in (*its, *kinds) if at != path}
     by_number = mixed if numbers == {*range(len(numbers))} else {*mixed, path}
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from docs import draw_flow
 from docs.draw_pages import RECORD, headings, pages
 from docs.index_readme import for_index
 
@@ -264,6 +265,16 @@ def _imported_or_made(tree: ast.Module) -> set[str]:
             made |= set(ast.literal_eval(node.value))  # ruff sees to it that these are there
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     return made | {each.asname or each.name for node in imports for each in node.names}
+
+
+def test_the_steps_in_the_picture_of_how_it_works_are_those_of_the_page() -> None:
+    """Else draw it again: `python -m docs.draw_flow`."""
+    page = TEXTS["docs/how-it-works.md"]
+
+    assert draw_flow.PICTURE.read_text(encoding="utf-8") == draw_flow.draw()
+    for call, steps in draw_flow.ROWS.items():
+        [part] = re.findall(rf"^## {call.capitalize()}$(.*?)(?=^## |\Z)", page, re.M | re.S)
+        assert [name.lower() for name in re.findall(r"^\d\. \*\*(\w+)\.\*\*", part, re.M)] == list(steps)
 
 
 def test_pictures_of_pages_have_the_headings_of_today_s_pages(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import typer
 
 import planners
 import reshard
+from docs import command_output
 from reshard import errors, mapping
 from reshard.cli.app import app, run
 from tests import gloo
@@ -111,7 +112,9 @@ def test_the_reference_has_every_rule_and_every_error() -> None:
 
     assert sorted(re.findall(r"^::: reshard\.mapping\.(\w+)$", text, re.M)) == sorted(rules)
     assert [name for name in rules if not re.search(rf"\bm\.{name}\b", text)] == []
-    listed = re.findall(r"\w+Error", text.rpartition("members:")[2])
+    listed = re.findall(
+        r"\w+Error", (REFERENCE[0].parent / "errors.md").read_text(encoding="utf-8").partition("members:")[2]
+    )
     of_planners = planners.errors.__all__
     assert sorted(listed) == sorted({*errors.__all__} - {*of_planners})
     assert [name for name in of_planners if name.endswith("Error") and name not in errors.__all__] == []
@@ -122,7 +125,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the commands of the pages name."""
     folder = tmp_path_factory.mktemp("commands")
     model = {"model.embed_tokens.weight": torch.ones(16, 8), "layers.0.moe.experts.w1": torch.ones(4, 8, 8)}
-    model |= {"layers.0.attention.wq.weight": torch.ones(8, 8), "layers.0.wo.weight": torch.ones(8, 8)}
+    model |= {f"layers.0.{name}.weight": torch.ones(8, 8) for name in ("attention.wq", "attention.wo", "wo")}
     model["norm.bias"] = torch.ones(8)
     for name in (
         "CHECKPOINT",
@@ -164,6 +167,15 @@ def test_commands_run(line: str, stand_ins: Path, tmp_path: Path, monkeypatch: p
         run(words)
 
     assert not end.value.code
+
+
+@pytest.mark.parametrize("page", command_output.PAGES, ids=lambda page: page.stem)
+def test_pages_show_what_commands_print_today(page: Path) -> None:
+    """Else fill them in again: `python -m docs.command_output`."""
+    text = page.read_text(encoding="utf-8")
+
+    assert command_output.filled(text) == text
+    assert command_output.filled(text.replace(" 4.5 MiB", " 5 MiB")) == text != text.replace(" 4.5 MiB", " 5 MiB")
 
 
 def test_the_figures_of_the_great_plan_are_what_its_program_says() -> None:

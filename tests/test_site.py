@@ -7,8 +7,10 @@ import contextlib
 import inspect
 import io
 import json
+import pkgutil
 import re
 import textwrap
+import typing
 from pathlib import Path
 
 import griffe
@@ -82,6 +84,16 @@ def test_sections_are_whole_and_pages_are_links(package: griffe.Module) -> None:
     assert "(../incremental.md)" in save.value
 
 
+@pytest.mark.parametrize(("verb", "other"), [("async_save", "save"), ("prepare", "redistribute")])
+def test_arguments_that_another_function_describes_have_rows_too(package: griffe.Module, verb: str, other: str) -> None:
+    def rows(name: str) -> set[str]:
+        sections = package[name].final_target.docstring.parse("google")
+        return {row.name for one in sections if one.kind.value == "parameters" for row in one.value}
+
+    assert rows(verb) - rows(other) == {*{"async_save": ["max_in_flight", "stage"]}.get(verb, ())}
+    assert rows(other) - rows(verb) == {*{"prepare": ["check"]}.get(verb, ())}
+
+
 def test_each_error_has_a_row_of_its_own(package: griffe.Module) -> None:
     rows = {
         path: [
@@ -141,6 +153,30 @@ def test_tables_of_parameters_are_complete(name: str) -> None:
 
     assert missing == {}
     assert tables > 2
+
+
+def test_types_in_signatures_are_on_their_page_with_their_words(package: griffe.Module) -> None:
+    page = (ROOT / "docs" / "reference" / "types.md").read_text(encoding="utf-8")
+    rows = {
+        name: row for row in re.findall(r"^\| `.*$", page, re.M) for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    }
+    named = set()
+    for module in (package, package["elastic"], package["mapping"]):
+        for _, item in _public(module, module.path, _names(module.path)):
+            annotations = [one.annotation for one in item.parameters] if item.is_function else []
+            expressions = [one for one in annotations if isinstance(one, griffe.Expr)]
+            named |= {part.canonical_path for one in expressions for part in one if isinstance(part, griffe.ExprName)}
+    aliases = {}
+    for path in named - {"reshard.api.staging.Stage"}:  # which has the name of a public class
+        value = pkgutil.resolve_name(path) if path.startswith(("planners.", "reshard.")) else int
+        if not isinstance(value, type | typing.TypeVar):
+            aliases[path.rpartition(".")[2]] = value
+
+    assert {"CheckpointSource", "DtypePolicy", "Models", "StoragePath"} <= aliases.keys()
+    assert aliases.keys() - rows.keys() == set()
+    for name, value in aliases.items():
+        words = [word for word in typing.get_args(value) if isinstance(word, str)]
+        assert [word for word in words if f'`"{word}"`' not in rows[name]] == []
 
 
 def test_the_tutorial_prints_what_the_page_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -327,19 +327,19 @@ class _Difference:
 
     count: int = 0
     first: tuple[Shape, str, str] | None = None
-    """The first element that differs, in row-major order, and what it is on both sides."""
+    """The first element that differs, in row-major order, and its values on both sides."""
     error: str = ""
     is_damage: bool = False
     """Whether the error is damage."""
     largest: float = 0.0
     squares: float = 0.0
-    """Of the distances of finite elements."""
+    """The sum of squared differences of finite elements."""
     norm: float = 0.0
-    """Of finite elements of the second one, squared."""
+    """The sum of squares of finite elements of the second side."""
     odd: int = 0
 
     def __add__(self, other: _Difference) -> _Difference:
-        """`other` is of other boxes."""
+        """Combine this with the difference in other boxes."""
         firsts = [one.first for one in (self, other) if one.first]
         return _Difference(
             self.count + other.count, min(firsts, default=None), self.error or other.error,
@@ -353,7 +353,7 @@ class _Difference:
         return bool(self.error), self.count
 
     def measured(self, x: torch.Tensor, y: torch.Tensor) -> _Difference:
-        """Return this difference with the distances of one more piece of both sides added."""
+        """Return this difference with the differences of one more piece added."""
         try:
             x, y, apart = wide(x.to("cpu"), y.to("cpu"))
         except FormatError:
@@ -391,19 +391,19 @@ class _RankFindings(msgspec.Struct):
     """What one rank found."""
 
     known: dict[str, str]
-    """How tensors differ, or "" if they do not, where that is known without reading them."""
+    """How tensors differ ("" if they are equal), if this is known without reading them."""
     sizes: dict[str, tuple[int, int]] = {}
-    """Of each tensor that was compared: its elements, and the bytes of one."""
+    """For each compared tensor, the number of elements and the bytes per element."""
     boxes: list[tuple[str, Shape, Shape, _Difference]] = []
     others: list[Finding] = []
-    """Keys of other values, and how these differ."""
+    """Keys of objects, and how these differ."""
     compared: list[str] = []
-    """Keys of other values that this rank has on both sides."""
+    """Keys of objects that this rank has on both sides."""
     damaged: dict[str, str] = {}
-    """The errors of those that cannot be read on one of them."""
+    """Keys of objects that cannot be read on one side, with the errors."""
 
     def errors(self) -> Iterator[str]:
-        """What could not be read."""
+        """Yield the errors of all reads that failed."""
         yield from (one.error for *_, one in self.boxes if one.error)
         yield from self.damaged.values()
 
@@ -415,14 +415,14 @@ class _JointFindings:
     known: Mapping[str, str]
     sizes: Mapping[str, tuple[int, int]]
     by_box: Mapping[str, Mapping[Box, tuple[int, _Difference]]]
-    """By tensor and box: the rank, and what it found; of ranks with the same box, one where most elements differ."""
+    """By tensor and box, the rank with the most elements that differ, and what it found."""
     totals: Mapping[str, _Difference]
     on_others: Sequence[Finding]
-    """On values that are no tensors."""
+    """How objects differ."""
     compared: Collection[str]
-    """Their keys."""
+    """Keys of the objects that were compared."""
     errors: Mapping[str, str]
-    """Of those that are damaged, by key."""
+    """Errors of damaged objects, by key."""
 
     @classmethod
     def of(cls, found: Mapping[int, _RankFindings]) -> _JointFindings:

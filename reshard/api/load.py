@@ -74,29 +74,29 @@ def load(
         state = {"model": model, "optim": optimizer, "step": 0}
         report = reshard.load(state, "run/step-1000")
 
-    Tensors and dicts are filled in place, meta tensors and other values are replaced, and then objects are set. A new
-    optimizer's dict must be that of `get_state_dict`. Before the first write, reshard proves the plan, checks that all
-    bytes exist, and verifies the blocks that a rank reads for itself. It verifies other data as it arrives.
+    Fills tensors and dicts in place, replaces meta tensors and other values, and calls `load_state_dict` of objects
+    last. To load into a new optimizer's dict, pass the one that `get_state_dict` returned. Before the first write,
+    reshard proves the plan and verifies the blocks that a rank reads for itself. It verifies others as they arrive.
 
     Args:
-        state_dict: nested dicts and lists of tensors, sharded in any way, plain values, models, optimizers
-            (together with their models), and other objects that have `load_state_dict`.
-        path: folder, file, URL, `Storage`, or `Checkpoint`. All ranks with parts of one tensor must read the same save.
+        state_dict: nested dicts and lists of tensors, sharded in any way, plain values, models, optimizers (together
+            with their models), and other objects that have `load_state_dict`.
+        path: a folder, file, URL, `Storage`, or `Checkpoint`. Ranks that hold shards of one tensor pass the same one.
         strict: True or "strict": missing and unexpected keys are errors. "subset": unexpected keys are allowed. False
-            or "partial": both are allowed. {glob: mode} sets it by key: the first match counts, others are strict.
-            A tensor on one side and a plain value on the other are always an error, except a 0-d tensor and a number.
+            or "partial": both are allowed. {glob: mode}: by key; the first match decides, and other keys are strict.
+            A tensor never matches a plain value, except that a 0-d tensor matches a number.
         dtype_policy: "error": a different dtype is an error, except between a number and a 0-d tensor: see `cast`.
-            "cast": converts, but not float to integer: see `overflowed`. "saved": dicts take that dtype, models cast.
+            "cast": values are converted, but no float to an integer: see `overflowed`. "saved": tensors in dicts are
+            replaced by tensors of the saved dtype; model parameters keep theirs, and values are cast.
         mapping: {your key: key in the checkpoint}, or a `reshard.mapping.Mapping` from the checkpoint's names to yours.
         dry_run: only report what a load would do, including missing, unexpected, and mismatched keys.
         check: True or "before": compare with checksums before writing. "during": compare each block after writing it.
-            That is faster, but damage leaves targets undefined. The error names them. False: do not compare.
-        read_once: True or "job": one rank of the job reads each byte and sends it to others that need it. Not with
-            dtype_policy "saved". None or "host": ranks of one host read for each other if that reads less: see
-            docs/reading.md. False or "rank": each rank reads for itself.
+            This is faster, but damage leaves targets undefined. The error names them. False: do not compare.
+        read_once: True or "job": one rank reads each byte for the job. Not with dtype_policy "saved". None or "host":
+            ranks on one host share reads if that reduces them: see docs/reading.md. False or "rank": no sharing.
         process_group: the ranks that load together. A key is unexpected if no rank's target has it.
         alone: only this process loads, even in a running job. It fills its own shards of sharded tensors.
-        threads: maximum number of copy threads. Default: this process's share of the host's cores, up to 8.
+        threads: maximum number of copy threads. Default: this process's share of the host's cores, at most 8.
         memory_budget_bytes: limit for buffers, at least 128 KiB. Default: 32 MiB per thread.
         progress: show progress bars on the first rank if stderr is a terminal. Each phase logs a line in any case.
         timeout: limit for the call, in seconds or as a `timedelta`.
@@ -126,7 +126,8 @@ def load_with(
     caller.
 
     Args:
-        prefetch: collective; called when all is planned and proved, to bring what will be read to where it is read.
+        prefetch: collective; called when all is planned and proved, to bring what will be read to
+            where it is read.
     """
     if check_arguments("load", state_dict, path, Checkpoint):
         from reshard.api.stateful_objects import LiveObjects
@@ -335,8 +336,8 @@ class ReadPlan:
     """Keys and what they are read from, if mappings may cast there. Earlier reads count in `casts`, below 0."""
 
     def overflowed(self, group: Any) -> dict[str, int]:
-        """Return how many elements casts put out of range, by key. With a `Group`, whose ranks sent each other what one
-        had cast, collective, and of all its ranks."""
+        """Return how many elements casts put out of range, by key. With a `Group`, whose ranks sent
+        each other what one had cast, collective, and of all its ranks."""
         lost = Counter({key: sum(counts) for key, counts in self.casts.items()})
         for key, source in self.computed:
             lost[key] += source.overflowed
@@ -349,14 +350,16 @@ def _added(parts: list[dict[str, int]]) -> dict[str, int]:
 
 
 def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, shared: SharedReading | None) -> ReadPlan:
-    """Plan this rank's reads of the tensors that match, prove the plan, and find the bytes of every item.
+    """Plan this rank's reads of the tensors that match, prove the plan, and find the bytes of every
+    item.
 
     Args:
         uploads: the way to devices.
         shared: who reads what, where ranks read for one another.
 
-    Raises CorruptCheckpointError if the checkpoint does not hold every element that is wanted exactly once, or not all
-    of its bytes; FormatError, LayoutError or KeyMismatchError for targets that cannot be filled where they are.
+    Raises CorruptCheckpointError if the checkpoint does not hold every element that is wanted
+    exactly once, or not all of its bytes; FormatError, LayoutError or KeyMismatchError for targets
+    that cannot be filled where they are.
     """
     targets, checkpoint = match.targets, match.checkpoint
     targets.check_places([*match.objects, *match.per_rank])
@@ -434,11 +437,11 @@ def _landings(
 def own_values(
     targets: Mapping[str, PerRank], names: Mapping[str, str], checkpoint: Checkpoint, group: Group
 ) -> dict[str, PerRank]:
-    """Return the new value of each key of `names` on this rank, by the rule of its target. `names` has those in the
-    checkpoint.
+    """Return the new value of each key of `names` on this rank, by the rule of its target. `names`
+    has those in the checkpoint.
 
-    Raises KeyMismatchError where a different number of ranks saved, and the target has no rule for that, or where the
-    value is of a class that the target has none of.
+    Raises KeyMismatchError where a different number of ranks saved, and the target has no rule for
+    that, or where the value is of a class that the target has none of.
     """
     saved = checkpoint.contents.per_rank
     job_size = world_size()
@@ -481,22 +484,21 @@ class LoadReport(FilledReport, CheckedReport):
     """Keys whose shapes differ, with both shapes. With dtype_policy "error", also keys whose
     dtypes differ."""
     dropped: tuple[str, ...]
-    """Values of the target that were lost because a saved dict or list without tensors, which lacks them, replaced the
-    target's. An object that is given the saved dict may keep its own values: an optimizer keeps fields of its param
-    groups."""
+    """Values of the target that were lost: a saved dict or list without tensors replaced the
+    target's, and does not have them. An object whose `load_state_dict` receives the saved dict may
+    keep its own values, as an optimizer keeps fields of its param groups."""
     replaced: Mapping[str, tuple[str, str]]
     """key -> (saved dtype, dtype of the target) of targets that dtype_policy "saved" replaced."""
     aliases: Mapping[str, str]
     """Keys that were filled from the tensor of another key because the two were tied when saved."""
     bytes_needed: int
-    """Saved size of the elements that this rank needs. With `read_once`, of the elements that it
-    reads."""
+    """Stored size of the elements that this rank needs or, with `read_once`, of those that it reads."""
     bytes_read: int
-    """Bytes of elements that this rank read from data files, for itself or for other ranks of its
+    """Bytes of elements that this rank read from data files, for itself or for other ranks on its
     host."""
     bytes_read_to_check: int
-    """Additional bytes that were read only to verify checksums: the rest of blocks. Opening a file reads the block
-    of its header as a whole, which is not counted here."""
+    """Additional bytes that were read only to compare complete blocks with their checksums. The
+    block with a file's header, which is read when the file is opened, is not counted."""
     bytes_checked: int
     """Bytes that this rank compared with saved checksums, including headers. A rank that reads a
     byte for others also checks it."""
@@ -516,11 +518,11 @@ class LoadReport(FilledReport, CheckedReport):
     """Keys that are stored at `path` but are not in the `Checkpoint` that you passed, such as an
     epoch that has no canonical name."""
     bytes_received: int = 0
-    """Bytes of elements that other ranks read for this one: ranks of its host or, with `read_once`,
-    of the job."""
+    """Bytes of elements that other ranks read for this one: ranks on its host or, with `read_once`, in
+    the job."""
     uninitialized: tuple[str, ...] = ()
-    """Keys of models that are still on the meta device, without values, such as non-persistent buffers. `ok` allows
-    them."""
+    """Keys of models that are still on the meta device, without values, such as non-persistent
+    buffers. `ok` allows them."""
 
     @property
     def ok(self) -> bool:

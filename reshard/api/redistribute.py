@@ -353,9 +353,12 @@ def prepare(
     that you pass. Their values and their memory may change between runs. With `delta=True`, each
     run sends only changed elements: see docs/live.md.
 
-    Arguments and errors are those of `redistribute`, except `check`. By name: mapping, views,
-    source_layouts, target_layouts, strict, dtype_policy, check_replicas, max_inflight_bytes,
+    Arguments and errors are those of `redistribute`, except `check`. Pass these by keyword: mapping,
+    views, source_layouts, target_layouts, strict, dtype_policy, check_replicas, max_inflight_bytes,
     ranks_per_host, delta, and timeout.
+
+    Returns:
+        the prepared transfer. Each call of its `run` moves the current values.
     """
     group = Group(process_group, deadline_s=options.get("timeout", DEFAULTS["timeout"]))
     with phase("prepare") as span, group.together("prepare"):

@@ -51,13 +51,14 @@ class Keep:
         reshard.Keep(last=3, every=10_000, best=2, metric="loss", mode="min")
 
     Args:
-        last: keep this number of the newest steps. None: keep one if there is `every` or `best`,
-            and all otherwise.
+        last: keep this number of the newest steps. None: keep only the newest if `every` or `best`
+            is set; otherwise, keep all.
         every: keep all steps that are multiples of this number.
         best: keep this number of the steps with the best `metric`. If metrics are equal, the
             newer step is better. Steps that were saved without metrics do not count.
-        metric: a name in `metrics` of `CheckpointManager.save`, required with `best`. Metrics without it are an
-            error. Without `best`, only `CheckpointManager.best_step` uses it. Default: steps are not ranked.
+        metric: the name of the metric that ranks the steps, required with `best`. If you pass
+            `metrics` to `CheckpointManager.save`, they must include it. Without `best`, only
+            `CheckpointManager.best_step` uses it. Default: steps are not ranked.
         mode: "min" if low values of the metric are good, "max" if high values are. Required with
             `metric`.
 
@@ -115,8 +116,8 @@ class Step:
     nbytes: int
     """Size of its tensors, if it is known."""
     problem: str | None
-    """Why `reshard.open` of the run skips it, or None. It is not complete according to the names
-    and sizes of its files, or the run went back to an earlier step."""
+    """Why `reshard.open` of the run skips it, or None. Either names and sizes of its files show that it
+    is not complete, or the run went back to an earlier step."""
 
 
 @renamed()
@@ -203,9 +204,9 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
 
     Some checkpoints stay and do not count: those in other formats, those whose names have no step
     number, such as `best` and `last`, those that a save is overwriting, and damaged ones, even if
-    their manifest was lost. Steps that are symbolic links count. They stay, and so does each checkpoint that
-    a link in `folder` leads to, such as `best -> step-100`. `prune` does not know the rules of a
-    `CheckpointManager`, so a warning names the deleted steps of its run.
+    their manifest was lost. Steps that are symbolic links count. They stay, and so does each
+    checkpoint that a link in `folder` leads to, such as `best -> step-100`. `prune` does not know
+    the rules of a `CheckpointManager`, so a warning names the deleted steps of its run.
 
     `prune` also deletes files that killed saves and conversions left. The command `reshard prune`
     lists those of saves. Only files that saves and conversions wrote are deleted. Other files stay,
@@ -253,8 +254,8 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
 
 
 def leftovers(folder: AnyPath) -> dict[str, int]:
-    """Paths directly below `folder` in which killed saves left files that `prune` would delete, and the size of these
-    files in bytes."""
+    """Paths directly below `folder` in which killed saves left files that `prune` would delete, and
+    the size of these files in bytes."""
     found, names = {}, list[str]()
     with suppress(StorageError):  # a file, which `prune` refuses
         names = open_storage(folder).names()
@@ -358,8 +359,8 @@ class _Published:
 
 
 def complete(folder: AnyPath) -> list[_Published]:
-    """The native steps of a run that are complete, the oldest first; or, if no name is that of a step, all native
-    checkpoints."""
+    """The native steps of a run that are complete, the oldest first; or, if no name is that of a
+    step, all native checkpoints."""
     gone = {path_below(folder, name) for name in discarded_in(open_storage(folder))}
     known = [one for one in published(folder) if not one.problem and one.path not in gone]
     by_time = sorted(known, key=lambda one: (one.created_unix_s, one.path))
@@ -378,7 +379,8 @@ def published(folder: AnyPath, seen: Seen | None = None, tries: int = 3) -> list
     manifest was lost.
 
     Args:
-        seen: what an earlier call found, which is updated: of these, only what has changed is opened again.
+        seen: what an earlier call found, which is updated: of these, only what has changed is
+            opened again.
         tries: so often all is listed again where one was removed meanwhile. The save that took its
             place may have come after the list.
     """
@@ -424,8 +426,8 @@ def published(folder: AnyPath, seen: Seen | None = None, tries: int = 3) -> list
 
 
 def files_of(path: str) -> object:
-    """All that decides whether a checkpoint is complete: its manifest, by a digest, and names and sizes of its files.
-    None if it has no manifest that can be read."""
+    """All that decides whether a checkpoint is complete: its manifest, by a digest, and names and
+    sizes of its files. None if it has no manifest that can be read."""
     storage = open_storage(path)
     with suppress(CheckpointError):
         return xxhash.xxh3_128_digest(storage.read(MANIFEST)), storage.list()

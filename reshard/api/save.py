@@ -77,16 +77,16 @@ def save(
         report = reshard.save(state, f"run/step-{step}")
 
     Args:
-        state_dict: nested dicts and lists of tensors, DTensors, ShardedTensors, with this rank's shards, plain
+        state_dict: nested dicts and lists of tensors, DTensors and ShardedTensors with this rank's shards, plain
             values, models, optimizers (together with their models), and other objects that have `state_dict`.
-        path: a local folder, URL, or `Storage`. All ranks pass the same one, and must have access to it.
+        path: a local folder, URL, or `Storage` that all ranks can access. All ranks pass the same one.
         process_group: the ranks that save together. Default: the default group, or this process if there is none.
         alone: only this process saves, even in a running job. It needs full tensors and its own path.
         timeout: limit for the call, in seconds or as a `timedelta`.
-        select: save only keys that match this glob, such as `"model.*"`, or one of a list of globs. A glob that begins
-            with `!` excludes keys. Each other glob must match a key of some rank. The
-            checkpoint records the globs. A later load requires only the keys that match, and
-            reports the others as `excluded`.
+        select: a glob such as `"model.*"`, or a list of globs. Only keys that match one of them are saved. A glob that
+            begins with `!` excludes keys. Every other glob must match a key on at least one rank. The checkpoint
+            records the globs: a later load requires only the keys that match them, and reports the others as
+            `excluded`.
         check_replicas: compare replicas across ranks. Different values are an error.
         fingerprints: store a fingerprint of each tensor for `verify`, `compare`, and later loads.
         divide_above_bytes: divide chunks of at least this size among the ranks that hold them.
@@ -94,12 +94,11 @@ def save(
             take 50 MiB more.
         progress: show progress bars on the first rank if stderr is a terminal. Each phase logs a line in any case.
         overwrite: replace an existing checkpoint at `path` once the new one is complete. False: an existing checkpoint
-            is an error, even if its manifest was lost, and nothing is written. Other files are
-            never replaced.
+            is an error, even if its manifest was lost, and nothing is written. Other files are never replaced.
         base: an earlier checkpoint whose unchanged data is not written again. It must be at `path`, or in the same
-            folder as `path`. "auto": the one saved last. You can delete any earlier checkpoint: see
-            docs/incremental.md.
-        ranks_per_file: the number of ranks of a host that write one file: see docs/scale.md. Not with a base.
+            folder as `path`. "auto": the one saved last. The new checkpoint does not depend on it: you can delete the
+            earlier one. See docs/incremental.md.
+        ranks_per_file: the number of ranks on a host that write one file: see docs/scale.md. Not with `base`.
 
     Raises (on all ranks: the failing rank raises its own error, the others `RankFailedError`):
         ReplicaDriftError: values differ between ranks without `PerRank`.
@@ -107,7 +106,7 @@ def save(
         LayoutError: ranks disagree about a tensor's shape, dtype, or placement, or about options other than
             memory_budget_bytes and progress.
         FormatError: a value is not plain data.
-        CheckpointExistsError: there is a checkpoint, and `overwrite` is False.
+        CheckpointExistsError: `path` has a checkpoint, and `overwrite` is False.
         StorageError: the storage failed, or ranks see different folders.
     """
     with phase("save", path=path):
@@ -137,8 +136,8 @@ class PendingSave(Generic[T]):
     def result(self, timeout: float | None = None) -> T:
         """Wait for the save and return its report.
 
-        Raises the errors of `save`, TimeoutError after `timeout` seconds, and OptionError if `timeout` is not a
-        number.
+        Raises the errors of `save`, TimeoutError after `timeout` seconds, and OptionError if
+        `timeout` is not a number.
         """
         return self._asked(self._future.result, timeout)
 
@@ -152,8 +151,8 @@ class PendingSave(Generic[T]):
 
     @renamed(call="fn")
     def add_done_callback(self, fn: Callable[[PendingSave[T]], object]) -> None:
-        """Call `fn` with this object, on the thread of the save, when the save ends. Calls it at once if the save
-        has already ended."""
+        """Call `fn` with this object, on the thread of the save, when the save ends. Calls it at
+        once if the save has already ended."""
         self._future.add_done_callback(lambda _: fn(self))
 
     def _asked(self, ask: Callable[[float | None], A], timeout: float | None) -> A:
@@ -202,15 +201,23 @@ def async_save(
 ) -> PendingSave[SaveReport]:
     """Save in the background: like `save`, but return as soon as this rank's part is copied.
 
-    The checkpoint has the values at the time of the call. The call copies them to host memory,
-    and waits for these copies. Tensors on a device are copied to pinned memory on a separate
-    stream, after the pending work of the current stream. The next save reuses the memory. With
-    `stage="device"`, tensors on a device are copied on the device if it has enough memory. The
-    call does not wait for these copies. Each rank may choose its own `stage`.
+    The checkpoint has the values at the time of the call. If an earlier save failed, the call
+    raises its error on all ranks, unless all ranks have called its `result()` or `exception()`.
+    Saves to the same path run one after another.
 
-    At most `max_in_flight` saves of this process run at once. Another call first waits for the
-    oldest. If an earlier save failed, the call raises its error on all ranks, unless all ranks
-    have called its `result()` or `exception()`. Saves to the same path run one after another.
+    Args:
+        max_in_flight: limit for the saves of this process that run at once. Another call
+            first waits for the oldest.
+        stage: where this rank copies tensors that are on a device. "host": to pinned host
+            memory, on a separate stream, after the pending work of the current stream. The
+            call waits for these copies, and the next save reuses the memory. "device": on
+            the device, without waiting, if it has enough memory.
+
+    All other arguments, and the errors, are those of `save`.
+
+    Returns:
+        a `PendingSave`, whose `result()` waits for the save, and returns its report or raises
+        its error.
     """
     with phase("async_save", path=path, goes_on=True):
         may_wait = type(max_in_flight) is int and max_in_flight > 0
@@ -387,10 +394,10 @@ def _clear(job: save_job.SaveJob, cause: BaseException) -> None:
 #     rank 1   has a plan for what it holds  A ─┼─► all have the same: it is obeyed;  any has none, or another: all plan
 #     rank 2   has a plan for what it holds  A ─┘   from all descriptions, and meet once more
 #
-# A plan is a function of what each rank says of its holdings, names, types, shapes and placements,
-# and of a few options. A rank uses the plan that it kept only if its description is the same,
-# and sends the others a digest of all descriptions. If all send the same digest, all of
-# them hold what they held when it was planned. Values are compared each time.
+# A plan depends only on each rank's description of what it holds (names, types, shapes, and placements)
+# and on a few options. A rank uses the plan that it kept only if its own description is the same. It then
+# sends the others a digest of the descriptions of all ranks. If all ranks send the same digest, all hold
+# what they held when the plan was made. Values are compared each time.
 
 
 KEPT = 4
@@ -405,45 +412,46 @@ class CachedPlan:
     """What is kept of an earlier save. It contains no tensor and no value."""
 
     told: bytes
-    """A digest of the descriptions of all ranks: if it is the same, so is all of this."""
+    """A digest of the descriptions of all ranks. If it is the same, so are all other fields."""
 
     census: GlobalState
-    """Without objects."""
+    """What all ranks hold, without objects."""
     plan: SavePlan
-    """Proved."""
+    """The plan, already proved."""
     items: WriteItems
-    """Of this rank."""
+    """What this rank writes."""
 
 
 SaveDecision = tuple[str, save_job.Choice, str | None, str]
-"""What the first rank has for all: the id of the save, what it is based on, the id of the one
-that it replaces, and where it saves."""
+"""What the first rank decides for all: the id of the save, its base, the id of the save that it
+replaces, and the path."""
 
 
 class Agreement(NamedTuple):
-    """What all ranks know after the meeting."""
+    """What all ranks know after they have exchanged their votes."""
 
     census: GlobalState | None
-    """Of what all of them hold, if all have the plan for just that; None if any has not."""
+    """What all ranks hold, if each of them kept the plan for it. None if any rank did not."""
     first: SaveDecision | None
     pool: DistinctValues
-    """Digests of what each said of its holdings: see `Group.distinct_answers`."""
+    """Digests of each rank's description of what it holds: see `Group.distinct_answers`."""
 
 
 class _SaveVote(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank, or several, report at the meeting."""
+    """What one rank or several ranks report when they agree on a save."""
 
     call: bytes
-    """A digest of the options; empty where ranks were called with different ones."""
+    """A digest of the options. Empty if ranks were called with different ones."""
     kept: bytes
-    """A digest of all descriptions when the kept plan was made; empty if any rank has none, or
-    ranks have others."""
+    """The digest of all descriptions for which the kept plan was made. Empty if any rank kept no
+    plan, or if the digests differ."""
     pool: DistinctValues
-    """Digests of descriptions of what they hold; of nothing where that is known."""
+    """Digests of the ranks' descriptions. Empty if the kept plan has them."""
     values: ValueDigests | None
-    """Of values that others may have, too; None if any rank has no plan that says which."""
+    """Digests of values that other ranks may hold, too. None if any rank kept no plan, which would
+    list these values."""
     first: SaveDecision | None
-    """Of the first rank, if it has a plan."""
+    """The decision of the first rank, if it kept a plan."""
 
     @staticmethod
     def join(votes: list[_SaveVote]) -> _SaveVote:
@@ -512,7 +520,8 @@ def agreed_plan(
     stage: _Staging | None = None,
     decide: Callable[[GlobalState], SaveDecision] | None = None,
 ) -> tuple[LocalState, CachedPlan, GlobalState, SaveDecision | None, ToWrite | None]:
-    """Collective: what this rank holds, with the plan of an earlier save of the same state, or a new one.
+    """Collective: what this rank holds, with the plan of an earlier save of the same state, or a
+    new one.
 
     Also returns what all ranks hold, with objects, and the results of `decide` and `stage`.
 
@@ -572,7 +581,8 @@ def agree_before_save(
         first: on the first rank, where it has a plan.
         before: of the meeting before, after which all have planned again: its content is not repeated.
 
-    Raises, on every rank, LayoutError for options that differ; ReplicaDriftError for values that differ.
+    Raises, on every rank, LayoutError for options that differ; ReplicaDriftError for values that
+    differ.
     """
     table: DigestTable | None = None
     if kept is not None and group.world_size > 1:

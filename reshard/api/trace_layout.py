@@ -35,20 +35,20 @@ def trace_layout(build: Callable[[], Any], *, world_size: int, ranks: Iterable[i
         build: a function that builds and parallelizes what one rank has, as in the job. It returns a
             module, a list of modules (the pipeline stages of the rank), or a state dict. It runs with
             `torch.device("meta")` as default device, and with a default process group whose
-            collectives do nothing. For one rank, it must always build the same.
+            collectives do nothing. It must be deterministic.
         world_size: number of ranks of the job.
-        ranks: run only as these ranks. Ranks that share a mesh with one of them are assumed to have
-            the same layout. None: run as rank 0 and, along each axis of each mesh, as one more rank.
-            If that rank has other tensors (a pipeline stage, its own experts), or if a rank is in no
-            mesh, run as all ranks.
+        ranks: run `build` only as these ranks. Ranks that share a mesh with one of them are assumed to
+            have the same layout. None: run it as rank 0 and, along each axis of each mesh, as one more
+            rank. If that rank has other tensors (a pipeline stage, its own experts), or if a rank is in
+            no mesh, run it as all ranks.
 
     Returns:
-        The layout of the job. Plain tensors are full tensors on every rank that has them. A tensor
-        that has the same layout on several meshes (weights tied across pipeline stages) is
-        replicated over them.
+        The layout of the job. Plain tensors are taken as full tensors on every rank that has them. A
+        tensor with the same layout on several meshes, such as weights tied across pipeline stages, is
+        replicated over these meshes.
 
     Raises:
-        OptionError: `build` is not a function, or there is no such rank.
+        OptionError: `build` is not a function, or `world_size` or a rank is out of range.
         LayoutError: a process group is already initialized, ranks disagree about a tensor, or a
             placement is not known.
         The errors of `build`, with a note that names the rank.

@@ -32,7 +32,7 @@ from reshard.native.commit import index_problem
 from reshard.native.manifest import has_digest
 from reshard.native.reader import NativeFacts, look_for_files
 from reshard.ranks.progress import Phase, Progress
-from reshard.stored.checksums import NO_CHECKSUMS, BlockChecksums, touched_ranges
+from reshard.stored.checksums import NO_CHECKSUMS, BlockChecksums, changed_block, touched_ranges
 from reshard.stored.source import FileSource
 from reshard.stored.streaming import windows
 from reshard.stored.tensor import LazyTensor, StoredTensor
@@ -57,10 +57,9 @@ def verify(
         reshard.verify("run/step-1000").raise_if_failed()
 
     Every call checks that all files exist with the right sizes, and that the chunks of each tensor cover it exactly
-    once. In the native format, it also checks the plan that finds the bytes, and compares an index for Hugging Face
-    tools with the manifest.
-    With `deep`, it also reads every byte. If the format has them, it compares blocks with checksums, tensors with
-    fingerprints, and records of `torch.save` and DCP files with their CRC-32.
+    once. In the native format, it also proves the read plan, and checks that the index for Hugging Face tools, if there
+    is one, matches the manifest. With `deep`, it also reads every byte. If the format has them, it compares blocks with
+    checksums, tensors with fingerprints, and records of `torch.save` and DCP files with their CRC-32.
 
     Args:
         path: a folder, file, URL, `Storage`, or open `Checkpoint`. The folder of a run: its newest complete step.
@@ -71,12 +70,13 @@ def verify(
         executor: runs the reads as tasks, as in `reshard.convert`. Then pass both checkpoints by path.
         progress: show a progress bar if stderr is a terminal.
 
-    Returns a report, even of damage. Raises only if there is no checkpoint of a known format, or a save replaced it.
+    Returns a report, even of damage. Raises only if there is no checkpoint of a known format, or if a save replaced the
+    checkpoint meanwhile.
 
     `findings` names damaged files and tensors, and the bytes if they are known. For a run, it also names newer steps
-    that lost files after their save. `covered` says in how many bytes a change would be found: none in formats without
-    checksums. It also names what was not opened, such as steps that killed saves left. It is None for a damaged
-    checkpoint, which is not compared with `against`.
+    that lost files after their save. `covered.checked_bytes` counts the bytes in which a change would be detected: 0 in
+    formats without checksums. `covered` also names what was not opened, such as steps whose saves were killed. It is
+    None if the checkpoint is damaged. A damaged checkpoint is not compared with `against`.
     """
     check_executor(executor, workers, path, *([against] if against is not None else []))
     check_options(deep=deep, progress=progress)
@@ -334,9 +334,7 @@ class _Blocks:
         sums = self._sums[name]
         bad = [(a, b) for a, b in sums.pending(start, stop) if not sums.is_right((a, b), [source.raw(a, b - a)])]
         source.checksums = sums
-        return [
-            (f"{source.label}: the block of bytes [{a}, {b}) was changed since it was written", a, b) for a, b in bad
-        ]
+        return [(changed_block(source.label, block), *block) for block in bad]
 
 
 def _block_findings(

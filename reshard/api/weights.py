@@ -77,7 +77,8 @@ class WeightBucket:
 
     @classmethod
     def pack(cls, weights: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[WeightBucket]:
-        """Copy full tensors into buckets of at most `bucket_bytes`. A larger tensor gets its own bucket.
+        """Copy full tensors into buckets of at most `bucket_bytes`. A larger tensor gets its own
+        bucket.
 
         Raises KeyMismatchError for a name that is given twice.
         """
@@ -102,8 +103,8 @@ class WeightBucket:
             yield place.name, self.flat[place.start : place.stop].view(place.dtype).view(place.shape)
 
     def changes(self) -> Iterator[ChangedElements]:
-        """Return the elements whose bits differ from `before`, for each tensor that has any. Without `before`, return
-        all elements."""
+        """Return the elements whose bits differ from `before`, for each tensor that has any.
+        Without `before`, return all elements."""
         old = dict.fromkeys(place.name for place in self.places)
         if self.before is not None:
             old = dict(WeightBucket(self.places, self.before.to(self.flat.device)).tensors())
@@ -155,15 +156,15 @@ class SinceLastPass:
 
 @named_arguments(everyone="all_ranks")
 class WeightSource:
-    """The weights of a sharded training job, as an inference engine loads them: full tensors,
-    under the engine's names, in its dtype.
+    """Iterates over the weights of a sharded training job in the form that an inference engine loads:
+    full tensors with the engine's names and dtype.
 
     The job may have any layout and any pipeline stages. Each byte is sent once to each rank that
-    gets it. A pass needs memory for one bucket at a time (at least 64 MiB). It yields a tied
-    tensor once, under its first name.
+    gets it. A pass over the weights needs memory for one bucket at a time (at least 64 MiB). It
+    yields a tied tensor once, under its first name.
 
-    Every pass reads the tensors again. Their values may change, but the tensor objects must stay
-    the same.
+    Every pass reads the tensors again. Between passes, you may change their values, but not replace
+    the tensor objects.
     """
 
     def __init__(
@@ -199,9 +200,9 @@ class WeightSource:
             process_group: the ranks of the trainer. Default: the default group.
             timeout: limit for this call and for each transfer, in seconds or as a `timedelta`.
 
-        The first pass raises ReplicaDriftError if replicas differ. The call raises KeyMismatchError for a
-        state without tensors and for tensors that cannot be converted to `dtype`, and the errors of
-        `Mapping.views`.
+        The first pass raises ReplicaDriftError if replicas differ. The call raises KeyMismatchError
+        for a state without tensors and for tensors that cannot be converted to `dtype`, and the
+        errors of `Mapping.views`.
         """
         group = Group(process_group, deadline_s=timeout)
         self._job_rank = group.job_rank
@@ -242,8 +243,8 @@ class WeightSource:
             raise OptionError("this WeightSource has layouts=, but the engine needs full tensors: leave layouts= out")
 
     def forget(self) -> None:
-        """Make the next pass yield all weights, for example after an engine was restarted. Needed only with
-        `delta`."""
+        """Make the next pass yield all weights, for example after an engine was restarted. Needed
+        only with `delta`."""
         if self._since is not None:
             self._since.forget()
 

@@ -1,10 +1,12 @@
-"""Files that every rank of FSDP1 saved by itself: local state dicts of flat parameters, and raw optimizer states.
+"""Files that every rank of FSDP1 saved by itself: local state dicts of flat parameters, and raw
+optimizer states.
 
-local_model_0.pt, local_model_1.pt ...    {"layers.0._flat_param": ShardedTensor, ...}, or a 1-D piece of each parameter
-raw_optim_0.pt, raw_optim_1.pt ...        {"state": {0: {"exp_avg": 1-D piece, ...}}, "param_groups": [...]}
+local_model_0.pt, local_model_1.pt ...    {"layers.0._flat_param": ShardedTensor, ...}, or a 1-D
+piece of each parameter raw_optim_0.pt, raw_optim_1.pt ...        {"state": {0: {"exp_avg": 1-D
+piece, ...}}, "param_groups": [...]}
 
-Their names are the training program's, so files that are numbered from 0 on are looked into. The keys are those of each
-file, behind the file's name.
+Their names are the training program's, so files that are numbered from 0 on are looked into. The
+keys are those of each file, behind the file's name.
 """
 
 from __future__ import annotations
@@ -434,8 +436,9 @@ class _RankOptimizers:
         names: Iterable[str],
         join: Callable[[str, Mapping[int, Any]], Tensors] | None = None,
     ) -> None:
-        """Add the states under a key to those of the parameters `names`. `join` makes parameters of 1-D pieces, which
-        it gets with the state's name. What is no piece and no ShardedTensor is the same on every rank."""
+        """Add the states under a key to those of the parameters `names`. `join` makes parameters of
+        1-D pieces, which it gets with the state's name. What is no piece and no ShardedTensor is
+        the same on every rank."""
         first = next(rank for rank in sorted(self.states) if key in self.states[rank])
         for state, value in self.states[first][key].items():
             values = {rank: of.get(key, {}).get(state) for rank, of in self.states.items()}

@@ -106,8 +106,8 @@ def _q8_0(blocks: Bytes) -> Floats:
 
 
 def _scaled(blocks: Bytes, quants: Bytes) -> Floats:
-    """Eight sub-blocks, each with a scale and an offset of 6 bits, 12 bytes in all: the last four keep their upper two
-    bits above the first four's."""
+    """Eight sub-blocks, each with a scale and an offset of 6 bits, 12 bytes in all: the last four
+    keep their upper two bits above the first four's."""
     low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=1).astype(np.float32)
     offsets = np.concatenate([middle & 63, high >> 4 | middle >> 6 << 4], axis=1).astype(np.float32)
@@ -365,7 +365,8 @@ def read_header(source: Source) -> GgufHeader:
     """Read and check the header of a file.
 
     Raises:
-        CorruptCheckpointError: the file is truncated, or tensors overlap, leave gaps, or are outside it.
+        CorruptCheckpointError: the file is truncated, or tensors overlap, leave gaps, or are
+            outside it.
         FormatError: an unknown version, byte order or type.
     """
     cursor = _Cursor(source)
@@ -532,7 +533,8 @@ def open(files: Files) -> Contents:
 
     Raises:
         CorruptCheckpointError: a file is missing, truncated, or damaged.
-        FormatError: several files that are not of one model, or of an unknown version, byte order or type.
+        FormatError: several files that are not of one model, or of an unknown version, byte order
+            or type.
     """
     storage, names = files.storage, files.listed
     found = at_top(names, ".gguf")

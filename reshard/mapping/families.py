@@ -1,10 +1,11 @@
-"""Predefined mappings between Hugging Face, torchtitan, Megatron, vLLM, SGLang, and others, for the architectures of
-`reshard.mapping.architectures` and vision-language models (see `vision`).
+"""Predefined mappings between Hugging Face, torchtitan, Megatron, vLLM, SGLang, and others, for the
+architectures of `reshard.mapping.architectures` and vision-language models (see `vision`).
 
     mapping = ready("config.json", "torchtitan", "huggingface")
     reshard.convert(checkpoint, "out", format="safetensors", model_only=True, mapping=mapping)
 
-They apply to canonical names and full tensors, as `Checkpoint.normalized` returns them, and to optimizer states.
+They apply to canonical names and full tensors, as `Checkpoint.normalized` returns them, and to
+optimizer states.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def outer_to_titan(generation: str) -> Rules:
 
 
 def rotary(model: Decoder, source: str, target: str) -> Rule:
-    """Map queries or keys. Their rows are reordered where the target rotates adjacent pairs, as torchtitan's Llama
-    does, and not halves of a head."""
+    """Map queries or keys. Their rows are reordered where the target rotates adjacent pairs, as
+    torchtitan's Llama does, and not halves of a head."""
     return Rope(source, target, model.head_size, "pairs") if model.architecture.pairs else Rename(source, target)
 
 
@@ -126,8 +127,8 @@ def norms_to_megatron(model: Decoder, *, transformer_engine: bool) -> Rules:
 
 
 def attention_to_megatron(model: Decoder) -> Rules:
-    """Fuse queries, keys, and values by query group, with the gates of the output if there are some, and feed-forward
-    layers."""
+    """Fuse queries, keys, and values by query group, with the gates of the output if there are
+    some, and feed-forward layers."""
     each = model.heads // model.kv_heads
     parts = {"q_proj": each, "k_proj": 1, "v_proj": 1}
     if model.architecture.output_gates:
@@ -440,8 +441,8 @@ def llama4_to_plain(fill: float | None) -> Mapping:
 
 
 def to_engine(model: Decoder, engine: str, *, routed_experts: bool, fill: float | None) -> Mapping:
-    """Map the plain names to an engine, which keeps other names as they are on disk. `routed_experts`: vLLM keeps its
-    experts in a module of that name."""
+    """Map the plain names to an engine, which keeps other names as they are on disk.
+    `routed_experts`: vLLM keeps its experts in a module of that name."""
     known = model.architecture
     fused = _latent(model, engine) if known.latent else _attention(model)
     feed_forward = [*_gate_up("mlp"), *_gate_up(f"mlp.{known.shared}")] if known.gated else []
@@ -603,16 +604,16 @@ def ready(
     Args:
         config: the model's Hugging Face `config.json` (its path, its folder, or its content), or a `Decoder`.
         source, target: naming schemes: "huggingface" or "hf" (names on disk), "transformers" (names in memory, as in
-            transformers 5), "plain" (separate matrices for gate, up, queries, keys, values, and each expert, as Llama
-            and Qwen have them on disk), "torchtitan", "megatron", "vllm" or "sglang" (unsharded, in memory), "gguf"
+            transformers 5), "plain" (separate matrices for gate, up, queries, keys, values, and each expert, as in
+            Llama's and Qwen's files), "torchtitan", "megatron", "vllm" or "sglang" (unsharded, in memory), "gguf"
             (llama.cpp's names), or "transformer_engine" (Hugging Face names, with TransformerEngine's
             `TransformerLayer` for each layer). `Checkpoint.normalized` converts Hugging Face files to "transformers",
             unless its hint `stored_names` is True.
         titan: torchtitan's version: "0.3", or "0.2" for all older ones.
         transformer_engine: use Megatron's names for TransformerEngine layers.
         padded_vocab: rows of Megatron's padded vocabulary, if the padding is still there.
-        zero_centered: whether Megatron's norms are zero-centered (`--apply-layernorm-1p`). Default: as in the
-            family's own files.
+        zero_centered: whether Megatron's norms are zero-centered (`--apply-layernorm-1p`). Default: as in the family's
+            own files.
         exact: refuse norms that would lose digits when 1 is added or subtracted: see `Offset`.
         mtp: Megatron's name for the layer inside a multi-token prediction layer. Before 0.16, "transformer_layer".
         routed_experts: whether vLLM keeps experts in a module named `routed_experts`, as it does since mid-2026.
@@ -645,8 +646,8 @@ def ready(
 
 
 def _checked(config: Any, source: str, target: str, titan: str) -> Decoder:
-    """The model. Raises NormalizationError for an unknown family or naming scheme, and for a combination that has no
-    mapping."""
+    """The model. Raises NormalizationError for an unknown family or naming scheme, and for a
+    combination that has no mapping."""
     for naming in (source, target):
         if naming not in NAMINGS:
             raise NormalizationError(

@@ -23,7 +23,7 @@ from reshard.version import __version__
 
 #     manifest.json                              what is here: specs, layouts, files, objects
 #     data-<save id>/00000.safetensors           what rank 0 wrote
-#     data-<save id>/00000.safetensors.sums      a checksum for each MiB of it
+#     data-<save id>/00000.safetensors.sums      a checksum for each 64 KiB of it
 #
 # Version 2 has, beside these, files of earlier saves that still hold some of the elements, or a
 # table of many files.

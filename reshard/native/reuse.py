@@ -35,6 +35,7 @@ from reshard.native.data_file import (
 from reshard.native.manifest import BLOCK_BYTES, LinkedRecord, entry_key
 from reshard.native.reader import ArrayPart, NativeFacts
 from reshard.storage.base import Storage
+from reshard.stored.checksums import changed_block
 from reshard.stored.contents import LazyMapping
 
 LEAST_LIVE = 0.25
@@ -95,16 +96,14 @@ class Base:
             if len(sums) != -(-record.nbytes // size) or any(
                 xxhash.xxh3_64_intdigest(head[at : at + size]) != sums[at // size] for at in range(0, covered, size)
             ):
-                raise CorruptCheckpointError(
-                    f"the block of bytes [0, {covered}) of {file} was changed since it was written"
-                )
+                raise CorruptCheckpointError(changed_block(file, (0, covered)))
         except (CheckpointError, StorageError) as error:
             self.pass_over(error)
             return False
         return True
 
     def pass_over(self, error: object) -> None:
-        """Note and log what cannot be relied on; what of it would have been reused is written."""
+        """Note and log why data of the base cannot be reused. It is then written again."""
         if str(error) not in self.skipped:
             _log.warning("data that the base of the save has is written again: %s", error)
             self.skipped[str(error)] = None

@@ -223,8 +223,8 @@ def optimizer_to_restore(model: Models, optimizers: Optimizers, options: StateDi
 def refuse_optimizers(
     model: Models, optimizers: Optimizers, given: Mapping[str, Any], options: StateDictOptions
 ) -> None:
-    """Raise NormalizationError for saved param groups that an optimizer would refuse, and KeyMismatchError for
-    state that lacks what it needs.
+    """Raise NormalizationError for saved param groups that an optimizer would refuse, and
+    KeyMismatchError for state that lacks what it needs.
 
     Touches nothing.
     """
@@ -236,8 +236,8 @@ def refuse_optimizers(
 def group_orders(
     model: Models, optimizers: Optimizers, groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[Optimizer, list[int]]]:
-    """Yield each optimizer that has its param groups in another order than they were saved, and for each of its groups
-    the place among the saved ones."""
+    """Yield each optimizer that has its param groups in another order than they were saved, and for
+    each of its groups the place among the saved ones."""
     live = LiveOptimizers(LiveModel(model), optimizers)
     places: list[dict[int, int]] = [{} for _ in live.optimizers]
     for place, group in enumerate(groups):
@@ -259,8 +259,8 @@ def _set(
     of_optimizers: Mapping[str, Any],
     options: StateDictOptions | None,
 ) -> tuple[SetReport, OptimizerReport]:
-    """Check all that is given before anything is written. Where both are set, nothing for the model leaves it as it
-    is."""
+    """Check all that is given before anything is written. Where both are set, nothing for the model
+    leaves it as it is."""
     opts = as_options(options)
     receives = opts.broadcast_from_rank0 and world_size() > 1
     with setting(opts, together=((),) if receives else ()):
@@ -295,8 +295,8 @@ def _set(
 
 
 def _refuse_replaced(live: LiveModel, optimizers: LiveOptimizers) -> None:
-    """Raise NormalizationError if the model has new parameters instead of some on the meta device, because
-    something else refers to these."""
+    """Raise NormalizationError if the model has new parameters instead of some on the meta device,
+    because something else refers to these."""
     for one in (one for own in optimizers.parameters for one in own if one.parameter.is_meta):
         slot = live.by_name.get(one.name)
         if slot is not None and getattr(slot.owner, slot.attr) is not one.parameter:
@@ -308,8 +308,9 @@ def _refuse_replaced(live: LiveModel, optimizers: LiveOptimizers) -> None:
 
 
 def _shared(live: LiveModel, given: Mapping[str, Any], options: StateDictOptions) -> Iterator[Any]:
-    """Yield the device meshes and process groups whose ranks set together, so that one's refusal must be that of all:
-    full tensors into a sharded model, or tensors that are sharded in another way."""
+    """Yield the device meshes and process groups whose ranks set together, so that one's refusal
+    must be that of all: full tensors into a sharded model, or tensors that are sharded in another
+    way."""
     for slot in live.slots if options.full_state_dict else ():
         if slot.piece is not None:
             yield slot.piece.group

@@ -1,8 +1,9 @@
-"""A state dict that only rank 0 has: each rank asks for the elements that it holds, and is sent these and no others.
+"""A state dict that only rank 0 has: each rank asks for the elements that it holds, and is sent
+these and no others.
 
-First all ranks learn the structure (names, shapes, dtypes, and all other values), check it against their own models
-and say what they want. Only then tensors are sent, one after another. What a rank makes of it is the same dict, with
-tensors as its own model holds them.
+First all ranks learn the structure (names, shapes, dtypes, and all other values), check it against
+their own models and say what they want. Only then tensors are sent, one after another. What a rank
+makes of it is the same dict, with tensors as its own model holds them.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ def expect_model(
     as the live ones; and what fills it.
 
     Where the live tensor has the dtype of the given one it is written directly, and stands in the
-    returned dict itself. Both are collective. Raises, on all ranks and with nothing changed, if the dict
-    does not fit some rank's model.
+    returned dict itself. Both are collective. Raises, on all ranks and with nothing changed, if the
+    dict does not fit some rank's model.
     """
     data, sources = _share_outline(given)
     with setting():
@@ -99,9 +100,9 @@ def expect_model(
 
 
 def receive_optimizer(live: LiveOptimizers, given: Mapping[str, Any], options: StateDictOptions) -> OptimizerWrites:
-    """What sets the optimizers to the state dict of rank 0, restricted to this rank's parameters. Its
-    tensors are in new memory, and sharded as the parameters are where they have their shape. Collective;
-    raises like `expect_model`."""
+    """What sets the optimizers to the state dict of rank 0, restricted to this rank's parameters.
+    Its tensors are in new memory, and sharded as the parameters are where they have their shape.
+    Collective; raises like `expect_model`."""
     data, sources = _share_outline(given)
     with setting():
         outline = pickle.loads(data) or {"state": {}, "param_groups": []}
@@ -190,8 +191,8 @@ def _on_meta(nest: Any) -> Any:
 
 
 def _share_outline(given: Mapping[str, Any]) -> tuple[bytes, dict[str, torch.Tensor]]:
-    """Return what rank 0 has, on all ranks, pickled with outlines for tensors; and on rank 0 the tensors by
-    path. Collective."""
+    """Return what rank 0 has, on all ranks, pickled with outlines for tensors; and on rank 0 the
+    tensors by path. Collective."""
     tensors: dict[str, torch.Tensor] = {}
 
     def outline(path: Sequence[Any], leaf: Any) -> Any:
@@ -228,8 +229,8 @@ class _Spot(NamedTuple):
 
 
 _Shared = tuple[list[list[str]], list[list[_Spot]]]
-"""Of which entries of the dict a rank's model has one memory: the paths of each tied tensor, and places that
-overlap."""
+"""Of which entries of the dict a rank's model has one memory: the paths of each tied tensor, and
+places that overlap."""
 
 
 def _shared_memory(live: LiveModel, given: Mapping[str, Any]) -> _Shared:

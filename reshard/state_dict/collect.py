@@ -92,8 +92,8 @@ def collect_optimizer(state: dict[str, Any], live: LiveOptimizers, options: Stat
 def _state_of_all_ranks(
     state: dict[str, Any], live: LiveOptimizers, k: int, mine: Container[str], options: StateDictOptions
 ) -> dict[str, Any]:
-    """The state with that of `mine` which other ranks have of a ZeroRedundancyOptimizer, one rank after another.
-    Collective over its process group."""
+    """The state with that of `mine` which other ranks have of a ZeroRedundancyOptimizer, one rank
+    after another. Collective over its process group."""
     optimizer: Any = live.optimizers[k]
     parameters = {one.name: one.parameter for one in live.parameters[k]}
     own = {name: values for name, values in state.items() if name in parameters}
@@ -174,9 +174,9 @@ def agree_on_gathering(
     """Check that every rank that holds a part of a tensor is about to gather it,
     and that `unsharded` values are equal.
 
-    Collective over `process_group`, if any tensor is sharded; by default, over the ranks that the sharded tensors,
-    and other `places`, are on. Raises NormalizationError, the same on all ranks, that
-    names the tensor and the ranks. Raises LayoutError if ranks use different options.
+    Collective over `process_group`, if any tensor is sharded; by default, over the ranks that the
+    sharded tensors, and other `places`, are on. Raises NormalizationError, the same on all ranks,
+    that names the tensor and the ranks. Raises LayoutError if ranks use different options.
     """
     sharded = sorted((name, value) for name, value in tensors.items() if is_sharded(value))
     mine: list[_Row] = [(name, list(global_shape(value)), member_ranks(value)) for name, value in sharded]

@@ -62,8 +62,8 @@ def place_of(tensor: Any) -> Any:
 
 
 def joint_ranks(places: Iterable[Any]) -> list[tuple[int, ...]]:
-    """The ranks of each device mesh or process group that this rank shares with others, unless they are in another
-    one, too. All these ranks find the same, in one order."""
+    """The ranks of each device mesh or process group that this rank shares with others, unless they
+    are in another one, too. All these ranks find the same, in one order."""
     every = [
         ranks for ranks in {tuple(ranks_of(place)) for place in {*places}} if this_rank() in ranks[1:] + ranks[:-1]
     ]

@@ -572,8 +572,8 @@ def _place(
     """Give the module real tensors for those on the meta device, and the values in `state` the
     layouts of `slots`.
 
-    Return whether tensors on the meta device are left, which only the module's `load_state_dict` may know how to
-    replace. It replaces all others, too, so that `state` gets copies.
+    Return whether tensors on the meta device are left, which only the module's `load_state_dict`
+    may know how to replace. It replaces all others, too, so that `state` gets copies.
     """
     models, left = dict[str, torch.Tensor](), dict(state)
     for key, slot in slots.items():
@@ -621,8 +621,8 @@ def _keep_objects(slots: Sequence[StateEntry]) -> None:
 
 
 def _exchanged(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """`old` with what `new` holds, so that optimizers keep their parameter; `new` where something else refers to
-    either. Both keep the attributes of `old`."""
+    """`old` with what `new` holds, so that optimizers keep their parameter; `new` where something
+    else refers to either. Both keep the attributes of `old`."""
     for name, value in vars(old).items():
         vars(new).setdefault(name, value)
     try:
@@ -712,8 +712,8 @@ def overlapping(tensors: Sequence[Any]) -> list[list[int]]:
 
 
 def apart(targets: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """The values, to be written into the targets one after another; those that share memory with another's
-    target as copies."""
+    """The values, to be written into the targets one after another; those that share memory with
+    another's target as copies."""
     out, count = list(values), len(targets)
     for cluster in overlapping([*targets, *values]):
         for i in (position - count for position in cluster if position >= count and min(cluster) < count):

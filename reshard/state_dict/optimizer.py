@@ -62,8 +62,9 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
     [names]}]}`, the groups of all optimizers one after another. Parameters without state are in a
     group and not in `state`.
 
-    The containers are new, the tensors are the live ones; but of one in several fields of groups, such as the rate that
-    torch gives all of them, only the first is: a load may bring a value for each.
+    The containers are new, the tensors are the live ones; but of one in several fields of groups,
+    such as the rate that torch gives all of them, only the first is: a load may bring a value for
+    each.
     """
     met: set[int] = set()
 
@@ -451,8 +452,8 @@ def _keeps_step_on_device(fields: Fields) -> bool:
 
 
 class _Copies:
-    """Writes the state of parameters: creates missing tensors first, then fills all of them, in few calls where
-    possible."""
+    """Writes the state of parameters: creates missing tensors first, then fills all of them, in few
+    calls where possible."""
 
     def __init__(self, places: Places, is_placed: bool) -> None:
         self._is_placed = is_placed

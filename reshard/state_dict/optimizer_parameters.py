@@ -121,8 +121,8 @@ class LiveOptimizers:
 
     @property
     def may_have_own(self) -> bool:
-        """Whether it is known which optimizer has state under keys that are no parameter, such as a shared table:
-        there is one, of a class of the user's. Those of torch keep none."""
+        """Whether it is known which optimizer has state under keys that are no parameter, such as a
+        shared table: there is one, of a class of the user's. Those of torch keep none."""
         return len(self.optimizers) == 1 and not type(self.optimizers[0]).__module__.startswith("torch.optim.")
 
     @functools.cached_property

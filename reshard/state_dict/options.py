@@ -78,10 +78,10 @@ class StateDictOptions:
 
 
 class InChunks(StateDictOptions):
-    """The same, for state dicts that torch's own functions read: tensors that FSDP1's flat parameters shard across
-    rows are sent to the ranks where torch's state dicts have it, in the chunks that `torch.chunk`
-    gives. Getting is collective then where there are such tensors, and they share no memory with
-    the model. `reshard.dcp` always gets so."""
+    """The same, for state dicts that torch's own functions read: tensors that FSDP1's flat
+    parameters shard across rows are sent to the ranks where torch's state dicts have it, in the
+    chunks that `torch.chunk` gives. Getting is collective then where there are such tensors, and
+    they share no memory with the model. `reshard.dcp` always gets so."""
 
     in_chunks = True
 

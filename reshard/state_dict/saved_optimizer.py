@@ -413,8 +413,8 @@ def _group_write(k: int, g: int, group: Mapping[str, Any], given: Mapping[str, A
 
 
 def tensors_that_part(live: LiveOptimizers, groups: Sequence[Sequence[Mapping[str, Any]]]) -> set[int]:
-    """Tensors that several fields of groups are now, such as the rate that torch gives all of them, and that are to
-    have different values, by id."""
+    """Tensors that several fields of groups are now, such as the rate that torch gives all of them,
+    and that are to have different values, by id."""
     values: dict[int, Any] = {}
     found = set()
     for optimizer, own in zip(live.optimizers, groups):
@@ -650,10 +650,11 @@ def misshapen(
     """State tensors that should have the shape of their parameter and do not; of no parameter whose
     id is `fitting`.
 
-    No schema says which state has that shape. A name counts as such if most tensors of that name in a param group have
-    it, of parameters with as many dims, since a state of rows has the shape of a vector; but not if they
-    may fit by chance: if all have the same dims of their parameters, or are tables, all of one shape, as those
-    that the optimizer has. What has the shape of the state that is there fits.
+    No schema says which state has that shape. A name counts as such if most tensors of that name in
+    a param group have it, of parameters with as many dims, since a state of rows has the shape of a
+    vector; but not if they may fit by chance: if all have the same dims of their parameters, or are
+    tables, all of one shape, as those that the optimizer has. What has the shape of the state that
+    is there fits.
     """
     misfits: dict[Any, list[str]] = {}
     for one, values in state:
@@ -690,8 +691,8 @@ def misshapen(
 
 
 def _are_dims_of_parameters(shapes: list[tuple[Shape, Shape]]) -> bool:
-    """Whether each size of a state is that of one dim of its parameter, the same for all of them: [rows, rows], as of a
-    preconditioner, fits a square parameter, too."""
+    """Whether each size of a state is that of one dim of its parameter, the same for all of them:
+    [rows, rows], as of a preconditioner, fits a square parameter, too."""
     (own, first), *_ = shapes
     return all(len(shape) == len(first) for _, shape in shapes) and all(
         any(all(shape[i] == own[dim] for own, shape in shapes) for dim in range(len(own))) for i in range(len(first))

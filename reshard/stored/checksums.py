@@ -23,9 +23,9 @@ from reshard.live.compiled_kernel import kernel
 #     a read          [--------------]                        reading the rest of the first and the last one, too
 #     checked   [-----------------------------]
 #
-# Every reader of elements goes through a `Source` that has the `Checksums` of its bytes. It gets
-# checked bytes or an error, unless checking is off, or would cost more than `CheckLimit` allows:
-# then the bytes are counted as unchecked.
+# All elements are read through a `Source`, which has the `Checksums` of its bytes. Readers get checked
+# bytes or an error. If checking is off, or would cost more than the limits below, they get unchecked
+# bytes, which are counted.
 
 
 MAX_CHECK_MULTIPLE = 2.0
@@ -37,16 +37,20 @@ EVERY_BLOCK = ""
 _LAST_FILE = "whether files with higher numbers are missing"
 CRC_OF_RECORDS = "unchecked: whether all files are from the same save, and whether replicas are equal"
 NO_CHECKSUMS = "unchecked: the format has no checksums"
-"""What the checksums of a format leave open, for reports. A CRC-32 stands beside each record of a zip archive, and says
-nothing of the file."""
+"""What the checksums of a format do not cover, for reports. A CRC-32 in a zip archive covers one record."""
 
 CheckTime = Literal["before", "during"]
 """Whether bytes are compared with checksums before targets are written, or while they are."""
 
 _DONE, _COMPARE, _NO_LIMIT_NS = 0, 1, 1 << 60
-"""What `reshard.execute.work_list` calls these."""
+"""The values of these constants in `reshard.execute.work_list`."""
 _NEAR_BYTES = 64 << 10
 """Runs of bytes with smaller gaps are looked up together."""
+
+
+def changed_block(label: str, block: Range) -> str:
+    """Return the message for a block of a file that does not match its checksum."""
+    return f"{label}: the block of bytes [{block[0]}, {block[1]}) was changed since it was written"
 
 
 def most_to_check(wanted_bytes: int) -> float:

@@ -21,7 +21,7 @@ from planners.geometry.box import Range
 from planners.geometry.byte_ranges import Window
 from reshard.errors import RESTORE, CheckpointNotFoundError, CorruptCheckpointError
 from reshard.storage.base import Listing, Storage
-from reshard.stored.checksums import BlockChecksums, Checking, Checksums, most_to_check, touched_ranges
+from reshard.stored.checksums import BlockChecksums, Checking, Checksums, changed_block, most_to_check, touched_ranges
 
 OnBytes = Callable[[int], None]
 """Called with the number of bytes processed since the last call.
@@ -287,10 +287,9 @@ class FileSource(Source):
     def refuse_changed(self, bad: Sequence[Range]) -> NoReturn:
         """Raises CorruptCheckpointError for blocks that have other checksums than were saved."""
         more = f", and {len(bad) - 1} more blocks" if len(bad) > 1 else ""
-        first, last = bad[0]
         error = CorruptCheckpointError(
-            f"{self.label}: the block of bytes [{first}, {last}) was changed since it was written{more}: "
-            "restore the file, or load another checkpoint (reshard.load(..., check=False) reads it as it is)"
+            f"{changed_block(self.label, bad[0])}{more}: restore the file, or load another checkpoint "
+            "(reshard.load(..., check=False) reads it as it is)"
         )
         error.places = tuple((self.name, start, stop) for start, stop in bad)
         try:

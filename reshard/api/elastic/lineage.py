@@ -19,7 +19,7 @@ from reshard.api.elastic.generation import GenerationFolder, Incarnation, Manife
 from reshard.native.commit import new_save_id
 
 _REMEMBERED = 64
-"""Each incarnation knows this number of earlier ones, the latest. Clocks order those before."""
+"""Each incarnation records this number of the latest earlier ones. Older ones are ordered by clocks."""
 
 
 class GenerationOrder(NamedTuple):
@@ -27,12 +27,12 @@ class GenerationOrder(NamedTuple):
 
     newest_first: list[GenerationFolder]
     tied: list[GenerationFolder]
-    """All others are older than some of these: the last of each incarnation of those of which
-    it is unknown which came later. Empty if the order is known."""
+    """Generations whose order is unknown: the last one of each incarnation. All that are in neither
+    list are older than one of these. Empty if the order is known."""
 
     @property
     def newest(self) -> list[GenerationFolder]:
-        """The newest; several if it is unknown which of them is."""
+        """The newest generation, or all that may be the newest."""
         return self.newest_first[:1] or self.tied
 
 
@@ -41,11 +41,11 @@ class FoundGenerations:
     """The generations that some hosts have."""
 
     incarnations: Mapping[GenerationFolder, Incarnation]
-    """Of each generation, whether it counts or not."""
+    """The incarnation of each generation, complete or not."""
     hosts: Mapping[GenerationFolder, Sequence[str]]
-    """On which each counts."""
+    """The hosts on which each generation is complete."""
     made: Mapping[GenerationFolder, ManifestStamp]
-    """Of those that count somewhere."""
+    """The stamp of each generation that is complete on some host."""
 
     @classmethod
     def of(cls, rows: Iterable[tuple[str, Mapping[GenerationFolder, Recorded]]]) -> FoundGenerations:
@@ -60,12 +60,12 @@ class FoundGenerations:
                 if record.made is not None:
                     hosts.setdefault(kept, []).append(host)
                     made.setdefault(kept, record.made)
-                # each that does not say of which it is counts as one by itself
+                # a generation without a recorded incarnation counts as one of its own
                 incarnations.setdefault(kept, Incarnation(kept.save_id, kept.number, {}))
         return cls(incarnations, hosts, made)
 
     def order(self, among: Collection[GenerationFolder] | None = None, step: int | None = None) -> GenerationOrder:
-        """Order the generations that count somewhere, or those in `among`, or those of a step."""
+        """Order the generations that are complete on some host, or only those in `among` or of a step."""
         newest = sorted(self.made if among is None else among, reverse=True)
         lines = grouped((self.incarnations[kept].id, kept) for kept in newest if step in (None, kept.step))
         newest_first: list[GenerationFolder] = []
@@ -79,8 +79,8 @@ class FoundGenerations:
         return GenerationOrder(newest_first, [])
 
     def begin(self, recovered: GenerationFolder | None) -> Incarnation:
-        """Create an incarnation of the job that begins now, knows all of these, and continues the recovered
-        generation, if any."""
+        """Create the incarnation of the job that begins now. It knows all of these generations, and
+        continues the recovered one, if any."""
         earlier: dict[str, int] = {}
         for one in self.incarnations.values():
             earlier |= dict.fromkeys((one.id, *one.earlier), 0)
@@ -91,12 +91,12 @@ class FoundGenerations:
         return Incarnation(new_save_id(), first, {one: earlier[one] for one in sorted(earlier)[-_REMEMBERED:]})
 
     def left_behind(self, taken: GenerationFolder, tried: Collection[GenerationFolder], step: int | None) -> list[str]:
-        """For reports: the generations that are not older states of that which is taken, and why
-        they are left.
+        """Return, for reports, the generations that are not earlier states of `taken`, and why each is
+        not used.
 
         Args:
-            tried: those that were already tried, with the reason.
-            step: that was asked for.
+            tried: generations that could not be loaded, which are reported elsewhere.
+            step: the step that was requested.
         """
         return [
             f"{self._where(kept)} was not used: {self._why_left(kept, taken, step)}"
@@ -105,12 +105,12 @@ class FoundGenerations:
         ]
 
     def behind_fallback(self, older: Iterable[GenerationFolder]) -> list[str]:
-        """For reports: the generations that are left if the fallback is taken."""
+        """Return, for reports, the generations that are not used because the fallback is."""
         return [f"{self._where(kept)} was not used: the fallback was saved later" for kept in older]
 
     def tied_text(self, tied: Sequence[GenerationFolder]) -> str:
-        """Return the text of the error that it is unknown which of these the job used last, and how
-        to choose."""
+        """Return the error for generations of which it is unknown which one the job used last. It says
+        how to choose."""
         spans = [
             f"{self._where(kept)}, by a run from {_when(self.incarnations[kept].id)} to {_when(self._last(kept))} at "
             "least"
@@ -129,15 +129,15 @@ class FoundGenerations:
         return self.incarnations[other].id in self.incarnations[one].earlier
 
     def _began_later(self, one: GenerationFolder, other: GenerationFolder) -> bool:
-        """Return True if the incarnation of `one` began when that of `other` had kept its last, by the clocks."""
+        """Return True if, by the clocks, the incarnation of `one` began after the last save of that of `other`."""
         began, last = _ms(self.incarnations[one].id), _ms(self._last(other))
         if self._is_recorded(one) or self._is_recorded(other):
             return began > last
-        # as earlier releases ordered them, unless the clocks say the opposite
+        # the order of earlier releases, unless the clocks contradict it
         return began >= last and (one.number, began) > (other.number, last) and one.number >= other.number
 
     def _last(self, kept: GenerationFolder) -> str:
-        """The save id of the last that is known of the incarnation of a generation."""
+        """Return the last known save id of the incarnation that a generation belongs to."""
         its = self.incarnations[kept].id
         return max(other.save_id for other, one in self.incarnations.items() if one.id == its)
 
@@ -145,7 +145,7 @@ class FoundGenerations:
         return self.incarnations[kept].id != kept.save_id
 
     def _went_on(self, kept: GenerationFolder, taken: GenerationFolder) -> bool:
-        """Return True if `taken` is a later state of `kept`, as far as that is recorded."""
+        """Return True if `taken` is recorded as a later state of `kept`."""
         older, its = self.incarnations[kept].id, self.incarnations[taken]
         if older == its.id or not (self._is_recorded(kept) or self._is_recorded(taken)):
             return kept.number < taken.number

@@ -72,26 +72,26 @@ class _Candidate(NamedTuple):
     """A generation or checkpoint that could be loaded."""
 
     kept: GenerationFolder | None
-    """None for the fallback as a whole."""
+    """The generation. None: the fallback, a checkpoint in storage."""
     place: int
-    """Of a rank whose host has the manifest."""
+    """The index of a rank whose host has the manifest."""
     left: list[str]
-    """Of generations that are left behind if this one is taken, and why."""
+    """Why each newer generation is not used if this one is."""
 
 
 class _Candidates(NamedTuple):
     newest_first: list[_Candidate]
     tied: str
-    """For generations after these, why it is unknown which is the newest; empty if there are no more."""
+    """Why the order of the remaining generations is unknown. Empty if none remain."""
     steps: list[int]
-    """Of all generations that count on some host."""
+    """The steps of all generations that are complete on some host."""
     unusable: list[str]
-    """Why the fallback cannot be opened, if it cannot."""
+    """Why the fallback cannot be opened. Empty if it can."""
 
 
 class _Verdict(NamedTuple):
     refused: str
-    """Why not; empty if it can be loaded."""
+    """Why the candidate cannot be loaded. Empty if it can."""
     lost: tuple[str, ...]
     """Tensors that the fallback has instead."""
 

@@ -123,11 +123,11 @@ class _Known(NamedTuple):
     """What a manager finds in storage when it restores."""
 
     ledger: Ledger | None
-    """On the first rank."""
+    """The record of the run. None on all ranks but the first."""
     steps: dict[int, str]
-    """Those that count, in order, and why a damaged one cannot be opened."""
+    """The steps of the run, in order. For a damaged step, why it cannot be opened; else empty."""
     foreign: dict[str, int]
-    """Checkpoints that no manager saved."""
+    """Names and steps of checkpoints that no manager saved."""
     aside: list[int]
     """Steps that could not be read before."""
 
@@ -164,7 +164,8 @@ class CheckpointManager:
     Args:
         root: a local folder or URL that all ranks can access. Each step is a checkpoint in
             `step-<number>`.
-        every: when to save a step to storage: an `Every`, or n for every n steps. Required unless `read_only`.
+        every: when to save a step to storage: an `Every`, or n for every n steps. Required unless
+            `read_only`.
         keep: which steps to keep in storage.
         memory: also save steps to the memory of hosts: see docs/elastic.md.
         memory_every: when to save a step to memory, as for `every`. Required with `memory`.
@@ -240,7 +241,7 @@ class CheckpointManager:
             current = group.share(self._ledger.current() if group.rank == 0 else None, kind=list[int])
         self._is_open, self._may_save = True, not read_only
         self._newest = current[-1] if current else -1
-        """Of the steps that must stay behind those that are saved."""
+        """The highest step of the run. Steps that are saved must be higher."""
         self._here = -1
         """The last step that this manager saved or restored."""
         self._skipped: list[int] = []  # by `restore`, until the next save begins
@@ -423,8 +424,8 @@ class CheckpointManager:
         self._tidy()
 
     def _tidy(self, but: Collection[int] = ()) -> None:
-        """On the first rank: remove steps that the policy does not keep. An error here does not affect saved
-        steps."""
+        """On the first rank: remove steps that the policy does not keep. An error here does not
+        affect saved steps."""
         if self._claim is None:
             return
         try:
@@ -468,12 +469,12 @@ class CheckpointManager:
                 their number. They are deleted when the next save is complete.
             strict, dtype_policy, mapping: as for `reshard.load`.
 
-        Raises the errors of `reshard.load`, CorruptCheckpointError if all steps are damaged, CheckpointNotFoundError if
-        the step does not exist, or no step was saved by a manager, and NormalizationError if the optimizer is of
-        another kind or parameters of one group were saved with different values, such as learning rates: then nothing
-        was overwritten, unless param groups contain tensors. If `load_state_dict` of an object fails, the error says
-        what changed.
-        """
+        Raises:
+            CheckpointNotFoundError: `step` does not exist, or the root has checkpoints, but none of a manager.
+            CorruptCheckpointError: all steps are damaged.
+            NormalizationError: the optimizer is of another class, or parameters that are now in one group were saved
+                with different values, such as learning rates. Only tensors in param groups may have changed.
+            The errors of `reshard.load`. If `load_state_dict` of an object fails, the error says what changed."""
         self.wait()
         group = self._group()
         with group.together("CheckpointManager.restore"):
@@ -640,8 +641,8 @@ class CheckpointManager:
         return next(iter(self.keep.ranked(self._read().metrics())), None)
 
     def wait(self) -> None:
-        """Collective: wait until saves in the background have ended and deleted older steps, and raise their
-        errors."""
+        """Collective: wait until saves in the background have ended and deleted older steps, and
+        raise their errors."""
         with self._group().together("CheckpointManager.wait"):
             self._settle()
 

@@ -13,7 +13,7 @@ from reshard.errors import KeyMismatchError, LayoutError, option_error
 from reshard.live.tensors import this_rank, world_size
 
 _CHUNK = 1 << 16
-"""Numbers that are made objects of Python at a time."""
+"""Number of indices that are converted to Python ints at a time."""
 
 
 @named_arguments()
@@ -21,19 +21,19 @@ class ElasticSampler(Sampler[int]):
     """A sampler for one rank's share of each epoch. It resumes exactly, even on a different number
     of ranks.
 
-    All parts use the same order of the data set, and take samples in turn. When all parts have taken
-    the same number of batches, the samples taken so far are a prefix of that order. The length of
-    the prefix is the state. It is the same on all ranks, and does not depend on their number. So no
-    sample is lost or repeated.
+    All parts use the same order of the data set. The first sample goes to the first part, the next
+    to the second, and so on in a cycle. When all parts have taken the same number of batches, the
+    samples taken so far are a prefix of that order. The state is the length of this prefix. It is
+    the same on all ranks, and does not depend on their number. So no sample is lost or repeated.
 
     Args:
         size: number of samples in the data set.
         part, parts: index of this rank's share, such as its data-parallel rank, and the number of
             shares. Default: the rank and world size of the job.
         shuffle: shuffle each epoch, seeded by `seed` and the number of the epoch.
-        tail: what to do if the rest of an epoch is not a multiple of `parts`. `"keep"`: take it, so
-            some parts have one sample less. `"drop"`: omit the last samples. `"repeat"`: repeat the
-            first samples of the rest.
+        tail: what to do with the last samples of an epoch if they do not fill one more sample for
+            every part. `"keep"`: distribute them, so that some parts have one sample less. `"drop"`:
+            omit them. `"repeat"`: fill up by repeating the first of the remaining samples.
 
     Attributes:
         epoch, position: the common position of all parts.

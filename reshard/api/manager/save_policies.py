@@ -95,13 +95,13 @@ class Preemption:
                 )
 
     def requests(self) -> list[str]:
-        """Return what requests a save now, except signals."""
+        """Return the sources that request a save now: the file and `poll`, but not signals."""
         found = [f"the file {os.fspath(self.file)}"] if self.file is not None and os.path.exists(self.file) else []
         return [*found, *(["Preemption.poll"] if self.poll is not None and self.poll() else [])]
 
 
 class Signals:
-    """The signals that arrived since the last call of `take`."""
+    """Collects the signals that arrive between calls of `take`."""
 
     def __init__(self, numbers: Collection[int]) -> None:
         self._came: list[str] = []
@@ -122,7 +122,7 @@ class Signals:
             earlier(number, frame)
 
     def take(self) -> list[str]:
-        """Return their names."""
+        """Return the names of the signals that arrived since the last call."""
         came, self._came = self._came, []
         return came
 
@@ -144,19 +144,19 @@ class Due(NamedTuple):
     memory: str = ""
     preempted: str = ""
     has_ended: bool = False
-    """All background work, on all ranks."""
+    """Whether all background work has ended, on all ranks."""
 
 
 class Vote(msgspec.Struct, frozen=True, array_like=True):
     """What one rank, or several, report at a step."""
 
     steps: tuple[tuple[int, int], tuple[int, int]]
-    """The lowest and the highest, each with a rank that saves it."""
+    """The lowest and the highest step that a rank saves, each with such a rank."""
     asked: list[str]
     force: bool
     has_ended: bool
     waited_s: tuple[float, float]
-    """Of the first rank: since it was last saved, and last kept."""
+    """Seconds since the first rank last saved to storage, and to memory."""
 
     @staticmethod
     def join(votes: list[Vote]) -> Vote:

@@ -1,7 +1,9 @@
-"""Normalizes DeepSpeed checkpoints: the model is the fp32 masters where there are any, else the weights of the module.
+"""Normalizes DeepSpeed checkpoints: the model is the fp32 masters where there are any, else the
+weights of the module.
 
-Frozen parameters and buffers come from the module. Names are those of the module; those of a pipeline module are
-`<layer>.<name>`, which the hint "names" maps to others: {"0": "embed", "1": "layers.0", ...}.
+Frozen parameters and buffers come from the module. Names are those of the module; those of a
+pipeline module are `<layer>.<name>`, which the hint "names" maps to others: {"0": "embed", "1":
+"layers.0", ...}.
 """
 
 from __future__ import annotations
@@ -84,7 +86,8 @@ def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
     """The state under canonical names.
 
     Raises:
-        CorruptCheckpointError: the file of a rank is missing, or the pieces do not make up the parameters.
+        CorruptCheckpointError: the file of a rank is missing, or the pieces do not make up the
+            parameters.
         NormalizationError: a hint is missing.
     """
     facts = contents.known(DeepSpeedFacts)
@@ -150,8 +153,8 @@ def _stages(files: Mapping[str, TorchFile]) -> dict[int, _ModelParallelRank]:
 
 
 def _is_tensor_parallel(files: Mapping[str, TorchFile], stages: Mapping[int, _ModelParallelRank]) -> bool:
-    """Return True if each of the model parallel ranks has a part of every parameter, rather than a stage of a
-    pipeline.
+    """Return True if each of the model parallel ranks has a part of every parameter, rather than a
+    stage of a pipeline.
 
     Raises FormatError for a pipeline whose stages are tensor parallel.
     """
@@ -434,7 +437,8 @@ def joined(ranks: Sequence[Parts], hints: Hints) -> Parts:
     """The parts of tensor parallel ranks as one. What all of them have whole is taken from the first.
 
     Raises:
-        NormalizationError: how a parameter was sharded is not known; the message asks for the hint "tp_dims".
+        NormalizationError: how a parameter was sharded is not known; the message asks for the hint
+            "tp_dims".
         CorruptCheckpointError: the ranks have different parameters, or shapes that do not fit.
     """
     first = ranks[0]

@@ -1,4 +1,5 @@
-"""DeepSpeed checkpoints: ZeRO stages 0 to 3, pipeline modules, and universal checkpoints. All files are `torch.save`'s.
+"""DeepSpeed checkpoints: ZeRO stages 0 to 3, pipeline modules, and universal checkpoints. All files
+are `torch.save`'s.
 
 latest                                             the name of the folder
 <tag>/mp_rank_00_model_states.pt                   weights (ZeRO <= 2), shapes of parameters by group
@@ -109,9 +110,9 @@ def beside(contents: Contents) -> Iterator[str]:
 
 
 def _counts(files: Iterable[TorchFile]) -> tuple[int, int, bool]:
-    """How many ranks the files of a checkpoint speak of, 0 where none does: those that share an optimizer, with a file
-    each; those of model parallelism, with files of their own. And whether each of the first has a file of the model,
-    too, as of stage 3."""
+    """How many ranks the files of a checkpoint speak of, 0 where none does: those that share an
+    optimizer, with a file each; those of model parallelism, with files of their own. And whether
+    each of the first has a file of the model, too, as of stage 3."""
     partitions, models, shards_models = [0], [0], False
     for file in files:
         value = file.entries

@@ -45,8 +45,8 @@ class DeepSpeedState(Facts):
     steps: Mapping[str, float | None]
     shapes: Mapping[str, tuple[int, ...]]
     cut_dims: Mapping[str, int]
-    """The dim that tensor parallelism shards, by parameter, as the hint says: DeepSpeed takes a part of it if ranks
-    have less."""
+    """The dim that tensor parallelism shards, by parameter, as the hint says: DeepSpeed takes a
+    part of it if ranks have less."""
     tied: Mapping[str, str]
     """Second names of parameters, and the first ones."""
     client: Mapping[str, Any]
@@ -110,7 +110,8 @@ class DeepSpeedWriter(ArchivesWriter):
         return {"param_groups": settings, "optimizer_state_dict": inner, "overflow": False, "ds_version": _VERSION}
 
     def finish(self, out: Publication) -> None:
-        """Write the small files, give all files their names, then write the one that names their folder.
+        """Write the small files, give all files their names, then write the one that names their
+        folder.
 
         Where these take the place of others, there are no model
         states until all are new: without, none of it is read.
@@ -159,10 +160,11 @@ _NOT_STATES = (*_MASTERS, "step")
 def deepspeed_form(
     found: Canonical, contents: Contents, hints: Mapping[str, Any] | None, widen: Widen, what: str
 ) -> Contents:
-    """`contents`, which normalizes to `found`, as tensors by file: "<fqn>/<state>"; "<fqn>" for those of the module.
+    """`contents`, which normalizes to `found`, as tensors by file: "<fqn>/<state>"; "<fqn>" for
+    those of the module.
 
-    Raises FormatError where the format cannot hold the state: no optimizer, states that only some parameters have,
-    steps that differ within a group.
+    Raises FormatError where the format cannot hold the state: no optimizer, states that only some
+    parameters have, steps that differ within a group.
     """
     trained = [fqn for fqn, states in found.state.items() if states and fqn in found.model]
     groups = [{**group, "params": [p for p in group.get("params", ()) if p in trained]} for group in found.groups]

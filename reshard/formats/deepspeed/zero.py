@@ -1,8 +1,9 @@
 """The flat pieces of ZeRO, split into parameters again.
 
-Stages 1 and 2: all parameters of a group in one row,        Stage 3: every parameter sharded by itself, and the
-sharded evenly into one piece a rank ("-" is padding)        slices in one row
-    rank 0: p0 p0 p0 p1   rank 1: p1 p1 p2 -                     rank 0: p0 p0 p1 p2   rank 1: p0 -- p1 --
+Stages 1 and 2: all parameters of a group in one row,        Stage 3: every parameter sharded by
+itself, and the sharded evenly into one piece a rank ("-" is padding)        slices in one row
+    rank 0: p0 p0 p0 p1   rank 1: p1 p1 p2 -                     rank 0: p0 p0 p1 p2   rank 1: p0 --
+    p1 --
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class Rank:
     mappings: list[dict[str, tuple[int, int]]] = field(default_factory=list)
     """Stages 1 and 2, newer versions: start and length of each parameter's part in the piece."""
     round_robin: bool = False
-    """Stages 1 and 2: parameters were assigned to the ranks in turn. The shapes of the model are in that order, too,
-    but `mappings` say where the parameters would be without it."""
+    """Stages 1 and 2: parameters were assigned to the ranks in turn. The shapes of the model are in
+    that order, too, but `mappings` say where the parameters would be without it."""
     paddings: list[list[int]] = field(default_factory=list)
     """Stages 1 and 2: elements between a parameter of each group and the next."""
     stage: int = 0
@@ -106,8 +107,8 @@ def _fragment(value: Any, label: str) -> tuple[int, int]:
 
 
 def _is_flat(value: Value, master: Value) -> bool:
-    """Return True if a state has an element for each of the masters (but for padding), rather than one for the
-    group."""
+    """Return True if a state has an element for each of the masters (but for padding), rather than
+    one for the group."""
     if not isinstance(value, StoredTensor) or not isinstance(master, StoredTensor):
         return False
     return len(value.spec.shape) == 1 and (value.spec.numel >= master.spec.numel)
@@ -125,7 +126,8 @@ def _check_ranks(ranks: Sequence[Rank], group: int) -> None:
 def cut_stage12(ranks: Sequence[Rank], shapes: Sequence[Shapes]) -> States:
     """States of every parameter, and its fp32 master as the state `MASTER`.
 
-    Raises CorruptCheckpointError if a rank's file is missing, or pieces are too short for the parameters.
+    Raises CorruptCheckpointError if a rank's file is missing, or pieces are too short for the
+    parameters.
     """
     out: States = {}
     for g, group in enumerate(shapes):
@@ -161,7 +163,8 @@ def experts_shifts(ranks: Sequence[Rank], g: int, group: Shapes) -> list[int]:
 
 
 def _sharers(ranks: Sequence[Rank], g: int, group: Shapes) -> list[tuple[Sequence[Rank], int]]:
-    """The ranks that share the parameters of a group: all, or those with the same experts, which are spread over
+    """The ranks that share the parameters of a group: all, or those with the same experts, which
+    are spread over
     neighbors: with two expert parallel ranks, 0, 2, 4 ... have the first ones."""
     shifts = experts_shifts(ranks, g, group)
     return [(ranks[e :: len(shifts)], shift) for e, shift in enumerate(shifts)]

@@ -1,7 +1,8 @@
-"""Normalizes Megatron's older checkpoints of one file per model parallel rank: shards are joined by rules for names.
+"""Normalizes Megatron's older checkpoints of one file per model parallel rank: shards are joined by
+rules for names.
 
-Layers are numbered from 0 in every stage, experts in every expert rank; optimizers know parameters by ids, which count
-through the param groups. All of that is made global here.
+Layers are numbered from 0 in every stage, experts in every expert rank; optimizers know parameters
+by ids, which count through the param groups. All of that is made global here.
 """
 
 from __future__ import annotations
@@ -60,8 +61,10 @@ def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
 
     Raises:
         CorruptCheckpointError: shards do not fit together.
-        FormatError: experts that are one matrix, spread over ranks, or rows in the order of old programs.
-        NormalizationError: a parameter of an unknown name, or ids that cannot be named; the hint is named.
+        FormatError: experts that are one matrix, spread over ranks, or rows in the order of old
+            programs.
+        NormalizationError: a parameter of an unknown name, or ids that cannot be named; the hint is
+            named.
     """
     facts = contents.known(LegacyFacts)
     ranks = [RankModel(files, _chunks(files.model)) for files in facts.ranks]
@@ -241,7 +244,8 @@ class _Joining:
 def _is_elementwise(key: str, states: Mapping[str, Mapping[int, Values]], shapes: Shapes) -> bool:
     """Return True if a state has a value for each element of its parameter.
 
-    An unknown one must have the shapes of all its parameters: the factor of a square one has its shape, too.
+    An unknown one must have the shapes of all its parameters: the factor of a square one has its
+    shape, too.
     """
     if elementwise(key):
         return True
