@@ -206,18 +206,15 @@ def async_save(
     Saves to the same path run one after another.
 
     Args:
-        max_in_flight: limit for the saves of this process that run at once. Another call
-            first waits for the oldest.
-        stage: where this rank copies tensors that are on a device. "host": to pinned host
-            memory, on a separate stream, after the pending work of the current stream. The
-            call waits for these copies, and the next save reuses the memory. "device": on
-            the device, without waiting, if it has enough memory.
+        max_in_flight: limit for the saves of this process that run at once. Another call first waits for the oldest.
+        stage: where this rank copies tensors that are on a device. "host": to pinned host memory, on a separate
+            stream, after the pending work of the current stream. The call waits for these copies, and the next save
+            reuses the memory. "device": on the device, without waiting, if it has enough memory.
 
     All other arguments, and the errors, are those of `save`.
 
     Returns:
-        a `PendingSave`, whose `result()` waits for the save, and returns its report or raises
-        its error.
+        a `PendingSave`, whose `result()` waits for the save, and returns its report or raises its error.
     """
     with phase("async_save", path=path, goes_on=True):
         may_wait = type(max_in_flight) is int and max_in_flight > 0
