@@ -18,8 +18,8 @@ import numpy as np
 from planners.errors import CodecError, PlanError, did_you_mean
 from planners.geometry.arrays import Ints, grouped, ints, ones, outer_sum, zeros
 from planners.geometry.box import Box, Range, Shape, flat_boxes
-from planners.geometry.intervals import Ownership, ownership
 from planners.geometry.mesh import Mesh, Placement, Replicate, axis_names, parse_placements
+from planners.geometry.ownership import Ownership, ownership
 
 __all__ = [
     "ITEM_SIZES", "LAYOUT_KINDS", "MALFORMED", "BoxesForm", "FlatForm", "Form", "Found", "Kind", "Part", "ProductForm",

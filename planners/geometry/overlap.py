@@ -15,8 +15,8 @@ import numpy as np
 from planners.errors import CoverageError
 from planners.geometry.arrays import Ints, distinct, ints, ones, zeros
 from planners.geometry.box import Box, Dims, Shape
-from planners.geometry.intervals import Segments, overlap
 from planners.geometry.layout import Form, Found, ProductForm, ProductGeometry, local_boxes
+from planners.geometry.ownership import Segments, overlap
 
 # Both kinds answer the same question for a wanted rank: which pieces of which saved chunks go
 # where. A view of saved tensors is a third kind, see `planners.geometry.views`.

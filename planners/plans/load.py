@@ -15,9 +15,9 @@ from planners.findings import Finding, in_groups
 from planners.geometry.arrays import Ints, ints, ones, zeros
 from planners.geometry.box import Box, Dims, rearranged
 from planners.geometry.byte_ranges import ByteRuns, Window
-from planners.geometry.intervals import Segments
 from planners.geometry.layout import Part, StateLayout, TensorSpec, check_rank
 from planners.geometry.overlap import Overlap, ProductOverlap, overlap_of
+from planners.geometry.ownership import Segments
 from planners.plans.plan import (
     Plan,
     PlanItems,

@@ -19,9 +19,9 @@ from planners.errors import PlanError
 from planners.findings import Finding, Report
 from planners.geometry.arrays import Ints, running_sums
 from planners.geometry.box import Box, Shape
-from planners.geometry.intervals import Segments
 from planners.geometry.layout import Part, StateLayout, TensorLayout, check_rank
 from planners.geometry.overlap import ProductOverlap, tiling_fault
+from planners.geometry.ownership import Segments
 from planners.notebooks import Pictured
 from planners.units import format_some
 

@@ -14,9 +14,9 @@ import numpy as np
 from planners.errors import CoverageError
 from planners.geometry.arrays import Flags, Ints, grouped, ints, ones, outer_sum, ravel, running_sums, unravel, zeros
 from planners.geometry.box import Box, Shape
-from planners.geometry.intervals import SegmentRow, Segments
 from planners.geometry.layout import Form, ProductGeometry, StateLayout, TensorLayout, local_boxes
 from planners.geometry.overlap import ProductOverlap, Sweep, overlap_of
+from planners.geometry.ownership import SegmentRow, Segments
 
 # A *source* is a distinct region of the layout before, numbered from 0, with the ranks
 # that hold it. A receiver is a rank of the layout after. Both kinds of intersection

@@ -134,7 +134,8 @@ class Fetch(AbstractContextManager["Fetch"]):
         """Copy from storages that have no view of their bytes, where it pays, with this number of
         `requests` at a time; return the other copies.
         """
-        from reshard.execute.host_segments import REMOTE_SEGMENT_BYTES, RemoteReading
+        from reshard.execute.host_assignment import REMOTE_SEGMENT_BYTES
+        from reshard.execute.remote_reading import RemoteReading
 
         # half of the memory: the other half is for what is staged
         room = requests * REMOTE_SEGMENT_BYTES if self.room_bytes is None else self.room_bytes // 2

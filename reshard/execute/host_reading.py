@@ -21,7 +21,7 @@ import numpy.typing as npt
 from planners.geometry.arrays import Flags, Ints, ints, zeros
 from planners.geometry.box import Range
 from reshard.errors import DeadlineError, format_ranks
-from reshard.execute.host_segments import (
+from reshard.execute.host_assignment import (
     TAIL_PAGE_BYTES,
     WHOLE_SHARE,
     FileFootprint,

@@ -29,7 +29,7 @@ from reshard.live.dtypes import refused_codes
 from reshard.live.plain_data import represent
 from reshard.live.state import same_value
 from reshard.mapping.mapped_tensors import assembled, constant
-from reshard.mapping.quantized import check_plain
+from reshard.mapping.quantized_checks import check_plain
 from reshard.mapping.rules import Cast, Computing, Drop, Rename, Rule, Site, States, sites, views_of
 from reshard.state import KeyPath
 from reshard.stored.contents import Contents, LazyMapping, Makers

@@ -25,7 +25,8 @@ from planners.geometry.layout import TensorSpec
 from planners.geometry.views import View, concat, stack
 from reshard.errors import NormalizationError
 from reshard.live.dtypes import full_name
-from reshard.mapping.mapped_tensors import cast, dequantized, is_floating, mxfp4, offset
+from reshard.mapping.dequantize import dequantized, mxfp4
+from reshard.mapping.mapped_tensors import cast, is_floating, offset
 from reshard.stored.tensor import StoredTensor
 
 Names = Sequence[str] | str

@@ -18,9 +18,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 import reshard
 from planners.geometry.byte_ranges import Window, merge_ranges
 from reshard.errors import CorruptCheckpointError, RankFailedError, ReshardError
-from reshard.execute import host_reading, host_segments, work_list
-from reshard.execute.host_reading import common_bytes
-from reshard.execute.host_segments import (
+from reshard.execute import host_assignment, host_reading, work_list
+from reshard.execute.host_assignment import (
     LOCAL_SEGMENT_BYTES as SIZE,
     FileFootprint,
     ReadFootprint,
@@ -30,6 +29,7 @@ from reshard.execute.host_segments import (
     assign_segments,
     footprint_of,
 )
+from reshard.execute.host_reading import common_bytes
 from reshard.live.compiled_kernel import kernel
 from reshard.live.tensors import LiveTensor
 from reshard.native.manifest import BLOCK_BYTES
@@ -183,10 +183,10 @@ def test_touching_is_measured_where_it_can_be(tmp_path, monkeypatch):
     (tmp_path / "a").write_bytes(bytes(3 * SIZE))
     source, window = FileSource(LocalStorage(tmp_path), "a"), Window.row_major(SIZE + 1, (SIZE,), 1)
     assert 0 < source.touch_s(SIZE, SIZE) < 60
-    assert host_segments.touch_cost([]) is None
+    assert host_assignment.touch_cost([]) is None
     for touch_s, is_saved in ((1e-9, False), (1e-2, True), (None, None)):  # large folios are nearly free
         monkeypatch.setattr(FileSource, "touch_s", lambda self, start, length, touch_s=touch_s: touch_s)
-        cost = host_segments.touch_cost([(source, window)])
+        cost = host_assignment.touch_cost([(source, window)])
         assert cost is None if is_saved is None else (cost > 0) is is_saved
 
 
@@ -249,7 +249,7 @@ def always_share() -> None:
 
 def large_segments() -> None:
     """Whatever the size of the files."""
-    host_segments.LARGE_FILE_BYTES = 0
+    host_assignment.LARGE_FILE_BYTES = 0
 
 
 def shared_files() -> int:

@@ -22,7 +22,7 @@ from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import StateLayout, TensorLayout, TensorSpec
 from planners.plans.load import count_reads, plan_reads
 from reshard.errors import CorruptCheckpointError, ReshardError
-from reshard.execute.host_segments import REMOTE_SEGMENT_BYTES as SIZE
+from reshard.execute.host_assignment import REMOTE_SEGMENT_BYTES as SIZE
 from reshard.execute.reading import Staged
 from reshard.native.manifest import BLOCK_BYTES
 from reshard.native.reader import Once

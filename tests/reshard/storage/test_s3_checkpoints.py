@@ -20,7 +20,7 @@ from reshard import latest_complete, prune, verify
 from reshard.api.load import load
 from reshard.api.save import save
 from reshard.errors import StorageError
-from reshard.execute.host_segments import REMOTE_SEGMENT_BYTES
+from reshard.execute.host_assignment import REMOTE_SEGMENT_BYTES
 from reshard.storage import open_storage
 from tests import gloo
 from tests.reshard.storage.s3_server import FlakyProxy, S3Server

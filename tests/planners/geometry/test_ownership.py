@@ -9,7 +9,7 @@ import pytest
 
 from planners import BlockShard, PlanError, Shard, StridedShard
 from planners.geometry.arrays import distinct
-from planners.geometry.intervals import Ownership, overlap, ownership
+from planners.geometry.ownership import Ownership, overlap, ownership
 
 
 def all_intervals(own):
