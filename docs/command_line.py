@@ -13,7 +13,7 @@ EXIT_CODES = """| exit code | meaning |
 |---|---|
 | 0 | success, or the answer is yes |
 | 1 | the answer is no: damage, differences, or a failed proof |
-| 2 | wrong usage |
+| 2 | the command line is wrong |
 | 3 | an error: stderr gives the reason and the fix |
 | 130 | interrupted |"""
 

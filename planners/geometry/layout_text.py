@@ -14,15 +14,16 @@ from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, Shard
 def short_form(layout: TensorLayout | ProductForm) -> str:
     """`"S(0),R on dp=4,tp=2"`, or nothing for a layout on one rank, or without a mesh, which has no short form.
 
-    Equal layouts have equal forms. Axes are listed in the order of the ranks. If the axes of a dim shard it in another
-    order, the form begins with that: `"tp,dp: S(0),S(0) on dp=2,tp=2"`.
+    Equal layouts have equal forms. Axes of one rank are omitted. The others are listed in the order of ranks. If the
+    axes of a dim shard it in another order, the form begins with that: `"tp,dp: S(0),S(0) on dp=2,tp=2"`.
     """
-    return _short_form(_plain(layout))
-
-
-def _short_form(form: Form) -> str:
+    form = _plain(layout)
     if not isinstance(form, ProductForm) or form.mesh.size < 2:
         return ""
+    axes = [(axis, placement) for axis, placement in zip(form.mesh.axes, form.placements) if axis[1] > 1]
+    if len(axes) < len(form.placements):
+        mesh = Mesh([axis for axis, _ in axes], form.mesh.ranks.tolist())
+        form = ProductForm.make(mesh, [placement for _, placement in axes])
     mesh, placements = form.mesh.in_rank_order(), dict(zip(form.mesh.names, form.placements))
     is_reordered = _by_dim(form.mesh.names, placements) != _by_dim(mesh.names, placements)
     order = form.mesh.names if is_reordered else mesh.names
@@ -62,6 +63,8 @@ def in_words(layout: TensorLayout | ProductForm) -> str:
     mesh, placements = form.mesh.in_rank_order(), dict(zip(form.mesh.names, form.placements))
     copied = [_axis(name) for name, size in mesh.axes if size > 1 and isinstance(placements[name], Replicate)]
     words = [f"replicated over {_listed(copied)}"] if copied else []
+    if copied in (["replica"], ["replica_of_mesh"]):  # names of our own, of axes that no mesh records
+        words = [f"replicated on {dict(mesh.axes)[copied[0]]} ranks"]
     axes = [(name, size, placements[name]) for name, size in form.mesh.axes if size > 1]
     for dim in sorted({p.dim for _, _, p in axes if not isinstance(p, Replicate)}):
         its = [(n, size, p) for n, size, p in axes if not isinstance(p, Replicate) and p.dim == dim]
@@ -89,15 +92,8 @@ def one_in_words(placement: Placement, axis: str) -> str:
 
 
 def in_both_forms(layout: TensorLayout) -> str:
-    """Words and the short form, `"dim 0 sharded over dp (S(0) on dp=4)"`. Of many ranks the first ones are listed, axes
-    of one rank are not."""
-    form = _plain(layout)
-    if isinstance(form, ProductForm):
-        axes = [(axis, placement) for axis, placement in zip(form.mesh.axes, form.placements) if axis[1] > 1]
-        if 0 < len(axes) < len(form.placements):
-            mesh = Mesh([axis for axis, _ in axes], form.mesh.ranks.tolist())
-            form = ProductForm.make(mesh, [placement for _, placement in axes])
-    short = re.sub(r"(@(?:\d+,){8})\d.*", r"\1...", _short_form(form))
+    """Words and the short form, `"dim 0 sharded over dp (S(0) on dp=4)"`. Of many ranks the first ones are listed."""
+    short = re.sub(r"(@(?:\d+,){8})\d.*", r"\1...", short_form(layout))
     return f"{in_words(layout)} ({short})" if short else in_words(layout)
 
 

@@ -608,14 +608,16 @@ def _as_recorded(mesh: Mesh, saved: StateLayout) -> Topology:
                 before, after = ([its.mesh.names[axis] for axis in axes_of(its, dim)] for its in (layout.form, form))
                 is_known = any(isinstance(p, StridedShard) and p.dim == dim for p in layout.form.placements)
                 if before != after and not is_known and min(dict(mesh.axes).get(name, 1) for name in after) > 1:
-                    guessed[_GUESSED.format(" and ".join(sorted(after)), ", then ".join(after))] = None
+                    one = " and ".join(name for name in after if dict(form.mesh.axes)[name] == 1)
+                    guessed[_GUESSED.format(" and ".join(sorted(after)), one, ", then ".join(after))] = None
         at |= {name: Replicate() for name in mesh.names if name not in at}
         rules[fqn] = Rule(glob.escape(fqn), tuple(at.values()), tuple((name,) for name in at))
     return Topology(mesh, tuple(rules.values()), notes=tuple(guessed))
 
 
 _GUESSED = (
-    "the checkpoint does not record the order of {}, because one of them had a single rank: assuming {}, as in FSDP2"
+    "the checkpoint does not record the order of {}, because {} had one rank when it was saved: "
+    "assuming {}, as in FSDP2"
 )
 
 
@@ -628,7 +630,7 @@ def _pipeline(stage: Topology, stages: int, saved: StateLayout | None) -> Topolo
     if len(found) != 1 or found[name] != set(range(len(found[name]))):
         several = f", but here numbers follow {' and '.join(map(repr, found))}" if len(found) > 1 else ""
         raise PlanError(
-            f"pp={stages} needs a checkpoint whose names number the layers from 0 under one word, such as "
+            f"pp={stages} can split only models whose layers are numbered from 0 under one prefix, such as "
             f"layers.0.wq.weight{several}: use reshard.planners.pipelined, or write a topology file"
         )
     first = ("*embed*", "*wte.*", "*wpe.*")

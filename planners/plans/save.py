@@ -15,7 +15,7 @@ from planners.findings import Finding
 from planners.geometry.arrays import Flags, Ints, distinct, grouped, ints, running_sums, unravel, zeros
 from planners.geometry.box import Box, Shape
 from planners.geometry.layout import Part, ProductGeometry, StateLayout, TensorLayout, local_boxes
-from planners.geometry.overlap import Sweep, tiling_fault
+from planners.geometry.overlap import Fault, Sweep, tiling_fault
 from planners.plans.plan import Plan, PlanItems, alike, layout_fault
 
 DIVIDE_ABOVE_BYTES = 8 << 20
@@ -433,7 +433,7 @@ def _assignment_findings(assigned: Assignment, layout: TensorLayout) -> Iterator
         boxes = [box for chunk in range(len(counts)) for box, _ in chunks.part(chunk).boxes()]
         fault = tiling_fault([Box.full(layout.spec.shape)], boxes)
         if fault is not None:
-            yield Finding(f"is written {fault.count} times, not once", element=fault.element)
+            yield Finding(_times(fault), element=fault.element)
     chunk_of = np.repeat(np.arange(len(counts)), counts)
     for entry in np.flatnonzero(~_held(assigned, layout, chunk_of)).tolist():
         element = _first(assigned, int(chunk_of[entry]))
@@ -446,6 +446,10 @@ def _assignment_findings(assigned: Assignment, layout: TensorLayout) -> Iterator
     bad |= set(np.flatnonzero((assigned.units != 1) & (assigned.units != longest)).tolist())
     for chunk in sorted(bad):
         yield Finding("is not written exactly once", element=_first(assigned, chunk))
+
+
+def _times(fault: Fault) -> str:
+    return f"is written {fault.count} times, not once" if fault.count else "no rank writes it"
 
 
 def _held(assigned: Assignment, layout: TensorLayout, chunk_of: Ints) -> Flags:
@@ -493,7 +497,7 @@ def _listed_findings(plan: SavePlan) -> Iterator[Finding]:
     for fqn, boxes in written.items():
         fault = tiling_fault([Box.full(plan.layout[fqn].spec.shape)], boxes)
         if fault is not None:
-            yield Finding(f"is written {fault.count} times, not once", fqn, None, fault.element)
+            yield Finding(_times(fault), fqn, None, fault.element)
 
 
 def _item_fault(item: WriteItem, plan: SavePlan, rank: int) -> str | None:

@@ -24,10 +24,16 @@ __all__ = ["PlanDiff", "PlanStats", "diff", "explain", "format_bytes", "format_p
 
 
 def format_plan(
-    plan: LoadPlan | SavePlan | TransferPlan | Schedule, limit: int | None = 20, *, width: int = 100, items: bool = True
+    plan: LoadPlan | SavePlan | TransferPlan | Schedule,
+    limit: int | None = 20,
+    *,
+    width: int = 100,
+    items: bool = True,
+    bar: str = "#",
 ) -> str:
-    """Return the plan as text: totals, bytes per rank with a bar, and at most `limit` items of the
-    first ranks. `limit=None` lists all items. `items=False` lists none.
+    """Return the plan as text: totals, bytes per rank with a bar of `bar` signs, and at most `limit`
+    items of the first ranks. Neighboring ranks with equal bytes share a line. `limit=None` lists all
+    items. `items=False` lists none.
 
     For a schedule, lists at most `limit` rounds. `width` is the width of the terminal in characters.
     It limits the bars. Raises PlanError if the value is neither a plan nor a schedule.
@@ -37,7 +43,7 @@ def format_plan(
     if not isinstance(plan, Plan):
         raise PlanError(f"format_plan takes a plan or a schedule, got {plan!r:.80}")
     moved = f", {format_bytes(plan.bytes_moved)} cross" if isinstance(plan, TransferPlan) else ""
-    lines = [repr(plan) + moved, *_load_lines(plan.rank_bytes(), plan.verb, limit, width)]
+    lines = [repr(plan) + moved, *_load_lines(plan.rank_bytes(), plan.verb, limit, width, bar)]
     left = (sys.maxsize if limit is None else limit) * items
     meaning = f": NAME  box {_SIDES[plan.kind]}"
     for rank in range(plan.world_size):
@@ -68,14 +74,20 @@ def explain(plan: LoadPlan | SavePlan | TransferPlan, fqn: str, rank: int) -> st
     return "\n".join(_explain_load(plan, plan.wanted[fqn], rank))
 
 
-def _load_lines(loads: Ints, verb: str, limit: int | None, width: int) -> Iterator[str]:
+def _load_lines(loads: Ints, verb: str, limit: int | None, width: int, bar: str) -> Iterator[str]:
     most = max(int(loads.max(initial=0)), 1)
-    sizes = format_each(loads[:limit].tolist())
-    longest = max(min(30, width - len(verb) - 27), 0)
-    for rank, size in enumerate(sizes):
-        bar = "#" * round(longest * int(loads[rank]) / most)
-        yield f"  rank {rank:>5} {verb} {size:>10}  {bar}"
-    if left := len(loads) - len(sizes):
+    firsts = np.flatnonzero(np.diff(loads, prepend=-1)).tolist()
+    ends = [*firsts[1:], len(loads)][:limit]
+    names = [
+        f"rank {first} {verb}" if end == first + 1 else f"ranks {first}-{end - 1} {verb[:-1]}"
+        for first, end in zip(firsts, ends)
+    ]
+    wide = max(map(len, names), default=0)
+    longest = max(min(30, width - wide - 21), 0)
+    for name, end, size in zip(names, ends, format_each([int(loads[end - 1]) for end in ends])):
+        each = " each" * name.startswith("ranks")
+        yield f"  {name:<{wide}}  {size:>10}{each:<5}  {bar * round(longest * int(loads[end - 1]) / most)}".rstrip()
+    if left := len(loads) - max(ends, default=0):
         mean = format_bytes(float(loads.mean()))
         yield f"  ... {left} more rank{'s' * (left != 1)}; mean {mean}, most {format_bytes(most)}"
 

@@ -132,7 +132,12 @@ def allowing(
         end = ".*" if same not in its else "*" if len(its) > 1 or ".".join(same) in states else ""
         globs.append(escape(".".join(same)) + end)
     allowed = repr(options.strict_also(dict.fromkeys(globs, "partial"), unexpected))
-    allow = options.wording.allow.replace(RENAMES, _renaming(keys, unexpected, names) or RENAMES)
+    mapping = options.mapping if isinstance(options.mapping, Mapping) else {}
+    wrong = [f"{key!r} as {mapping[key]!r}" for key in keys if key in mapping]
+    renaming = _renaming(keys, unexpected, names) or RENAMES
+    if wrong:
+        renaming = f"correct the mapping: it looks for {wrong[0]}, which is not in the checkpoint"
+    allow = options.wording.allow.replace(RENAMES, renaming)
     advice = allow.replace("{'some.*': 'partial'}", allowed).split("\n")
     return [text for text in advice if allowed not in text or len(globs) <= _MOST_GLOBS]
 

@@ -485,10 +485,11 @@ def new_plan(key: bytes, holdings: LocalState, group: Group, options: SaveOption
     census = global_state_of(holdings, group, group.distinct_answers(holdings.description, known=said))
     plan = SavePlan(census.tensors, options.divide_above_bytes)
     if findings := [*plan.findings()]:
+        more = f" (the first of {len(findings)} problems)" if len(findings) > 1 else ""
         raise LayoutError(
             "all ranks that hold a part of a tensor must save together: leave out alone=True, or pass a process_group "
             f"with all of them. The tensors on {format_ranks(group.ranks)} do not cover each full tensor exactly once: "
-            f"{findings[0]} (problem 1 of {len(findings)})"
+            f"{findings[0]}{more}"
         )
     numbered = next(filter(NUMBERED.fullmatch, census.tensors), None) if group.rank == 0 else None
     if numbered is not None:

@@ -6,6 +6,8 @@ import json
 import os
 import sys
 
+from reshard import __version__
+
 __all__ = ["main"]
 
 _INTERRUPTED = 130
@@ -14,6 +16,9 @@ _NEEDED = {"torch": "'torch>=2.6'"}
 
 def main() -> None:
     """Entry point of the console script."""
+    if sys.argv[1:] == ["--version"]:  # whatever is installed beside it
+        print(f"reshard {__version__}")
+        return
     try:
         from reshard.cli.app import in_a_pipeline, run
 

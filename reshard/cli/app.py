@@ -41,8 +41,9 @@ CHECKPOINT is a folder, file, or URL in any known format. For the folder of a ru
 complete checkpoint is used. To choose another one, give its folder. Most commands also take --step N.
 
 Exit codes: 0: success, or the answer is yes. 1: the answer is no: damage, differences, or a failed
-proof. 2: wrong usage, such as an unknown option or topology. 3: error, with the reason and the fix on
-stderr. 130: interrupted.
+proof. 2: the command line is wrong, such as an unknown option or topology. 3: the command line is right,
+but the command failed, such as on a file that cannot be read. 130: interrupted. With 2 and 3, stderr has
+the reason and the fix.
 
 With --json, an error is also printed as JSON on stdout. To see where an error comes from, add --traceback
 to any command."""

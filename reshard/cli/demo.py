@@ -88,7 +88,7 @@ def _show_plans(screen: Console, plans: Plans) -> None:
             f"{size(plan.total_bytes)} to read, {'' if plans.facts_proved[name] else 'not '}proved",
             f"   {name}",
         )
-        for line in format_plan(plan, limit=3, width=screen.width, items=False).splitlines()[1:]:
+        for line in format_plan(plan, limit=3, width=screen.width, items=False, bar="━").splitlines()[1:]:
             screen.print(line, markup=False, style="dim", no_wrap=True, overflow="ellipsis")
     say("load on each of them, compare bit by bit, and resume training", "3")
 

@@ -132,8 +132,8 @@ def print_totals(title: str, nbytes: Mapping[str, int], kinds: Mapping[str, Sequ
 
 
 def print_legend(short_forms: Iterable[str], is_wanted: bool, *more: str) -> None:
-    """What the signs in these short forms of layouts mean; if that is not wanted, a line that says how to get it and
-    what else there is `more` of."""
+    """What the signs in these short forms of layouts mean; if that is not wanted, and on terminals only, a line that
+    says how to get it and what else there is `more` of."""
     from planners.geometry.layout_text import legend
 
     signs = legend(short_forms)
@@ -141,7 +141,8 @@ def print_legend(short_forms: Iterable[str], is_wanted: bool, *more: str) -> Non
         print_lines("")
         print_text("Notation", style="bold")
         print_rows(signs)
-    if hints := [*more, *["--legend explains the notation"] * (bool(signs) > is_wanted)]:
+    hints = [*more, *["--legend explains the notation"] * (bool(signs) > is_wanted)]
+    if hints and console().is_terminal:
         print_text("; ".join(hints), "tip", "dim")
 
 

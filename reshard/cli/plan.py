@@ -222,7 +222,7 @@ def _print(made: LoadPlan, how: tuple[int, bool, bool], cluster: Cluster | None)
     kinds = {name: (f"from  {sides[0][name]}", f"to    {sides[1][name]}") for name in made.wanted}
     print_totals("layouts", nbytes, kinds)
     print_text("reads", style="bold")
-    for line in format_plan(made, limit=limit, width=console().width, items=items).splitlines()[1:]:
+    for line in format_plan(made, limit=limit, width=console().width, items=items, bar="━").splitlines()[1:]:
         print_text(line)
     if cluster is not None:
         print_text(

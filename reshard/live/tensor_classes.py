@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
-from reshard.errors import KeyMismatchError, LayoutError
+from reshard.errors import KeyMismatchError, LayoutError, option_error
 from reshard.live.dtypes import dtype_from_name
 from reshard.live.tensors import (
     dtensor_like,
@@ -104,18 +104,20 @@ def register_tensor_class(
             device. It returns a tensor of the class that uses these inner tensors. Those that are
             "whole" already have their values. The others are filled later.
 
-    Raises KeyMismatchError for any other word in `parts`.
+    Raises OptionError for any other word in `parts`.
     """
     words = get_args(Follows)
     if unknown := [name for name, how in parts.items() if how not in words]:
-        raise KeyMismatchError(f"{unknown[0]!r} cannot be {parts[unknown[0]]!r}: it is one of {', '.join(words)}")
+        wrong = f"{unknown[0]!r} cannot be {parts[unknown[0]]!r}: it is one of {', '.join(words)}"
+        raise option_error(wrong, KeyMismatchError)
     name = cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
     if "values" not in parts.values():
         registered_classes[name] = _TensorClass(dict(parts), make)
     elif len(parts) == 1:
         wrappers[name] = next(iter(parts))
     else:
-        raise KeyMismatchError(f"{next(iter(parts))!r} of {name}: where a part is the values, name no other part")
+        wrong = f"{next(iter(parts))!r} of {name}: where a part is the values, name no other part"
+        raise option_error(wrong, KeyMismatchError)
 
 
 # Taking apart.

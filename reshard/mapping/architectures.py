@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from planners.units import format_some
-from reshard.errors import CheckpointNotFoundError, NormalizationError, did_you_mean
+from reshard.errors import CheckpointNotFoundError, NormalizationError, did_you_mean, option_error
 
 ENGINES = {"vllm": "fused_qkv_a_proj", "sglang": "fused_qkv_a_proj_with_mqa"}
 """The name that each inference engine gives to the fused first projections of latent attention."""
@@ -346,17 +346,18 @@ class Decoder:
 
     @property
     def architecture(self) -> Architecture:
-        """What is known of the family. Raises NormalizationError, which names the closest one, if it is unknown."""
+        """What is known of the family. Raises OptionError, which names the closest one, if it is unknown."""
         found, inner, name = ARCHITECTURES.get(self.family), ARCHITECTURES.get(self.text), self.family
         if self.text and (found is _AROUND or (found and inner and inner.experts and not found.experts)):
             name = f"{self.family} around {self.text}"
             found = replace(inner, namings=()) if inner and inner.experts in ("", "apart", "packed") else None
         if found is not None:
             return found
-        raise NormalizationError(
+        raise option_error(
             f"there is no ready mapping for {name!r}{did_you_mean(self.family, ARCHITECTURES, 0.85) or '.'} "
             f"Known: {format_some([*ARCHITECTURES], 8)}. If the names and shapes of one "
-            "of these are the same, set the config's model_type to it; otherwise, write a Mapping of rules"
+            "of these are the same, set the config's model_type to it; otherwise, write a Mapping of rules",
+            NormalizationError,
         )
 
     @property
@@ -389,7 +390,7 @@ class Decoder:
             try:
                 return cls.of(config)
             except NormalizationError as error:
-                raise NormalizationError(f"{path}: {error}") from error
+                raise type(error)(f"{path}: {error}") from error
         try:
             return cls._of_settings(config)
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from planners.geometry.views import View
-from reshard.errors import NormalizationError, did_you_mean
+from reshard.errors import NormalizationError, did_you_mean, option_error
 from reshard.mapping import vision
 from reshard.mapping.architectures import ARCHITECTURES, ENGINES, Decoder, undone
 from reshard.mapping.mapping import Mapping, between
@@ -621,11 +621,12 @@ def ready(
             `qkv_weight_interleaved` sets. By default, files with such tensors are refused when they are read.
         fill: the value of missing states of experts, if experts are stacked: see `Stack`.
 
-    Raises NormalizationError for an unknown family or naming scheme, and if there is no mapping for this combination.
+    Raises OptionError for an unknown family or naming scheme, NormalizationError if there is no mapping for this
+    combination.
     """
     model = _checked(config, source, target, titan)
     if qkv_interleaved not in (None, True, False):
-        raise NormalizationError(f"qkv_interleaved is True or False, not {qkv_interleaved!r}")
+        raise option_error(f"qkv_interleaved is True or False, not {qkv_interleaved!r}", NormalizationError)
     if source == target:
         return Mapping()
     plain = _plain(model, fill)
@@ -646,13 +647,12 @@ def ready(
 
 
 def _checked(config: Any, source: str, target: str, titan: str) -> Decoder:
-    """The model. Raises NormalizationError for an unknown family or naming scheme, and for a
-    combination that has no mapping."""
+    """The model. Raises as `ready` does."""
     for naming in (source, target):
         if naming not in NAMINGS:
-            raise NormalizationError(
-                f"unknown naming scheme {naming!r}{did_you_mean(naming, NAMINGS) or '.'} Known: {', '.join(NAMINGS)}"
-            )
+            meant = did_you_mean(naming, NAMINGS) or "."
+            wrong = f"unknown naming scheme {naming!r}{meant} Known: {', '.join(NAMINGS)}"
+            raise option_error(wrong, NormalizationError)
     model = Decoder.of(config)
     known = model.architecture.namings
     for naming in (source, target):
@@ -668,7 +668,7 @@ def _checked(config: Any, source: str, target: str, titan: str) -> Decoder:
             "AutoConfig.from_pretrained(folder).to_dict() as config"
         )
     if titan not in ("0.2", "0.3"):
-        raise NormalizationError(f"torchtitan's names are known as of '0.2' and '0.3', not {titan!r}")
+        raise option_error(f"torchtitan's names are known as of '0.2' and '0.3', not {titan!r}", NormalizationError)
     return model
 
 

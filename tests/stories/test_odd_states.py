@@ -186,6 +186,9 @@ class TestLoading:
             reshard.load({"w": torch.zeros(2)}, tmp_path / "c", mapping={"w": "v"})
         assert "of another type" not in str(caught.value)
         assert "w   (looked for as 'v')" in str(caught.value)
+        fix = "fix: correct the mapping: it looks for 'w' as 'v', which is not in the checkpoint\n"
+        assert fix in str(caught.value)
+        assert "mapping= renames keys" not in str(caught.value)
 
     def test_a_tensor_is_never_put_where_there_was_none(self, tmp_path):
         reshard.save({"a": torch.ones(2), "n": {"t": torch.ones(1)}}, tmp_path / "c")

@@ -156,7 +156,7 @@ def test_save_plans():
     (item,) = plan.items(1)
 
     assert verify(plan).ok
-    assert said(verify(plan.with_items({1: []}))) == ["'w', element (2, 0): is written 0 times, not once"]
+    assert said(verify(plan.with_items({1: []}))) == ["'w', element (2, 0): no rank writes it"]
     wrong = plan.with_items({1: [item._replace(box=Box((0, 0), (2, 6)))]})
     assert "writes Box[0:2, 0:6], which it does not hold there" in said(verify(wrong))[0]
 

@@ -258,12 +258,13 @@ def test_each_kind_of_plan_draws_its_own_page():
 
 
 def test_text_of_each_kind_of_plan():
-    assert "rank     0 reads" in format_plan(LOAD)
-    assert "rank     0 writes" in format_plan(SAVE)
+    assert "  ranks 0-1 read       288 B each  ######" in format_plan(LOAD)
+    assert "  rank 2 reads         192 B       ====" in format_plan(LOAD, bar="=")
+    assert "ranks 0-3 write" in format_plan(SAVE)
     moved = format_plan(MOVE, limit=None)
     assert "cross" in moved.splitlines()[0]
     assert moved.count("layers.") == sum(1 for _ in MOVE.items())
-    assert "... 2 more ranks" in format_plan(LOAD, limit=1)
+    assert "... 1 more rank; mean 256 B, most 288 B" in format_plan(LOAD, limit=1)
     rounds = schedule(MOVE, max_inflight_bytes=128)
     assert len(format_plan(rounds, limit=None).splitlines()) == 1 + rounds.rounds
     assert f"... {rounds.rounds - 1} more rounds" in format_plan(rounds, limit=1)

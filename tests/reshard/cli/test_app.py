@@ -576,7 +576,7 @@ def test_completion_is_offered() -> None:
 @pytest.mark.parametrize(
     ("missing", "words", "fix"),
     [
-        ("typer", "--version", "typer: pip install typer"),
+        ("typer", "--help", "typer: pip install typer"),
         ("rich", "explain S(0)", "rich: pip install rich"),
         ("torch", "inspect run", "torch: pip install 'torch>=2.6'"),
         ("torch", "plan run fsdp=3", "torch: pip install 'torch>=2.6'"),
@@ -595,6 +595,14 @@ def test_a_missing_package_is_named_and_is_not_the_answer_no(missing, words, fix
     assert traced.returncode == 3
     assert "Traceback" in traced.stderr
     assert "ModuleNotFoundError: " in traced.stderr
+
+
+def test_the_version_needs_no_other_package() -> None:
+    code = "import sys; sys.modules['typer'] = sys.modules['torch'] = None; from reshard.cli import main; main()"
+
+    ran = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True)
+
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"reshard {reshard.__version__}\n", "")
 
 
 @pytest.mark.parametrize("missing", ["typer", "torch"])

@@ -188,8 +188,7 @@ def test_layouts_are_said_in_words_and_their_signs_at_the_end(say, checkpoint, t
     rules = {"*.w": "_S(0, 2),S(0)", "*": "R,R"}
     reshard.convert(checkpoint, tmp_path / "c", onto=Topology.parse("dp=2,tp=2", rules))
     lines = say("inspect", tmp_path / "c").out.splitlines()
-    assert lines[-1] == "tip  --legend explains the notation"
-    assert "Notation" not in lines
+    assert not {"Notation", "tip  --legend explains the notation"} & {*lines}
     lines = say("inspect", tmp_path / "c", "--legend").out.splitlines()
 
     assert "  3 tensors  288 B  dim 0 sharded over tp, then dp (tp,dp: S(0),S(0) on dp=2,tp=2)" in lines
@@ -571,7 +570,7 @@ def test_a_short_form_is_explained(say) -> None:
 
     assert said.out.startswith("dim 0 sharded over tp, then dp\n")
     assert "0 ┌───┐\n  │ 0 │\n2 ├───┤\n  │ 2 │\n4 ├───┤\n  │ 1 │\n6 ├───┤\n  │ 3 │\n8 └───┘" in said.out
-    assert said.out.endswith("\ntip  --legend explains the notation\n")
+    assert "tip" not in said.out
     said = say("explain", "_S(0, 2),S(0) on dp=2,tp=2", "--legend")
     assert "  _S(d, n)      dim d is sharded over this axis after" in said.out
 

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import reshard
-from reshard.errors import KeyMismatchError, LayoutError
+from reshard.errors import KeyMismatchError, LayoutError, OptionError
 from reshard.live.tensors import holder
 from tests import gloo
 
@@ -188,8 +188,9 @@ def test_a_cut_through_blocks_is_refused_unless_plain_values_are_asked_for(tmp_p
 
 
 def test_a_class_is_registered_with_words_that_are_known():
-    with pytest.raises(KeyMismatchError, match="'scale' cannot be 'rows': it is one of flat, dims, whole"):
-        reshard.register_tensor_class("app.Other", {"scale": "rows"})
+    for kind in (OptionError, KeyMismatchError):
+        with pytest.raises(kind, match="'scale' cannot be 'rows': it is one of flat, dims, whole"):
+            reshard.register_tensor_class("app.Other", {"scale": "rows"})
 
 
 class Others(Blocks):

@@ -11,7 +11,7 @@ import torch
 
 import reshard
 from planners import TensorSpec
-from reshard.errors import NormalizationError
+from reshard.errors import NormalizationError, OptionError
 from reshard.mapping import Mapping
 from reshard.mapping.families import FAMILIES, NAMINGS, Decoder, in_memory_to_disk, ready
 from tests.same import same
@@ -145,7 +145,7 @@ def test_every_pair_can_be_made(family: str) -> None:
             assert made.inverse() == ready(model, target, source, **options)
 
 
-def test_a_naming_that_is_nearly_right_is_suggested() -> None:
+def test_a_naming_that_is_nearly_right_is_suggested(tmp_path: Path) -> None:
     """As the command line does."""
     model = Decoder("llama", 4, 2, 8, 53)
     with pytest.raises(
@@ -154,8 +154,14 @@ def test_a_naming_that_is_nearly_right_is_suggested() -> None:
         ready(model, "huggingface", "tranformers")
     with pytest.raises(NormalizationError, match="unknown naming scheme 'hugginface': did you mean 'huggingface'"):
         ready({"model_type": "llama"}, "hugginface", "torchtitan")  # before what the config lacks
-    with pytest.raises(NormalizationError, match=r"unknown naming scheme 'qqq'\. Known: huggingface, "):
-        ready(model, "qqq", "huggingface")
+    for kind in (OptionError, NormalizationError):
+        with pytest.raises(kind, match=r"unknown naming scheme 'qqq'\. Known: huggingface, "):
+            ready(model, "qqq", "huggingface")
+        with pytest.raises(kind, match="no ready mapping for 'lama': did you mean 'llama'"):
+            ready(Decoder("lama", 4, 2, 8, 53), "huggingface", "megatron")
+    (tmp_path / "config.json").write_text('{"model_type": "lama"}')
+    with pytest.raises(OptionError, match=r"config\.json: there is no ready mapping for 'lama'"):
+        ready(tmp_path, "huggingface", "megatron")
 
 
 def test_kimi_k2_has_deepseek_s_names() -> None:
