@@ -13,10 +13,15 @@ from html import escape
 
 from docs.import_graph import ROOT, Codebase, layers, packages_named
 
-__all__ = ["CHARACTER", "NAME", "PICTURE", "draw", "drawn", "package_imports", "roles"]
+__all__ = ["CHARACTER", "NAME", "OMITTED", "PICTURE", "draw", "drawn", "package_imports", "roles"]
 
 PICTURE = ROOT / "docs" / "architecture.svg"
 PAGE = ROOT / "docs" / "architecture.md"
+OMITTED = {
+    "reshard.errors", "reshard.version", "reshard.planners", "reshard.normalization", "reshard.trace",
+    "reshard.fingerprints", "planners.errors", "planners.units", "planners.findings", "planners.notebooks",
+}  # fmt: skip
+"""Packages that are not in the picture: errors, second names, and small helpers."""
 WIDTH, MARGIN, GAP = 760, 16, 10
 """The width is that of the column of the site, so that text has its own size there."""
 COLUMN = 216
@@ -62,8 +67,9 @@ def _seen(target: str, source: str) -> str:
 
 
 def package_imports(codebase: Codebase) -> set[tuple[str, str]]:
-    """The imports in the picture. Those from the public names of `planners` to its own packages are omitted."""
-    return {(a, _seen(b, a)) for a, b in codebase.packages.edges if a != "planners"}
+    """The imports in the picture. Those from the public names of `planners` to its own packages are not."""
+    found = {(a, _seen(b, a)) for a, b in codebase.packages.edges if a != "planners"}
+    return {edge for edge in found if not OMITTED & {*edge}}
 
 
 def drawn(svg: str) -> tuple[set[str], set[tuple[str, str]]]:
@@ -78,7 +84,7 @@ Box = tuple[float, float, float, float]
 
 def draw(codebase: Codebase, page: str) -> str:
     """The picture as SVG."""
-    rows = [[package for package in layer if package != "planners"] for layer in layers(page)]
+    rows = [[package for package in layer if package not in {"planners", *OMITTED}] for layer in layers(page)]
     above = [row for row in rows if row and row[0].startswith("reshard")]
     below = [row for row in rows if row and row[0].startswith("planners")]
     imports, words = package_imports(codebase), roles(page)

@@ -74,7 +74,7 @@ _CHOOSE = "(tree.style.height = '400px', choose(rows.findIndex(row => row.name =
 _PICTURES = {
     "page-inspect.webp": _Picture(_inspect, 1100, 2, _CHOOSE),
     "page-diff.webp": _Picture(_diff, 1100, 2),
-    "plan-405b.png": _Picture(_plan, 1100, 2),
+    "plan-405b.png": _Picture(_plan, 1100, 1),
 }
 
 

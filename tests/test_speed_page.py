@@ -19,7 +19,7 @@ def test_the_pages_show_the_stored_results() -> None:
 
     assert filled(TABLES.read_text(), on_the_page(results)) == TABLES.read_text()
     assert summary(SPEED.read_text(), results) == SPEED.read_text()
-    assert SPEED.read_text().count("\nload: ") == 2
+    assert SPEED.read_text().count("\nload: ") == 4
     assert results.to_json() == RESULTS.read_text()
     assert set(results.sections) <= set(ORDER)
 
@@ -36,7 +36,7 @@ def test_the_readme_has_the_page_s_figures() -> None:
     readme = README.read_text()
 
     assert with_figures(readme, Results.from_json(RESULTS.read_text()).rows) == readme
-    assert (readme.count("\nload: "), readme.count("\ndrop_in: ")) == (4, 3)
+    assert (readme.count("\nload: "), readme.count("\ndrop_in: ")) == (6, 3)
     assert readme.count("<!--") == 4
 
 

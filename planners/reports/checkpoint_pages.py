@@ -139,8 +139,8 @@ def difference_page(
     most = max(other, key=lambda name: (name in several, measures[name].largest), default=None)
     figures = [
         ("tensors compared", f"{len(measures):,}"),
-        ("tensors that differ", f"{len(other):,} ({_share(len(other), len(measures))})"),
-        ("elements that differ", f"{differing:,} ({_share(differing, elements)})"),
+        ("tensors that differ", _share(len(other), len(measures))),
+        ("elements that differ", _share(differing, elements)),
         ("largest difference", f"{measures[most].largest:.4g} (in {most})" if most is not None else "0"),
         ("other differences", f"{len(findings):,}"),
     ]
@@ -168,7 +168,7 @@ def _page(frame: str, data: Any, **parts: str) -> str:
 
 
 def _share(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.3g}%" if whole else "of none"
+    return f"{part:,} ({100 * part / whole:.3g}%)" if whole else "–"
 
 
 # --- of one checkpoint ---

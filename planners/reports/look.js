@@ -33,14 +33,18 @@ document.addEventListener("keydown", event => {
     next.scrollIntoView({ block: "nearest", inline: "nearest" });
   }
 });
+// whether each word that was typed is in one of the texts; in a word, * stands for anything
+const fits = (texts, typed) => typed.toLowerCase().split(/ +/).every(word => texts.some(text => {
+  let at = 0;
+  return word.split("*").every(part => { const found = text.toLowerCase().indexOf(part, at); at = found + part.length; return found >= 0; });
+}));
 // tables: sorted by a click on a heading, searched, and at first of 20 rows
 const tabulate = (table, search) => {
   const body = table.tBodies[0], heads = [...table.tHead.rows[0].cells], more = document.createElement("button");
   const rows = [...body.rows];
   let all = rows.length <= 25;
   const fill = () => {
-    const words = (search?.value ?? "").toLowerCase().split(/ +/);
-    const fit = rows.filter(row => { const text = row.textContent.toLowerCase(); return words.every(word => text.includes(word)); });
+    const fit = rows.filter(row => fits([...row.cells].map(cell => cell.textContent), search?.value ?? ""));
     body.replaceChildren(...(all ? fit : fit.slice(0, 20)));
     more.hidden = all || fit.length <= 20;
     more.textContent = "Show all " + fit.length.toLocaleString("en") + " rows";

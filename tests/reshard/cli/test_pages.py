@@ -245,8 +245,13 @@ def test_a_checkpoint_is_seen_and_moved_in_by_keys(
     assert_sound(page, width)
     ground = page.ask("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0]")
     assert (ground < 60) == dark
+    assert page.ask("[...detail.querySelectorAll('.values text.at')].map(text => text.textContent)").count("0") >= 1
     page.ask("(search.value = 'onerror', search.oninput())")
     assert "onerror" in page.ask("tree.textContent")
+    page.ask("(search.value = 'layers.*.w', search.oninput())")
+    found = page.ask("tree.textContent")
+    assert "layers" in found
+    assert "onerror" not in found
     assert_sound(page, width)
 
 
@@ -357,6 +362,23 @@ def test_a_difference_in_single_elements_needs_no_map(browser: Browser, tmp_path
 
     assert page.ask("document.querySelector('#worst tbody td').textContent") == "step"
     assert page.ask("document.getElementById('layers').offsetHeight") == 0
+    assert_sound(page, 1400)
+
+
+def test_a_comparison_of_nothing_has_no_shares() -> None:
+    page = difference_page("t", ("a", "b"), {}, [Finding("only in a", "w")], "r")
+
+    assert "of none" not in page
+    assert page.count("<dd>–</dd>") == 2
+
+
+@needs_browser
+def test_equal_checkpoints_have_no_empty_table(browser: Browser, saved: Path, tmp_path: Path) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(reshard.compare(saved, saved, measure=True).to_html(), encoding="utf-8")
+    page = browser.open(file)
+
+    assert page.ask("document.getElementById('worst').offsetHeight") == 0
     assert_sound(page, 1400)
 
 
