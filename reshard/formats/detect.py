@@ -107,11 +107,12 @@ def open_contents(
     check: bool = True,
     lists: bool = False,
 ) -> tuple[Contents, str]:
-    """Open what is at `path`, in the format that its files show. Also return a text that says where it is.
+    """Open what is at `path`, in the format that its files show. Also return a text that says where
+    it is.
 
-    Where they show several, and `preferred` is one of them, it is taken. It may be another reader of the same name.
-    `share`: which of the files this process looks for, among many that open it together.
-    `check`: whether what is read is compared with checksums, where there are any.
+    Where they show several, and `preferred` is one of them, it is taken. It may be another reader
+    of the same name. `share`: which of the files this process looks for, among many that open it
+    together. `check`: whether what is read is compared with checksums, where there are any.
     `lists`: list missing and damaged files in `problems()`, and open the rest.
 
     Raises CheckpointNotFoundError, FormatError or whatever the format's own `open` raises.
@@ -128,11 +129,11 @@ def open_contents(
 
 
 def steps_at(path: StoragePath, *, is_sure: bool = False) -> list[RunStep]:
-    """The checkpoints of the run at `path`, the oldest first; none where it is no folder of a run or, unless it
-    `is_sure` that a run is meant, a checkpoint of its own.
+    """The checkpoints of the run at `path`, the oldest first; none where it is no folder of a run
+    or, unless it `is_sure` that a run is meant, a checkpoint of its own.
 
-    Raises FormatError for a local folder that holds much, and nothing of any checkpoint, and for what is both a run and
-    a checkpoint.
+    Raises FormatError for a local folder that holds much, and nothing of any checkpoint, and for
+    what is both a run and a checkpoint.
     """
     return _run_at(path, _find(path) if local_path(path) is None else None, None, is_sure=is_sure).steps
 
@@ -188,7 +189,8 @@ def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *
 
 
 def _with_last_placed(path: AnyPath, steps: list[RunStep]) -> list[RunStep]:
-    """The same, with a native `last` behind the highest step whose save did not begin after its own.
+    """Return the same, with a native `last` behind the highest step whose save did not begin after
+    its own.
 
     What others call so says nothing of its age, and stays the newest.
     """
@@ -223,8 +225,8 @@ def _begun(path: AnyPath, step: RunStep) -> float | None:
 
 
 def _owns_all(storage: Storage, names: Listing, preferred: Format | None) -> bool:
-    """Return True if what the top shows is of a format that has folders of its own below it, whatever these are
-    called; or of the one that is preferred."""
+    """Return True if what the top shows is of a format that has folders of its own below it,
+    whatever these are called; or of the one that is preferred."""
     if preferred is not None and preferred.detect(storage, names):
         return True
     if not _OF_TREES & set(names):
@@ -302,7 +304,7 @@ def _text(path: StoragePath) -> str:
 def _open_step(
     path: AnyPath, run: _Run, open_at: Callable[[StoragePath], tuple[Contents, str]], wanted: int | None
 ) -> tuple[Contents, str]:
-    """That step, or the newest complete one, which then says what was skipped."""
+    """Open that step, or the newest complete one, which records what was skipped."""
     skipped: dict[str, Exception] = {}
     for step in run.having(wanted, path):
         place = path_below(path, step.name)
@@ -514,7 +516,7 @@ def _find(path: StoragePath) -> tuple[Storage, dict[str, int]]:
 
 def _pick(storage: Storage, names: Listing, url: str, preferred: Format | None) -> Format:
     """The format that fits. Raises FormatError if none does, or more than one."""
-    if ".metadata" in names and MANIFEST not in names:  # what a killed save of ours left beside it does not count
+    if ".metadata" in names and MANIFEST not in names:  # leftovers of a killed save beside it do not count
         names = {name: size for name, size in names.items() if not is_generation(name.partition("/")[0])}
     composite = next((f for f in formats() if f.is_composite and f.detect(storage, names)), None)
     if composite is None:
@@ -621,8 +623,8 @@ _OWNED = re.compile(
     rf"\.metadata|__\d+\.metadata|{DATA_FILE.pattern}|.*\.index\.json"
     r"|(?:model|adapter_model|pytorch_model|diffusion_pytorch_model|consolidated)(?:[-._].*)?\.(?:safetensors|bin|pth)"
 )
-"""Files that are of a checkpoint right there: of DCP, and what Hugging Face's tools look for. Those of other names may
-be anything that a user keeps beside a run."""
+"""Files that are of a checkpoint right there: of DCP, and what Hugging Face's tools look for. Those
+of other names may be anything that a user keeps beside a run."""
 
 _MOST_FOLDERS = 256
 """The number of folders that are searched if the top shows nothing."""
@@ -650,7 +652,7 @@ LEDGER = "manager.json"
 
 
 class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is known of a step besides its checkpoint."""
+    """What is recorded about a step besides its checkpoint."""
 
     metrics: dict[str, float | str] = {}
     """Infinite ones as text: JSON has no numbers for them."""
@@ -672,9 +674,10 @@ class StepRecords(msgspec.Struct, frozen=True):
 
 
 def records_in(storage: Storage, below: str = "") -> dict[int, StepRecord]:
-    """What the file says, in the folder of a run; nothing if there is none.
+    """Return what the file says, in the folder of a run; nothing if there is none.
 
-    Raises CheckpointError if it cannot be read, or is of a newer version: which steps count is not known then.
+    Raises CheckpointError if it cannot be read, or is of a newer version: which steps count is not
+    known then.
     """
     where = path_below(storage.url, below + LEDGER)
     try:
@@ -740,14 +743,14 @@ def steps_seen(look: Look) -> list[RunStep]:
 
 
 def marks_in(names: Iterable[str]) -> list[str]:
-    """Those at the top that are called as files of a checkpoint, and not as steps."""
+    """Return the names at the top that are those of files of a checkpoint, not of steps."""
     return sorted(name for name in names if "/" not in name and _is_mark(name) and not step_of(name))
 
 
 def is_certain(look: Look, step: RunStep) -> bool:
-    """Return True if it is a step by more than a number for a name, which other things have, too: the folders of
-    ranks, of processes' logs, of items in a list. So its name says it, or it holds what is called as files of a
-    checkpoint."""
+    """Return True if it is a step by more than a number for a name, which other things have, too:
+    the folders of ranks, of processes' logs, of items in a list. So its name says it, or it holds
+    what is called as files of a checkpoint."""
     last = step.name.rpartition("/")[2]
     if not last.isdigit():
         return step.step is not None
@@ -785,7 +788,7 @@ def _is_mark(name: str) -> bool:
 
 
 def step_of(name: str, folder: str = "") -> RunStep | None:
-    """What the name of a checkpoint in the folder of a run says; None if it is no step."""
+    """Return the number in the name of a checkpoint of a run. None if it is not a step."""
     match = _STEP.fullmatch(name)
     if match is not None:
         return RunStep(int(match[1]), folder + name)
