@@ -37,7 +37,7 @@ def _in_unit(nbytes: float, unit: int) -> str:
 
 
 def format_count(number: int, what: str) -> str:
-    """How many: `"1 tensor"`, `"2,000 tensors"`, `"2 entries"`, `"2 keys"`."""
+    """Return a number with its noun: `"1 tensor"`, `"2,000 tensors"`, `"2 entries"`, `"2 keys"`."""
     many = f"{what[:-1]}ies" if what.endswith("y") and what != "key" else f"{what}s"
     return f"{number:,} {what if number == 1 else many}"
 

@@ -60,7 +60,7 @@ def told(skipped: tuple[str, ...]) -> set[int]:
     found = [
         re.match(r"generation \d+ \(step (\d+)\) (on hosts? '|is not complete)", text)
         for text in skipped
-        if "has nothing that a host kept" not in text  # said of hosts, not of generations
+        if "has no data of a host" not in text  # said of hosts, not of generations
     ]
     assert all(found), skipped
     return {int(match[1]) for match in found if match}

@@ -68,7 +68,7 @@ _OF_OTHERS = {
     "load_state_dict": "reshard.load(state_dict, path) fills a state dict",
     "metadata": ".layout has shapes, dtypes, and who holds what",
 }
-"""Names in other libraries for what is written otherwise here."""
+"""Names that other libraries use, and what to write here instead."""
 
 
 @renamed(left_out="omitted")
@@ -87,10 +87,10 @@ class NormalizedState(dict[str, Any]):
 
 
 class StateMapping(Protocol):
-    """What gives a checkpoint other names and shapes: a `reshard.mapping.Mapping`."""
+    """Gives a checkpoint other names and shapes, as a `reshard.mapping.Mapping` does."""
 
     def apply(self, checkpoint: Checkpoint) -> Checkpoint:
-        """The checkpoint under its new names."""
+        """Return the checkpoint with its new names."""
 
 
 class Checkpoint(Mapping[str, LazyTensor]):
@@ -110,8 +110,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self.format = contents.format
         """Name of the format, such as "dcp"."""
         self.objects = contents.objects
-        """All values that are not tensors, by key, as plain data. Values of unknown classes are
-        `Record`s of `formats.pickles`."""
+        """All values that are not tensors, by key, as plain data. A value of an unknown class is a
+        `Record`: its class name, arguments, and state."""
         self.aliases = contents.aliases
         """Other keys of tied tensors that are stored once: other key -> key of the stored tensor."""
         self.fingerprints = contents.fingerprints
@@ -121,8 +121,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self.run = os.fspath(asked) if asked is not None and os.fspath(asked) != url else ""
         """The folder of the run in which the checkpoint was found. Empty if it was opened by its own
         path."""
-        # how it was made from what is at `url`: by which mappings and hints; empty if
-        # it is that itself
+        # the mappings and hints by which it was made from the checkpoint at `url`; empty if there
+        # are none
         self.derivation = ""
         self._whole: Checkpoint | None = None
         """What this is a selection from."""
@@ -164,14 +164,14 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     @property
     def bytes_unchecked(self) -> int:
-        """Bytes of elements that were read so far and not compared with checksums, because the
-        format has none, `check` is off, or the check would have read too much
-        (`MAX_CHECK_MULTIPLE`)."""
+        """Bytes of elements that were read so far and not compared with checksums: the format has
+        none, `check` is False, or more than twice the requested bytes (and 16 MiB) would have to be
+        read to compare them."""
         return self.contents.checking.bytes_unchecked
 
     @property
     def unchecked(self) -> str:
-        """What was read so far and not compared with checksums, in words. Empty if there is nothing."""
+        """How much of what was read so far was not compared with checksums, in words. Empty if all was compared."""
         return self.contents.checking.words(self.bytes_unchecked, self.bytes_checked + self.bytes_unchecked)
 
     def problems(self, *, deep: bool = False) -> list[str]:
@@ -198,8 +198,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return found
 
     def nested(self) -> Any:
-        """Return the state with the nesting that it was saved with. Leaves are `LazyTensor`s and
-        plain objects. Tied tensors are there under all their keys."""
+        """Return the state, nested as it was saved. Leaves are `LazyTensor`s and plain objects. A
+        tied tensor appears under each of its keys."""
         leaves: dict[str, Any] = {name: self[name] for name in dict.fromkeys((*self, *self.aliases))}
         leaves.update(self.objects)
         paths = self.contents.paths_in_order()
@@ -211,7 +211,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         checkpoint.
 
         Args:
-            globs, more: each a glob or a list. `*` also matches dots. Globs that begin with `!`
+            globs, more: globs, or lists of globs. `*` also matches dots. Globs that begin with `!`
                 exclude keys.
 
         Raises KeyMismatchError if a glob matches no key or no key is left, and OptionError if
@@ -222,7 +222,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         names = [*self, *extra, *self.objects, *contents.per_rank]
         wanted = globs_of(one for each in (globs, *more) for one in globs_of(each) or ()) or ()
         kept = chosen(names, wanted, self.url)
-        heirs: dict[str, str] = {}  # of tied tensors whose keeper is omitted, the first takes its place
+        heirs: dict[str, str] = {}  # if the stored one of tied tensors is omitted, the first of the others replaces it
         for name in filter(kept.__contains__, (*self, *extra)):
             first = self.aliases.get(name, name)
             heirs.setdefault(first, first if first in kept else name)
@@ -301,8 +301,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         convert.
 
         Its keys are "model.<fqn>", "optim.state.<fqn>.<name>", and "optim.param_groups.<i>.<name>",
-        whatever the sections were called. With `model_only`, its keys are FQNs. It does not contain
-        other values, such as an epoch. `.warnings` lists them.
+        regardless of the names of the saved sections. With `model_only`, its keys are FQNs. It does
+        not contain other values, such as an epoch. `.warnings` lists them.
 
         Raises the errors of `normalized`.
         """
@@ -324,7 +324,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         Args:
             histograms: a glob of the tensors whose values are shown, such as `"*.weight"`. At most
                 512 of them are read, the first by name. The page says how many it omits.
-            steps: the checkpoints of its run.
+            steps: the checkpoints of its run, to list them on the page.
         """
         from planners.reports.checkpoint_pages import SavedFile, Shown, checkpoint_page
 
@@ -417,8 +417,7 @@ CheckpointSource: TypeAlias = StoragePath | Checkpoint
 
 
 def log_unchecked(checkpoint: Checkpoint) -> None:
-    """Log what was read and not compared with a checksum, for readers that have no report of their
-    own."""
+    """Log how much was read without a check, for readers that have no report of their own."""
     if checkpoint.unchecked:
         _log.info("%s was read, %s", checkpoint.url, checkpoint.unchecked)
 
@@ -567,7 +566,7 @@ def ranks_that_saved(checkpoint: Checkpoint) -> int | None:
 
 
 def readable(checkpoint: Checkpoint) -> Checkpoint:
-    """The same without the plain values that cannot be read. Its `problems` list these."""
+    """Return the same without the plain values that cannot be read. Its `problems` list these."""
     lost: dict[str, list[str]] = {}
     for key in checkpoint.objects:
         try:

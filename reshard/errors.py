@@ -35,7 +35,7 @@ for _kind in (CodecError, CoverageError, LayoutMismatchError, PlanError, ProofEr
     _kind.__module__ = __name__  # from where users import them, as tracebacks show
 
 RESTORE = "restore it, or load another checkpoint"
-"""The fix for damage."""
+"""How to fix damage."""
 
 
 class CheckpointError(ReshardError):
@@ -90,13 +90,13 @@ class OptionError(ReshardError, ValueError):
 
 
 def option_error(message: str, was: Any, kind: Any = OptionError) -> Any:
-    """An error of a `kind` that is also a `was`, as in earlier releases or in torch."""
+    """Return an error of class `kind` that is also a `was`, the class in earlier releases or in torch."""
     return also(kind, was)(message)
 
 
 @functools.cache
 def also(kind: Any, was: Any) -> Any:
-    """The class of such errors. Tracebacks show the public name of `kind`."""
+    """Return the class of such errors. Tracebacks show the public name of `kind`."""
     body = {"__module__": __name__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind, was), {**body, "__reduce__": lambda e: (option_error, (str(e), was, kind))})
 
@@ -116,7 +116,8 @@ class StorageError(ReshardError, OSError):
 
 
 class RankFailedError(ReshardError):
-    """Another rank failed first. The message is the same on every rank and names that rank and its error.
+    """Another rank failed first. The message is the same on every rank and names that rank and its
+    error.
 
     Attributes:
         rank: the rank whose failure came first.
@@ -169,7 +170,7 @@ class DeadlineError(ReshardError, TimeoutError):
 
 
 def format_ranks(ranks: Iterable[int], limit: int = 20) -> str:
-    """Ranks for a message: `"rank 3"`, `"ranks 0-2, 7"`; at most `limit` spans of them."""
+    """Return ranks for a message, such as `"rank 3"` or `"ranks 0-2, 7"`. Lists at most `limit` spans."""
     spans: list[tuple[int, int]] = []
     every = sorted(ranks)
     for rank in every:
@@ -185,26 +186,27 @@ def format_ranks(ranks: Iterable[int], limit: int = 20) -> str:
 
 
 def format_value(value: object) -> str:
-    """Return a short repr for a message; of a dict, and of what has tensors or many lines, only the class."""
+    """Return a short repr for a message. For dicts, tensors, and values of several lines, return only the class."""
     text, name = f"{value!r:.80}", type(value).__name__
     is_long = isinstance(value, Mapping) or "tensor(" in text or "array(" in text or "\n" in text
     return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}" if is_long else text
 
 
 def format_names(names: Collection[object], limit: int = 3) -> str:
-    """Return how many, and the first few of them: `"5 ('a', 'b', 'c', ...)"`; `"0"`."""
+    """Return the number of names and the first few: `"5 ('a', 'b', 'c', ...)"`, or `"0"`."""
     first = [repr(name) for name in itertools.islice(names, limit)]
     more = ["..."] if len(names) > limit else []
     return f"{len(names)} ({', '.join([*first, *more])})" if first else "0"
 
 
 def fix_lines(fixes: Iterable[str]) -> list[str]:
-    """The last lines of a message: what to do, or else to do."""
+    """Return the last lines of a message: a fix, and alternatives to it."""
     return [f"  {'or: ' if number else 'fix:'} {fix}" for number, fix in enumerate(fixes)]
 
 
 def visible(text: str) -> str:
-    """Text on one line, with escapes for what does not print: names in files must not control a terminal."""
+    """Return text on one line, with escapes for characters that do not print: names in files must
+    not control a terminal."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
@@ -213,7 +215,7 @@ def visible(text: str) -> str:
 
 @contextmanager
 def framework(requirements: str, where: str = "") -> Iterator[None]:
-    """Let imports of optional packages say, where one is missing, how to install them, and what needs them."""
+    """Within this context, a missing optional package raises an error that says how to install it."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -223,7 +225,7 @@ def framework(requirements: str, where: str = "") -> Iterator[None]:
 
 
 def renamed_in(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
-    """A `__getattr__` for a module: old names and the new ones."""
+    """Return a `__getattr__` for a module that maps old names to new ones."""
 
     def of_module(name: str) -> Any:
         if name not in names:

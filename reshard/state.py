@@ -24,7 +24,7 @@ NUMBERED = re.compile(r"(?:^|.*\.)state\.\d+\.[^.]+")
 
 
 class cached_property(functools.cached_property[T]):
-    """For what is asked of each tensor: before Python 3.12, that of functools takes a lock."""
+    """A `cached_property` for properties of each tensor: before Python 3.12, that of functools takes a lock."""
 
     if not TYPE_CHECKING:
 
@@ -102,11 +102,12 @@ def path_from_json(data: Sequence[Any]) -> KeyPath:
 
 @dataclass(frozen=True)
 class State(Generic[T]):
-    """What a state dict holds, wherever it is: a `LiveTensor` for each tensor of a live one, a `StoredTensor` for each
-    of a checkpoint, a `TensorLayout` for each that all ranks hold together."""
+    """What a state dict holds, wherever it is: a `LiveTensor` for each tensor of a live one, a
+    `StoredTensor` for each of a checkpoint, a `TensorLayout` for each that all ranks hold
+    together."""
 
     tensors: Mapping[str, T]
-    """By dotted key."""
+    """Tensors by dotted key."""
     objects: Mapping[str, Any] = field(default_factory=dict)
     """Everything that is no tensor, by key."""
     paths: Mapping[str, KeyPath] = field(default_factory=dict)
@@ -119,11 +120,12 @@ class State(Generic[T]):
     """Values that are each rank's own, by key."""
 
     def path_of(self, key: str) -> KeyPath:
-        """Where in the nest a key is."""
+        """Return where in the nest a key is."""
         return self.paths.get(key, (key,))
 
     def paths_in_order(self) -> dict[str, KeyPath]:
-        """Where in the nest each key is, in the order in which the state was saved, as far as that is recorded."""
+        """Return where in the nest each key is, in the order in which the state was saved, as far
+        as that is recorded."""
         keys = dict.fromkeys((*self.tensors, *self.aliases, *self.objects))
         ordered = [*(key for key in self.paths if key in keys), *(key for key in keys if key not in self.paths)]
         return {key: self.path_of(key) for key in ordered}
@@ -173,7 +175,7 @@ def empty_sequences(
 
 
 def value_path(path: KeyPath) -> KeyPath:
-    """Where the value is of which this is an item: the items of a list are one, and so are those of lists in it."""
+    """Return the path of the value that this is an item of: a list, with all lists in it, is one value."""
     while path and type(path[-1]) is int:
         path = path[:-1]
     return path

@@ -55,7 +55,7 @@ def itemsize(dtype: str) -> int:
 T = TypeVar("T")
 Intervals = tuple[Range, ...]
 Found = tuple[int, Box, Box]
-"""Who owns a chunk, the chunk, and what it has in common with a box that was asked for."""
+"""The owner of a chunk, the chunk, and its overlap with the requested box."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -472,7 +472,7 @@ def _sizes(shape: Shape, dtype: str) -> tuple[Shape, str, int, int, int]:
 
 
 class TensorLayout:
-    """Where the elements of one tensor are, for every rank. Immutable; equal if spec and form are equal.
+    """Which elements of one tensor each rank holds. Immutable. Layouts are equal if spec and form are.
 
     >>> TensorLayout(TensorSpec("w", (8, 4), "float32"), Mesh({"dp": 2}), [Shard(0)]).boxes(1)
     (Box[4:8, 0:4],)
@@ -556,8 +556,8 @@ class TensorLayout:
 
     @property
     def geometry_key(self) -> tuple[object, ...]:
-        """Everything that plans depend on. Layouts with equal keys have equal plans, whatever the names of their
-        tensors."""
+        """Everything that plans depend on. Layouts with equal keys have equal plans, regardless of the names
+        of their tensors."""
         return self.spec.shape, self.spec.itemsize, self.form
 
     def parts(self, rank: int) -> tuple[Part, ...]:
@@ -626,7 +626,7 @@ class StateLayout(Mapping[str, TensorLayout]):
     """Number of ranks of the job."""
 
     def __init__(self, tensors: Mapping[str, TensorLayout], world_size: int | None = None) -> None:
-        """Raises PlanError if a key is not its tensor's name, for 2**63 bytes, or if `world_size` is too small."""
+        """Raises PlanError for a key that is not its tensor's name, for 2**63 bytes or more, or for too few ranks."""
         self._tensors, self.nbytes = dict(tensors), 0
         for fqn, layout in self._tensors.items():
             if layout.spec.fqn != fqn:
@@ -699,7 +699,7 @@ class StateLayout(Mapping[str, TensorLayout]):
         return total
 
     def digest(self) -> str:
-        """Return a short text that is equal for equal layouts, whatever the order of the tensors."""
+        """Return a short text that is equal for equal layouts, in any order of the tensors."""
         hasher = hashlib.sha256(str(self.world_size).encode())
         texts: dict[int, bytes] = {}
         for fqn in sorted(self._tensors):

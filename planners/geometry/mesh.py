@@ -19,8 +19,8 @@ from planners.geometry.box import Shape
 class Mesh:
     """Named axes with sizes, and the rank at each coordinate (row-major: the last axis varies fastest).
 
-    A list of placements has one placement per axis, in the order of the axes. A mesh may contain any distinct ranks, so
-    a pipeline stage or an expert group is a mesh with explicit `ranks`.
+    A list of placements has one placement per axis, in the order of the axes. A mesh may contain
+    any distinct ranks, so a pipeline stage or an expert group is a mesh with explicit `ranks`.
 
         >>> Mesh({"dp": 2, "tp": 2}).rank_at((1, 0))
         2
@@ -29,8 +29,8 @@ class Mesh:
     __slots__ = ("_hash", "_index", "axes", "names", "ranks", "shape", "size", "world_size")
 
     axes: tuple[tuple[str, int], ...]
-    """(name, size) of every axis, outermost first. In names, characters that texts cannot have, such as spaces, become
-    `_`."""
+    """(name, size) of every axis, outermost first. In names, characters that texts cannot have,
+    such as spaces, become `_`."""
     names: tuple[str, ...]
     """Names of the axes."""
     shape: Shape
@@ -126,8 +126,8 @@ class Mesh:
         return ints(order[np.searchsorted(self.ranks, ranks, sorter=order)])
 
     def coordinate(self, rank: int) -> Shape:
-        """Return the coordinate of `rank`, one number per axis. Inverse of `rank_at`. Raises PlanError if the mesh does
-        not contain the rank."""
+        """Return the coordinate of `rank`, one number per axis. Inverse of `rank_at`. Raises
+        PlanError if the mesh does not contain the rank."""
         return unravel(self.position(rank), self.shape)
 
     def rank_at(self, coordinate: Sequence[int]) -> int:
@@ -165,7 +165,7 @@ class Mesh:
         return turned if bool((np.diff(turned.ranks) > 0).all()) else self
 
     def named(self, axes: Mapping[tuple[int, int], str]) -> Mesh:
-        """Return the same mesh with the names in `axes`, by stride and size, for `replica` axes."""
+        """Return the same mesh, but give each `replica` axis the name that `axes` has for its (stride, size)."""
         keys = zip(self.strides, self.shape)
         names = [axes.get(key, name) if name in _REPLICAS else name for key, name in zip(keys, self.names)]
         if names == list(self.names) or len(set(names)) < len(names):
@@ -229,8 +229,8 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The axis shards `dim` as `torch.chunk` does: chunks of ceil(size / n), of which the last ones are shorter or
-    empty."""
+    """The axis shards `dim` as `torch.chunk` does: chunks of ceil(size / n), of which the last ones
+    are shorter or empty."""
 
     dim: int
 
@@ -243,8 +243,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class StridedShard:
-    """DTensor's `_StridedShard`: `dim` is split into `split_factor` pieces, and the axis shards each piece. Coordinate
-    k holds shard k of every piece, in order.
+    """DTensor's `_StridedShard`: `dim` is split into `split_factor` pieces, and the axis shards
+    each piece. Coordinate k holds shard k of every piece, in order.
 
     12 elements, split_factor 2, axis of size 2:   0 0 0 1 1 1 | 0 0 0 1 1 1
     """
@@ -263,12 +263,14 @@ class StridedShard:
 
 @dataclass(frozen=True, slots=True)
 class BlockShard:
-    """`dim` is a concatenation of blocks (a fused q, k, and v; a gate and an up projection), and the axis shards each
-    block as `Shard` would. Coordinate k holds shard k of every block, in order.
+    """`dim` is a concatenation of blocks (a fused q, k, and v; a gate and an up projection), and
+    the axis shards each block as `Shard` would. Coordinate k holds shard k of every block, in
+    order.
 
     q=4, k=2, v=2 elements, axis of size 2:   0 0 1 1 | 0 1 | 0 1
 
-    Only the first axis that shards a dim may be a `BlockShard`, because later ones no longer see full blocks.
+    Only the first axis that shards a dim may be a `BlockShard`, because later ones no longer see
+    full blocks.
     """
 
     dim: int

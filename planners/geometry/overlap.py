@@ -34,9 +34,9 @@ class Piece(NamedTuple):
     target: Box
     """The overlap in the wanted local tensor's coordinates."""
     part: int = 0
-    """Which of the wanted rank's local tensors."""
+    """Index of the wanted rank's local tensor."""
     tensor: int = 0
-    """Which of the saved tensors, if the wanted one is a view of several."""
+    """Index of the saved tensor, if the wanted one is a view of several."""
     dims: Dims | None = None
     """The order of the dims of `source` in `target`; None: the same order."""
 
@@ -45,9 +45,9 @@ class FilledSlot(NamedTuple):
     """A constant in a local tensor of a wanted rank."""
 
     part: int
-    """Which of the local tensors."""
+    """Index of the local tensor."""
     box: Box
-    """In its coordinates."""
+    """The box, in the coordinates of the local tensor."""
     value: float
 
 
@@ -55,10 +55,10 @@ class Origin(NamedTuple):
     """Where a box of the wanted tensor comes from."""
 
     box: Box
-    """In global coordinates of the wanted tensor."""
+    """The box, in global coordinates of the wanted tensor."""
     tensor: int
     source: Box
-    """In global coordinates of the saved tensor."""
+    """The box, in global coordinates of the saved tensor."""
     dims: Dims | None
 
 
@@ -66,12 +66,13 @@ class Overlap(ABC):
     """The pieces of every wanted rank."""
 
     shape: Shape
-    """Of the wanted tensor."""
+    """Shape of the wanted tensor."""
     wanted_form: Form
 
     @abstractmethod
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """All pieces of `rank`, by its local tensors. Raises CoverageError, with the region, for unsaved elements."""
+        """Return all pieces of `rank`, by its local tensors. Raises CoverageError, with the region,
+        for unsaved elements."""
 
     def fills(self, rank: int) -> tuple[FilledSlot, ...]:
         """The constants of `rank`."""
@@ -232,10 +233,12 @@ class Fault:
 
 
 def tiling_fault(region: Sequence[Box], boxes: Sequence[Box]) -> Fault | None:
-    """None if every element of `region` (disjoint boxes) is in exactly one of `boxes` and no other element is.
+    """None if every element of `region` (disjoint boxes) is in exactly one of `boxes` and no other
+    element is.
 
-    Volumes are not compared, so a gap and an overlap of equal size are both found. The boundaries of all boxes make
-    a grid whose cells are counted; grids that are too large are halved along their longest axis.
+    Volumes are not compared, so a gap and an overlap of equal size are both found. The boundaries
+    of all boxes make a grid whose cells are counted; grids that are too large are halved along
+    their longest axis.
     """
     wanted = [box for box in region if not box.is_empty]
     given = [box for box in boxes if not box.is_empty]
@@ -257,7 +260,7 @@ def _fault(lows: Ints, highs: Ints, signs: Ints) -> Fault | None:
     ndim = lows.shape[1]
     cuts = [distinct(np.concatenate((lows[:, d], highs[:, d]))) for d in range(ndim)]
     cutting = [d for d in range(ndim) if len(cuts[d]) > 2] or [0]
-    if len(cutting) < ndim:  # a dim of which all boxes have the same part decides nothing
+    if len(cutting) < ndim:  # a dim in which all boxes have the same range decides nothing
         fault = _fault(lows[:, cutting], highs[:, cutting], signs)
         found = dict(zip(cutting, fault.element)) if fault else {}
         return fault and replace(fault, element=tuple(found.get(d, int(cut[0])) for d, cut in enumerate(cuts)))

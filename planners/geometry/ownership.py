@@ -18,7 +18,8 @@ Cut = Shard | StridedShard | BlockShard
 
 @dataclass(frozen=True, eq=False)
 class Ownership:
-    """Intervals of a dim of `size` elements: owner k has rows `indptr[k]` to `indptr[k + 1]`, in local order.
+    """Intervals of a dim of `size` elements: owner k has rows `indptr[k]` to `indptr[k + 1]`, in
+    local order.
 
     No interval is empty, and no two neighbors in local order touch. Owners are numbered row-major over
     the axes that shard the dim, in mesh order. A dim that no axis shards has one owner, 0.
@@ -31,7 +32,7 @@ class Ownership:
 
     @property
     def owners(self) -> int:
-        """How many owners."""
+        """Number of owners."""
         return len(self.indptr) - 1
 
     @cached_property
@@ -48,7 +49,7 @@ class Ownership:
 
     @cached_property
     def local_sizes(self) -> Ints:
-        """How many elements each owner has."""
+        """Number of elements of each owner."""
         before = running_sums(self.stops - self.starts)
         return ints(np.diff(before[self.indptr]))
 
@@ -84,7 +85,8 @@ class Ownership:
 
 @lru_cache(maxsize=4096)
 def ownership(size: int, cuts: tuple[tuple[Cut, int], ...]) -> Ownership:
-    """The ownership of a dim of `size` elements. `cuts` are pairs (placement, axis size), applied from left to right.
+    """The ownership of a dim of `size` elements. `cuts` are pairs (placement, axis size), applied
+    from left to right.
 
     Raises PlanError for blocks that do not add up to the dim, or that come after another placement.
     """
@@ -101,8 +103,8 @@ def ownership(size: int, cuts: tuple[tuple[Cut, int], ...]) -> Ownership:
 
 
 def _bounds(own: Ownership, placement: Cut, parts: int, *, first: bool) -> Ints:
-    """Boundaries in each owner's local dim, of shape (owners, pieces, parts + 1): part k of piece j of owner c is
-    `[bounds[c, j, k], bounds[c, j, k + 1])`."""
+    """Boundaries in each owner's local dim, of shape (owners, pieces, parts + 1): part k of piece j
+    of owner c is `[bounds[c, j, k], bounds[c, j, k + 1])`."""
     sizes = own.local_sizes
     if isinstance(placement, BlockShard):
         if not first:
@@ -159,10 +161,11 @@ def _grouped(size: int, starts: Ints, stops: Ints, owner: Ints, owners: int) -> 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """The common refinement of two ownerships of one dim: rows sorted by wanted owner and its local order.
+    """The common refinement of two ownerships of one dim: rows sorted by wanted owner and its local
+    order.
 
-    Row i says that elements `[starts[i], stops[i])` are in interval `saved_row[i]` of the saved ownership and begin at
-    `local_starts[i]` in the local dim of wanted owner `wanted_owner[i]`.
+    Row i says that elements `[starts[i], stops[i])` are in interval `saved_row[i]` of the saved
+    ownership and begin at `local_starts[i]` in the local dim of wanted owner `wanted_owner[i]`.
     """
 
     saved: Ownership
@@ -214,7 +217,8 @@ class SegmentRow(NamedTuple):
 
 
 def overlap(saved: Ownership, wanted: Ownership) -> Segments:
-    """Merge the boundaries of two ownerships of the same dim. Elements that one side lacks appear in no row.
+    """Merge the boundaries of two ownerships of the same dim. Elements that one side lacks appear
+    in no row.
 
     Cost: the intervals of both sides, sorted once.
     """

@@ -150,8 +150,8 @@ class Topology:
         *,
         even: Iterable[str] = (),
     ) -> Topology:
-        """Create a topology from the text of a mesh, with rules and homes as text by glob. Or pass only the text that
-        `str` returns.
+        """Create a topology from the text of a mesh, with rules and homes as text by glob. Or pass
+        only the text that `str` returns.
 
         Raises PlanError for text that cannot be parsed.
         """
@@ -231,9 +231,9 @@ class Topology:
         return StateLayout(tensors, self.mesh.world_size)
 
     def unsharded_axes(self, layout: StateLayout) -> dict[str, tuple[str, ...]]:
-        """Return the axes that shard no tensor of `layout`, although a rule of this topology shards over
-        them. `layout` is a layout that this topology made. The result has the FQNs of the tensors that
-        are replicated over each axis.
+        """Return the axes that shard no tensor of `layout`, although a rule of this topology shards
+        over them. `layout` is a layout that this topology made. The result has the FQNs of the
+        tensors that are replicated over each axis.
 
         An axis for which all rules say R, as in `ddp(8)`, is replicated on purpose. It is not listed.
         """
@@ -323,8 +323,8 @@ class Topology:
 
 
 class Globs:
-    """Which of thousands of patterns match a name, without trying them all. `*` matches any text, dots included, `?`
-    one character and `[...]` one of several.
+    """Which of thousands of patterns match a name, without trying them all. `*` matches any text,
+    dots included, `?` one character and `[...]` one of several.
 
     A pattern with whole segments, such as `*.experts.17.*`, only matches names that have them one
     after another. So patterns are filed under their longest run of literal segments, and a name
@@ -353,9 +353,9 @@ class Globs:
 
 
 def literal_segments(pattern: str) -> tuple[str, ...]:
-    """The longest run of dot-separated segments of `pattern` without a wildcard, which every name that matches has, one
-    after another: `("experts", "17")` of `"*.experts.17.w?"`. () where there is none, or where a bracket, which may
-    hold a dot, leaves nothing sure."""
+    """The longest run of dot-separated segments of `pattern` without a wildcard, which every name
+    that matches has, one after another: `("experts", "17")` of `"*.experts.17.w?"`. () where there
+    is none, or where a bracket, which may hold a dot, leaves nothing sure."""
     if "[" in pattern:
         return ()
     best: tuple[str, ...] = ()
@@ -447,9 +447,9 @@ def fsdp_tp(
 def expert_parallel(
     shards: int, experts: int, *, pattern: str = "*experts.*", expert_dim: int = 0, fsdp_dim: int = 0
 ) -> Topology:
-    """Experts that are stacked along `expert_dim` are distributed evenly over the axis ep of size `experts`, and then
-    sharded by FSDP over the axis dp of size `shards` along `fsdp_dim`. Dim 0 of all other tensors is sharded over both
-    axes as one."""
+    """Experts that are stacked along `expert_dim` are distributed evenly over the axis ep of size
+    `experts`, and then sharded by FSDP over the axis dp of size `shards` along `fsdp_dim`. Dim 0 of
+    all other tensors is sharded over both axes as one."""
     experts_only = Rule.parse(pattern, f"ep,dp: S({expert_dim}),S({fsdp_dim})")
     rest = Rule.parse("*", "dp*ep: S(0)", optional=True)
     return Topology(Mesh({"dp": shards, "ep": experts}), (experts_only, rest), even=("ep",))
@@ -476,8 +476,8 @@ def pipelined(
     the first stage. Tensors that `last` matches and that are not layers are on the last stage.
     The axis pp is outermost.
 
-    Raises PlanError if there are fewer layers than stages, if `split` does not add up, or if `v_shaped` does not have
-    two stages per rank.
+    Raises PlanError if there are fewer layers than stages, if `split` does not add up, or if
+    `v_shaped` does not have two stages per rank.
     """
     stages = ranks * stages_per_rank
     if not 0 < stages <= layers:
@@ -528,8 +528,8 @@ _MISTYPED = re.compile(
 
 
 def looks_like_a_topology(text: str) -> bool:
-    """Return True if the text looks like a topology, even a mistyped one: `name=size,name=size`, perhaps with lines of
-    rules. A path does not."""
+    """Return True if the text looks like a topology, even a mistyped one: `name=size,name=size`,
+    perhaps with lines of rules. A path does not."""
     head = next(iter(text.strip().splitlines()), "")
     is_one = all(_PART.fullmatch(part) or part in _NAMES for part in head.split(","))
     return bool(head) and (is_one or _MISTYPED.fullmatch(head) is not None)
@@ -592,12 +592,12 @@ def _recorded_axes(saved: StateLayout) -> list[str]:
         return []
     forms = [layout.form for layout in saved.values() if isinstance(layout.form, ProductForm)]
     axes = ((name, of) for form in forms for name, of in zip(form.mesh.names, form.placements))
-    # what is in no mesh was given an axis of all ranks, or of all that share a file
+    # tensors without a mesh were given an axis of all ranks, or of all that share a file
     return list(dict.fromkeys(name for name, of in axes if name not in ("world", "file") or of != Replicate()))
 
 
 def _as_recorded(mesh: Mesh, saved: StateLayout) -> Topology:
-    """Each tensor is sharded over the axes of this mesh as it was saved; over those that it does not record, copied."""
+    """Shard each tensor over the axes of this mesh as it was saved. Replicate it over axes that were not recorded."""
     rules, guessed = {}, dict[str, None]()
     for fqn, layout in saved.items():
         at: dict[str, Placement] = {}
@@ -622,8 +622,8 @@ _GUESSED = (
 
 
 def _pipeline(stage: Topology, stages: int, saved: StateLayout | None) -> Topology:
-    """The layers that the names of the saved tensors number, over stages; embeddings on the first one, and all other
-    tensors on the last."""
+    """The layers that the names of the saved tensors number, over stages; embeddings on the first
+    one, and all other tensors on the last."""
     numbered = (re.search(r"(?:^|\.)([A-Za-z_]\w*)\.(\d+)\.", fqn) for fqn in saved or ())
     found = {name: set(of) for name, of in grouped((m[1], int(m[2])) for m in numbered if m is not None).items()}
     name = next(iter(found), "")

@@ -49,11 +49,11 @@ class Patch:
         return replace(self, target=box, source=self.to_source(box))
 
     def move(self, by: Sequence[int]) -> Patch:
-        """The same at another place of the target."""
+        """Return the same at another place of the target."""
         return replace(self, target=self.target.shift(by))
 
     def rearrange(self, dims: Dims) -> Patch:
-        """The same, the dims of the target being rearranged."""
+        """Return the same, the dims of the target being rearranged."""
         followed = tuple(None if d is None else self.dims[d] for d in dims)
         return Patch(rearranged(self.target, dims), self.tensor, self.source, followed)
 
@@ -84,11 +84,11 @@ class Fill:
         return Fill(box, self.value)
 
     def move(self, by: Sequence[int]) -> Fill:
-        """The same at another place."""
+        """Return the same at another place."""
         return Fill(self.target.shift(by), self.value)
 
     def rearrange(self, dims: Dims) -> Fill:
-        """The same, the dims being rearranged."""
+        """Return the same, the dims being rearranged."""
         return Fill(rearranged(self.target, dims), self.value)
 
 
@@ -110,8 +110,8 @@ class ViewGeometry:
 
 
 def merged(patches: Iterable[Patch]) -> tuple[Patch, ...]:
-    """The same map in fewer patches, in order of their targets: empty ones omitted, neighbors that continue one
-    another in target and source made one."""
+    """Return the same map in fewer patches, in order of their targets: empty ones omitted,
+    neighbors that continue one another in target and source made one."""
     found = [_named(patch) for patch in patches if not patch.target.is_empty]
     ndim = found[0].target.ndim if found else 0
     for dim in reversed(range(ndim)):
@@ -131,7 +131,8 @@ def merged(patches: Iterable[Patch]) -> tuple[Patch, ...]:
 
 
 def _named(patch: Patch) -> Patch:
-    """The same patch, but new dims follow source dims that were omitted while there are any: all are of size 1."""
+    """Return the same patch, but new dims follow source dims that were omitted while there are any:
+    all are of size 1."""
     if None not in patch.dims:
         return patch
     left = (d for d in range(patch.source.ndim) if d not in patch.dims)
@@ -215,7 +216,7 @@ class View:
 
     @classmethod
     def of(cls, spec: TensorSpec) -> View:
-        """Return the view that is the tensor itself."""
+        """Return a view that is the tensor itself, unchanged."""
         box = Box.full(spec.shape)
         return cls(spec, (spec,), (Patch(box, 0, box, tuple(range(box.ndim))),))
 
@@ -280,8 +281,8 @@ class View:
         return self.crop(Box(offsets, sizes)).rearrange(kept)
 
     def rearrange(self, dims: Sequence[int | None]) -> View:
-        """Return the view with dim `dims[i]` as new dim i, or a new dim of size 1 for None. Dims of size 1 may be
-        omitted.
+        """Return the view with dim `dims[i]` as new dim i, or a new dim of size 1 for None. Dims of
+        size 1 may be omitted.
 
         Raises PlanError if a dim is named twice, or if one of another size is omitted.
         """
@@ -447,8 +448,8 @@ def stack(fqn: str, views: Sequence[View], dim: int = 0) -> View:
 
 
 def inverse(views: Iterable[View], fill: float | None = None) -> tuple[View, ...]:
-    """Return every source of `views` as a view of the composed tensors, in order of first use. Fills are
-    dropped.
+    """Return every source of `views` as a view of the composed tensors, in order of first use.
+    Fills are dropped.
 
     Raises PlanError if an element of a source is used more than once, or is not used and has no `fill`.
     """
@@ -606,7 +607,7 @@ class TargetSlot(NamedTuple):
     """Where a box of a source goes in a rank's local tensors of the target."""
 
     part: int
-    """Which of the local tensors."""
+    """Index of the local tensor."""
     box: Box
     """The elements, in its coordinates."""
     dims: Dims
@@ -615,15 +616,15 @@ class TargetSlot(NamedTuple):
 
 @dataclass(frozen=True)
 class Pulled:
-    """What the ranks want of one source."""
+    """The parts of one source that ranks want."""
 
     tensor: int
     """Number of the source."""
     form: Form
     """The wanted regions, in global coordinates of the source."""
     turn: Dims | None = None
-    """If the target is the whole source with its dims in another order: per dim of the source, the target's dim. The
-    local tensors of `form` are then the target's, turned."""
+    """If the target is the whole source with its dims in another order: per dim of the source, the
+    target's dim. The local tensors of `form` are then the target's, turned."""
     slots: Mapping[int, tuple[TargetSlot, ...]] | None = None
     """Otherwise: rank -> the slot of each of its boxes in `form`."""
 
@@ -632,8 +633,8 @@ class Pulled:
 def pull_back(view: ViewGeometry, wanted: Form) -> tuple[Pulled, ...]:
     """Return what the ranks that want the target of `view` placed as `wanted` need of its sources.
 
-    Each wanted element that is not a constant is in one region. A source of which a rank wants an element twice
-    (heads of keys that are repeated) comes up once for each time.
+    Each wanted element that is not a constant is in one region. A source of which a rank wants an
+    element twice (heads of keys that are repeated) comes up once for each time.
     """
     turned = _turned(view, wanted)
     if turned is not None:
@@ -672,7 +673,8 @@ def _wanted_boxes(overlap: ViewOverlap, rank: int) -> list[tuple[int, Box, Targe
 
 
 def _layered(found: list[tuple[int, Box, TargetSlot]]) -> list[tuple[int, int, Box, TargetSlot]]:
-    """Each box with the number of a layer; in a layer no two boxes of a source share an element. Boxes come sorted."""
+    """Return each box with the number of a layer; in a layer no two boxes of a source share an
+    element. Boxes come sorted."""
     out: list[tuple[int, int, Box, TargetSlot]] = []
     recent: dict[tuple[int, int], list[Box]] = {}
     for tensor, box, slot in found:

@@ -1,4 +1,5 @@
-"""`estimate`: the cost of a plan on a cluster that a few numbers describe; `compare_topologies`: the best of several.
+"""`estimate`: the cost of a plan on a cluster that a few numbers describe; `compare_topologies`:
+the best of several.
 
 The model is simple on purpose; docs/cost-model.md says what it leaves out.
 """
@@ -21,7 +22,7 @@ from planners.plans.transfer import TransferPlan, plan_transfers
 from planners.units import format_bytes, format_count, format_rate, format_seconds
 
 _QUESTIONS = {"save": 35, "load": 35}
-"""That a rank asks the store of its process group, as counted: see docs/scale.md."""
+"""Counted requests of one rank to the store of its process group: see docs/scale.md."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +52,8 @@ class Cluster:
     host_memory_bytes: float | None = None
     """Memory for the tensors of one host's ranks."""
     store_requests_per_s: float | None = None
-    """Number of requests per second that the store of the process group, usually one process, answers for all ranks;
-    None if that takes no time."""
+    """Number of requests per second that the store of the process group, usually one process,
+    answers for all ranks; None if that takes no time."""
 
     def __post_init__(self) -> None:
         for name in ("ranks_per_host", "requests_in_flight"):
@@ -158,7 +159,8 @@ class Estimate:
 def estimate(plan: LoadPlan | SavePlan | TransferPlan, cluster: Cluster) -> Estimate:
     """Estimate the bytes, requests, memory, and time of a plan, per rank and host. Does not list items.
 
-    Raises PlanError if the cluster lacks a bandwidth that the plan needs, or if the value is not a plan.
+    Raises PlanError if the cluster lacks a bandwidth that the plan needs, or if the value is not a
+    plan.
     """
     if not isinstance(cluster, Cluster):
         raise PlanError(f"estimate(plan, cluster) needs a Cluster, got {cluster!r:.80}")
@@ -300,8 +302,8 @@ def compare_topologies(
     *,
     live: bool = False,
 ) -> Comparison:
-    """Estimate the cost of moving a state from `source` to each of several target topologies, by a load.
-    With `live`, by transfers between running ranks.
+    """Estimate the cost of moving a state from `source` to each of several target topologies, by a
+    load. With `live`, by transfers between running ranks.
 
     Raises PlanError if there are no target topologies, or if the cluster lacks a bandwidth that is
     needed.

@@ -1,9 +1,10 @@
-"""The common type of all plans: what goes from where to where, listed for the rank that asks; and `verify`, the
-proof.
+"""The common type of all plans: what goes from where to where, listed for the rank that asks; and
+`verify`, the proof.
 
-Proofs are exact, cheap enough to be always on, and concrete about what is wrong. Where a form is a product, each dim is
-proved on its own: if the segments of every dim tile what each owner holds exactly once and agree on global coordinates,
-so do their products. Everything else is listed and swept.
+Proofs are exact, cheap enough to be always on, and concrete about what is wrong. Where a form is a
+product, each dim is proved on its own: if the segments of every dim tile what each owner holds
+exactly once and agree on global coordinates, so do their products. Everything else is listed and
+swept.
 """
 
 from __future__ import annotations
@@ -123,10 +124,9 @@ def _layout_findings(layout: StateLayout) -> Iterator[Finding]:
 
 
 class Plan(ABC, Pictured, Generic[ItemsT]):
-    """What every rank is to read, write or get. Frozen; a function of its layouts alone.
-
-    Items are enumerated for the rank that asks. A plan whose items were listed explicitly (`with_items`) keeps them,
-    and `verify` checks them.
+    """What every rank reads, writes, or receives. Frozen. Depends on its layouts only. Items are
+    computed for the rank that you ask for. A plan whose items were listed explicitly (`with_items`)
+    keeps them, and `verify` checks them.
     """
 
     __slots__ = ("explicit", "names", "world_size")
@@ -335,7 +335,8 @@ def arrival_findings(
     """Yield what is wrong with all items of one tensor and rank: each by itself, and that every
     element of the local tensors is written exactly once.
 
-    `fault` says what is wrong with one item; `written` is what else is written: local tensor -> boxes in it.
+    `fault` says what is wrong with one item; `written` is what else is written: local tensor ->
+    boxes in it.
     """
     filled = {index: list(boxes) for index, boxes in written.items()}
     for item in items:

@@ -21,21 +21,22 @@ class OwnBox(NamedTuple):
     """A box that a rank reads for others, too, in its own local tensors."""
 
     part: int
-    """Which of the local tensors."""
+    """Index of the local tensor."""
     box: Box
-    """In its coordinates."""
+    """The box, in the coordinates of the local tensor."""
 
 
 @dataclass(frozen=True)
 class ReadOncePlan:
-    """Which rank reads what, and which rank passes it on to which."""
+    """Which rank reads which elements, and to which ranks it sends them."""
 
     wanted: StateLayout
-    """Of the tensors that several ranks want the same elements of. All others are read as they are wanted."""
+    """The wanted layout of the tensors of which several ranks want the same elements. All other
+    tensors are read as each rank wants them."""
     readers: StateLayout
     """Where each of their elements is read: at exactly one of the ranks that want it, which holds it then."""
     transfers: TransferPlan
-    """From there to all others."""
+    """How the elements get from the rank that reads them to the other ranks."""
     shares: SavePlan
 
     def own_boxes(self, rank: int) -> Mapping[str, tuple[OwnBox, ...]]:
@@ -48,8 +49,9 @@ class ReadOncePlan:
 def plan_read_once(wanted: StateLayout) -> ReadOncePlan:
     """Share the reading of what several ranks want evenly among them, each element once.
 
-    A tensor of which ranks want regions that overlap without being equal is omitted: each rank reads its own.
-    Lists the regions of all ranks: meant for some thousands of ranks times tensors with replicas.
+    A tensor of which ranks want regions that overlap without being equal is omitted: each rank
+    reads its own. Lists the regions of all ranks: meant for some thousands of ranks times tensors
+    with replicas.
     """
     common: dict[str, TensorLayout] = {}
     judged: dict[tuple[object, ...], bool] = {}

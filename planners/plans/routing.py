@@ -31,15 +31,15 @@ class Common(NamedTuple):
     """One box of elements that a source and a receiver have in common."""
 
     box: Box
-    """In global coordinates."""
+    """The common elements, in global coordinates."""
     source: Box
-    """In the coordinates of the holder's local tensor."""
+    """The same, in the coordinates of the holder's local tensor."""
     target: Box
-    """In the coordinates of the receiver's local tensor."""
+    """The same, in the coordinates of the receiver's local tensor."""
     source_part: int
-    """Which of the holder's local tensors."""
+    """Index of the holder's local tensor."""
     target_part: int
-    """Which of the receiver's local tensors."""
+    """Index of the receiver's local tensor."""
 
 
 class Deliveries(NamedTuple):
@@ -323,7 +323,7 @@ class SweepIntersection:
 
 
 Intersection = ProductIntersection | SweepIntersection
-"""All that transfers of one geometry ask for."""
+"""All that the transfers of one geometry need."""
 
 
 @lru_cache(maxsize=256)
@@ -366,7 +366,7 @@ class PairGroup:
     before: TensorLayout
     """The layout of the first of them, on the side that gives."""
     after: TensorLayout
-    """The same on the side that takes."""
+    """The layout on the receiving side."""
 
     def __len__(self) -> int:
         return len(self.names)

@@ -116,8 +116,8 @@ class SavePlan(Plan[WriteItems]):
         """Return the writers of a chunk: (rank, box in global coordinates). Together, the boxes are
         the chunk.
 
-        `chunk` is one of `layout[fqn].chunks()`, or a box within one. Chunks and ranks are not listed. Raises PlanError
-        if no rank holds it.
+        `chunk` is one of `layout[fqn].chunks()`, or a box within one. The cost does not depend on
+        the number of chunks and ranks. Raises PlanError if no rank holds the chunk.
         """
         found = tuple(self.writers_near(fqn, chunk))
         if not found:
@@ -198,8 +198,8 @@ def _effective_loads(loads: Ints, ranks_per_host: int) -> Ints:
 
 
 class ProductTable:
-    """The distinct chunks of a product layout, numbered from 0, and who holds them: the combinations of one owner per
-    dim."""
+    """The distinct chunks of a product layout, numbered from 0, and who holds them: the
+    combinations of one owner per dim."""
 
     def __init__(self, product: ProductGeometry) -> None:
         self._product = product
@@ -219,7 +219,7 @@ class ProductTable:
         self.indptr = np.arange(len(holders) + 1) * holders.shape[1]
         """Entries of chunk c are `indptr[c]` to `indptr[c + 1]`."""
         self.indices = zeros(len(self.ranks))
-        """Which of the rank's local tensors the chunk is, for each entry."""
+        """For each entry, the index of the rank's local tensor that holds the chunk."""
 
     def part(self, chunk: int) -> Part:
         """The chunk as a local tensor."""
@@ -285,7 +285,7 @@ class Assignment:
     ranks: Ints
     """The rank of each entry, in the order in which the holders of a chunk take from its strip."""
     indices: Ints
-    """Which of the rank's local tensors, for each entry."""
+    """For each entry, the index of the rank's local tensor."""
     ends: Ints
     """Per entry: one past the last unit that it takes; it begins where the one before it ends."""
     _near: dict[Box, tuple[int, ...]] = field(default_factory=dict)
@@ -308,8 +308,8 @@ class Assignment:
             yield chunk, int(self.indices[entry]), int(self.begins[entry]), int(self.ends[entry])
 
     def takers(self, chunk: int, tensor: int) -> Iterator[tuple[int, int, int]]:
-        """(rank, first unit, one past the last) of all that take of the chunk of tensor number `tensor`; units are
-        counted from its first."""
+        """(rank, first unit, one past the last) of all that take of the chunk of tensor number
+        `tensor`; units are counted from its first."""
         row = slice(int(self.chunks.indptr[chunk]), int(self.chunks.indptr[chunk + 1]))
         units = int(self.units[chunk])
         if row.stop - row.start == 1:  # it has one holder
@@ -325,8 +325,8 @@ class Assignment:
             at, entry = stop, entry + 1
 
     def writers_near(self, box: Box, tensor: int) -> tuple[tuple[int, Box], ...]:
-        """(rank, region) of all writes of tensor number `tensor` that share an element with `box`. Cached where
-        they are the same for all tensors, because each chunk has one holder."""
+        """(rank, region) of all writes of tensor number `tensor` that share an element with `box`.
+        Cached where they are the same for all tensors, because each chunk has one holder."""
         if (known := self._writers.get(box)) is not None:
             return known
         if (near := self._near.get(box)) is None:  # tensors of one geometry ask the same
@@ -378,7 +378,7 @@ def assign(
     units = np.where((nbytes >= divide_above_bytes) & (counts > 1), longest, 1)
     ranks, indices = chunks.ranks.copy(), chunks.indices.copy()
     ends = np.repeat(units * len(names), counts)
-    if listed:  # its ranks may hold several chunks, so that each must see what those before it cost
+    if listed:  # its ranks may hold several chunks, so each must include the cost of those before it
         loads, single = loads.copy(), counts == 1
         np.add.at(loads, chunks.ranks[chunks.indptr[:-1][single]], nbytes[single] * len(names))
     several = np.flatnonzero(counts > 1)
@@ -386,7 +386,7 @@ def assign(
     for rows in several[:, None] if listed else several[None][: len(several)]:
         holders = np.arange(counts[rows[0]])
         entries = chunks.indptr[rows][:, None] + holders
-        # from the least to the most loaded; those that are equal begin elsewhere for each chunk
+        # from the least to the most loaded; among equal ones, each chunk begins with another rank
         order = np.lexsort(((holders - rows[:, None]) % len(holders), loads[ranks[entries]]), axis=1)
         entries_in_order = np.take_along_axis(entries, order, axis=1)
         ranks[entries], indices[entries] = chunks.ranks[entries_in_order], chunks.indices[entries_in_order]

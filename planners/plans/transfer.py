@@ -83,8 +83,8 @@ class TransferItems(PlanItems[TransferItem]):
 class TransferPlan(Plan[TransferItems]):
     """What every rank sends, receives, and copies. Immutable.
 
-    A plan consists of its two layouts. Items are computed for the rank that you ask for. Receivers with explicitly
-    listed items (`with_items`) keep them, and `verify` checks them.
+    A plan consists of its two layouts. Items are computed for the rank that you ask for. Receivers
+    with explicitly listed items (`with_items`) keep them, and `verify` checks them.
     """
 
     kind, verb, _Listed = "transfer", "receives", TransferItems
@@ -101,8 +101,9 @@ class TransferPlan(Plan[TransferItems]):
     ) -> None:
         """`names`: the tensors to move, which both sides have. Use `plan_transfers`, which checks that.
 
-        Raises PlanError for a name that one side lacks or that is listed twice, for shapes that differ, for explicit
-        items from or to ranks outside the job, and for items that are listed for another receiver.
+        Raises PlanError for a name that one side lacks or that is listed twice, for shapes that
+        differ, for explicit items from or to ranks outside the job, and for items that are listed
+        for another receiver.
         """
         self.before, self.after, self.ranks_per_host = before, after, ranks_per_host
         self._list(names, max(before.world_size, after.world_size), explicit)
@@ -123,13 +124,13 @@ class TransferPlan(Plan[TransferItems]):
 
     @property
     def dropped(self) -> tuple[str, ...]:
-        """Names that only the layout before has."""
+        """Names that only the layout `before` has."""
         moved = set(self.names)
         return tuple(fqn for fqn in self.before if fqn not in moved)
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """Names that only the layout after has. They are not filled."""
+        """Names that only the layout `after` has. They are not filled."""
         moved = set(self.names)
         return tuple(fqn for fqn in self.after if fqn not in moved)
 
@@ -258,7 +259,8 @@ class TransferPlan(Plan[TransferItems]):
         return sent, received, local
 
     def graph(self) -> nx.MultiDiGraph:
-        """Return a graph with ranks as nodes and one edge per sender, receiver, and name, with its `nbytes`.
+        """Return a graph with ranks as nodes and one edge per sender, receiver, and name, with its
+        `nbytes`.
 
         The name is the edge's key. This lists all items: for thousands of ranks, use `traffic`.
         """
@@ -329,7 +331,8 @@ def plan_transfers(
     allow_cast: bool = False,
     allow_missing: bool = False,
 ) -> TransferPlan:
-    """Plan which rank sends what to which, so that ranks with the layout `before` have the layout `after`.
+    """Plan which rank sends what to which, so that ranks with the layout `before` have the layout
+    `after`.
 
     A receiver that already holds an element copies it locally. Other receivers get it from one of its
     holders: from their own host if possible, otherwise from the holders in turn, the least loaded
@@ -457,9 +460,9 @@ class HeldPlace(NamedTuple):
     form: int
     """Number of the form, as given."""
     part: int
-    """Which local tensor."""
+    """Index of the local tensor."""
     box: Box
-    """In its coordinates."""
+    """The box, in the coordinates of the local tensor."""
 
 
 HeldBox = tuple[HeldPlace, Box]
@@ -480,16 +483,16 @@ class WantedOnce:
     forms: tuple[Form, ...]
     """What is to be moved, for each form that was given."""
     places: tuple[Mapping[int, tuple[HeldPlace, ...]] | None, ...]
-    """For each form: rank -> where each of its boxes goes in the local tensors of the form that was given; None where
-    that form is unchanged."""
+    """For each form, rank -> where each of its boxes goes in the local tensors of the original
+    form. None if the form is unchanged."""
     repeats: Mapping[int, tuple[Repeat, ...]]
-    """By rank, to be copied in this order when everything has been moved."""
+    """Copies for each rank to make, in this order, after everything has been moved."""
 
 
 @lru_cache(maxsize=256)
 def want_once(shape: Shape, forms: tuple[Form, ...]) -> WantedOnce:
-    """Return what must be moved of a tensor of which ranks want all of `forms`, so that no rank gets an element
-    twice."""
+    """Return what must be moved of a tensor of which ranks want all of `forms`, so that no rank
+    gets an element twice."""
     near = _near(shape, forms)
     out: list[Form] = list(forms)
     places: list[Mapping[int, tuple[HeldPlace, ...]] | None] = [None] * len(forms)

@@ -19,7 +19,7 @@ from planners.reports.plan_pages import cuts, figures_of, listed, notation, page
 from planners.units import format_bytes, format_count
 
 _DRAWN_BYTES = 1_500_000
-"""Of pictures in a page: those of the tensors with the most bytes come first."""
+"""Most bytes of pictures in a page. Tensors with the most bytes are drawn first."""
 _MAX_ROWS = 1_000
 _MAX_LEVELS = 64
 _MAP_COLUMNS = 256
@@ -42,11 +42,11 @@ class SavedStep(NamedTuple):
     name: str
     total_bytes: int
     written_bytes: int
-    """Of its own files."""
+    """Bytes of its own files."""
     shared_bytes: int
-    """Of files of earlier saves, what is its."""
+    """Bytes that it uses of files of earlier saves."""
     base: str = ""
-    """With which checkpoints it shares them."""
+    """The checkpoints with which it shares files."""
     problem: str = ""
 
 
@@ -56,7 +56,7 @@ class Histogram(NamedTuple):
     low: float
     high: float
     counts: Sequence[int]
-    """In equal steps from low to high."""
+    """Number of values in equal steps from low to high."""
     mean: float
     std: float
     odd: int
@@ -79,14 +79,14 @@ class Measure(NamedTuple):
 
 @dataclass(frozen=True)
 class Shown:
-    """What is known of a checkpoint."""
+    """What a page shows of a checkpoint."""
 
     title: str
     layout: StateLayout
     paths: Mapping[str, Sequence[str]]
     """Name -> how it is nested."""
     values: Mapping[str, str]
-    """Of what is no tensor of its own: name -> what it is, in words."""
+    """Name -> description in words, for values that are not stored as tensors of their own."""
     figures: Sequence[tuple[str, str]]
     problems: Sequence[str] = ()
     warnings: Sequence[str] = ()

@@ -116,7 +116,7 @@ def _verdict(plan: LoadPlan | SavePlan | TransferPlan, wrong: Sequence[str]) -> 
 
 
 def listed(title: str, texts: Sequence[str]) -> str:
-    """What is wrong, as a list, if anything is."""
+    """Return what is wrong, as a list, if anything is."""
     if not texts:
         return ""
     rows = "".join(f"<li>{escape(text)}</li>" for text in texts[:100])
@@ -275,7 +275,7 @@ _GROUPS = 16
 """How many regions are drawn of a dim with more than that many shards."""
 _MAX_BARS = 128
 _WIDE = 1000.0
-"""Of figures that take the width of the page."""
+"""Width of figures that take the width of the page."""
 _RAMP = (
     (46, 74, 140),
     (24, 116, 130),

@@ -161,14 +161,14 @@ class Owners:
 
     @property
     def pieces(self) -> int:
-        """How many distinct regions there are."""
+        """Number of distinct regions."""
         if self._product is None:
             return len(self._chunks)
         return math.prod(int((own.local_sizes > 0).sum()) for own in self._product.dims)
 
     @property
     def copies(self) -> int:
-        """How many ranks hold each region."""
+        """Number of ranks that hold each region."""
         return 1 if self._product is None else len(self._product.replica_positions)
 
     def at(self, index: Sequence[int]) -> list[int]:

@@ -1,6 +1,7 @@
 """`compare` finds the differences between two checkpoints, or a checkpoint and a state dict.
 
-It reads tensors in small pieces, without a model or GPU. Ranks that share a sharded state compare what each holds.
+It reads tensors in small pieces, without a model or GPU. Ranks that share a sharded state compare
+what each holds.
 """
 
 from __future__ import annotations
@@ -110,18 +111,18 @@ def compare(
         reshard.load(state, "run/step-1000")
         assert reshard.compare("run/step-1000", state).ok    # on all ranks, if the state is sharded
 
-    Names, shapes, dtypes, objects, and values are compared, including per-rank values. Layouts and formats may
-    differ. Some formats do not record types of containers, so these are not compared: a list equals a tuple, the key
-    1 equals "1", and an empty dict equals a missing one. 1 equals 1.0, but not True. Values of tensors are compared
-    bit by bit: NaN equals the same NaN, and -0.0 differs from 0.0. With `atol` or `rtol`, values are equal if they
-    differ by at most `atol + rtol * |b|`.
+    Names, shapes, dtypes, objects, and values are compared, including per-rank values. Layouts and formats may differ.
+    Some formats do not record types of containers, so these are not compared: a list equals a tuple, the key 1 equals
+    "1", and an empty dict equals a missing one. 1 equals 1.0, but not True. Values of tensors are compared bit by bit:
+    NaN equals the same NaN, and -0.0 differs from 0.0. With `atol` or `rtol`, values are equal if they differ by at
+    most `atol + rtol * |b|`.
 
     Args:
-        a, b: a path, an open `Checkpoint`, or a state, as for `save`. If it is sharded, the call is collective:
-            each rank compares what it holds, and all ranks return the same report. Nothing is gathered.
+        a, b: a path, an open `Checkpoint`, or a state, as for `save`. If it is sharded, the call is
+            collective: each rank compares what it holds, and all ranks return the same report. Nothing is gathered.
         rtol, atol: relative and absolute tolerance, as in `torch.allclose`. Default: bit by bit.
-        by_fingerprint: compare saved fingerprints instead of values if both sides have them.
-            This is fast, but does not detect damage since the save. Not with a tolerance.
+        by_fingerprint: compare saved fingerprints instead of values if both sides have them. This is fast, but does not
+            detect damage since the save. Not with a tolerance.
         labels: names for the two sides in the report. Default: their paths.
         workers: number of processes on this host that compare at the same time.
         executor: runs the comparison as tasks, as in `reshard.convert`. Then pass both checkpoints by path.
@@ -256,7 +257,7 @@ _EXACTLY = "bit by bit"
 
 
 def _in_words(found: _JointFindings, total: int, left_open: str, within: str) -> str:
-    """What was compared, and what was not."""
+    """Return what was compared, and what was not."""
     read = f"{format_bytes(found.read_bytes)} of {format_bytes(total)} of values on each side"
     not_dtypes = "" if within == _EXACTLY else "dtypes or "
     kinds = "and objects" if not_dtypes else "dtypes, and objects"
@@ -349,7 +350,7 @@ class _Difference:
 
     @property
     def weight(self) -> tuple[bool, int]:
-        """How bad it is; (False, 0) if there is no difference."""
+        """How bad the difference is. (False, 0) if there is none."""
         return bool(self.error), self.count
 
     def measured(self, x: torch.Tensor, y: torch.Tensor) -> _Difference:
@@ -442,7 +443,7 @@ class _JointFindings:
         return cls(known, sizes, boxes, totals, [*others], compared, damaged)
 
     def of_tensor(self, name: str, *, is_shared: bool) -> Finding | None:
-        """How a tensor that both sides have differs; `is_shared`: the finding names the rank."""
+        """Report how a tensor that both sides have differs. With `is_shared`, the finding names the rank."""
         if name not in self.sizes:
             return Finding(_NOWHERE, name, kind="unchecked")
         if name in self.known:
@@ -471,7 +472,8 @@ class _JointFindings:
 
 @lru_cache(maxsize=1024)
 def _elements_in(boxes: tuple[Box, ...]) -> int:
-    """How many elements are in any of some boxes. Those of pipeline stages may overlap, as of tied embeddings."""
+    """Return how many elements are in any of some boxes. Those of pipeline stages may overlap, as
+    of tied embeddings."""
     sweep, count = Sweep(enumerate(boxes)), 0
     for place, box in enumerate(boxes):
         rest = [box]
@@ -579,7 +581,7 @@ class _SideNames(msgspec.Struct):
     """Bytes of each tensor."""
     objects: list[str]
     own: dict[str, list[int]]
-    """Of per-rank values, with the ranks."""
+    """Keys of per-rank values, with the ranks that have them."""
     foreign: list[str]
     """Tensors whose elements on this rank do not count: another rank's will overwrite them."""
 
@@ -678,7 +680,7 @@ class _Side:
 
 
 def _readable(side: _Side, read: Callable[[Any], Any], what: Any) -> Any:
-    """What `read` returns, or its error if that is damaged."""
+    """Return the result of `read`, or its error if it is damage."""
     try:
         with naming(side.checkpoint):
             return read(what)

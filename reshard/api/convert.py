@@ -141,14 +141,15 @@ def convert(
             canonical names, which may need `hints`.
         mapping: a `reshard.mapping.Mapping`, or a dict from new names to names in the source.
         onto: write the files that the ranks of this layout or topology would have written (native
-            and dcp). A topology can be in words, such as "fsdp=8", or the axes that the source records: see `plan`.
+            and dcp). A topology can be in words, such as "fsdp=8", or the axes that the source
+            records: see `plan`.
         select: globs of the new names to write. Globs that begin with `!` exclude names.
-        dtype: convert floating-point tensors of at least one dim to this dtype, such as "bfloat16" or
-            "bf16". Values out of its range become inf or, if it has no inf, NaN or its largest number. `overflowed`
-            counts them.
+        dtype: convert floating-point tensors of at least one dim to this dtype, such as "bfloat16"
+            or "bf16". Values out of its range become inf or, if it has no inf, NaN or its largest
+            number. `overflowed` counts them.
         normalized: convert to canonical names first: see `Checkpoint.normalized`. Plain objects
-            other than those of the model and the optimizer keep their keys, unless the key is that
-            of a file. `omitted` lists the others.
+            other than those of the model and the optimizer keep their keys, unless only the name of
+            a rank's file identifies them. `omitted` lists the others.
         model_only: write only the model's tensors. Their names are FQNs, without a prefix.
         hints: facts that canonical names need and the checkpoint lacks. Errors say which ones.
         max_shard_bytes: begin a new file at this size. Default: 5 GB. A larger tensor gets its own
@@ -160,9 +161,10 @@ def convert(
         process_group: with torch.distributed initialized, the ranks that share the work. All need
             access to the output.
         alone: this process converts by itself, even in a running job.
-        overwrite: replace an existing checkpoint of the same format at `target` once all new files are written.
-            "native", "dcp", and "torch_save" switch at once. Other formats have fixed file names and replace
-            one file after another: if this is interrupted, neither checkpoint opens until you convert again.
+        overwrite: replace an existing checkpoint of the same format at `target` once all new files
+            are written. "native", "dcp", and "torch_save" switch at once. Other formats have fixed
+            file names and replace one file after another: if this is interrupted, neither
+            checkpoint opens until you convert again.
             False: an existing one is an error. Files that torch.save did not write are never replaced.
         resume: continue an interrupted conversion with the same arguments.
         progress: show a progress bar if stderr is a terminal.
@@ -270,8 +272,8 @@ def _run(
     resume: bool,
     progress: bool,
 ) -> tuple[FormatWriter, tuple[str, ...], int, dict[str, int]]:
-    """Write all files and publish them. Return what was written, the files that an earlier try had finished, the
-    number of bytes that were not verified, and of elements out of range by key."""
+    """Write all files and publish them. Return what was written, the files that an earlier try had
+    finished, the number of bytes that were not verified, and of elements out of range by key."""
     with phase("agree"):
         digest = job.digest(state)
         group.agree(digest, "what is to be converted", error=CheckpointError)
@@ -388,10 +390,10 @@ def _check_vacant(
     refuse_first_step(job.target)
     if not job.writing.is_one_file and storage.url.endswith(FILE_SUFFIXES):
         _log.warning(BECOMES_FOLDER, storage.url)
-    if job.format == ALSO_CALLED["huggingface"] and (steps := run_in(names)):  # whose tools look at the top only
+    if job.format == ALSO_CALLED["huggingface"] and (steps := run_in(names)):  # Hugging Face tools look only at the top
         _log.warning(
-            "%s is the folder of a run with the steps %s, and becomes a checkpoint, too: reshard.open will ask which "
-            "is meant. Pass step=, or the path of the file that it names", storage.url, steps,
+            "%s is the folder of a run with the steps %s, and becomes a checkpoint, too, so its path is ambiguous. To "
+            "reshard.open, pass step=, or the path of the new file", storage.url, steps,
         )  # fmt: skip
     elif not job.writing.is_one_file:
         own = {file.name.partition("/")[0] for file in writer.files}  # Megatron's are steps of a run

@@ -320,8 +320,8 @@ class FileTasks:
         self._next_ask = time.monotonic() + _ASK_S
 
 
-# What of an interrupted conversion is done: one small record a file, in a folder of the target that
-# goes at the end.
+# The finished files of an interrupted conversion: one small record per file, in a folder of the
+# target that is deleted at the end.
 #
 # convert-<digest>/claim         who writes here: what a dead process left is removed, by others or by `prune`
 # convert-<digest>/job           the id of the job: equal jobs find each other by the digest
@@ -572,7 +572,7 @@ def _unpublished(storage: Storage, names: Collection[str], job_id: str) -> list[
     save_id = commit.save_id_of(job_id)
     data = storage.names(f"{commit.folder_of(save_id)}/")
     if data:
-        with suppress(CorruptCheckpointError, FormatError):  # a manifest that does not say what counts
+        with suppress(CorruptCheckpointError, FormatError):  # a damaged manifest: the generation that counts is unknown
             found += data if commit.published(storage) != save_id else []
     return found
 

@@ -235,7 +235,7 @@ def _pick(layouts: Mapping[str, TensorLayout], tensors: Mapping[str, Any]) -> St
 
 
 def _matched(fqn: str, local: Sequence[Any], parts: Sequence[Part]) -> list[tuple[Any, Part]]:
-    """Each part with the local tensor that it places: one tensor each, or one flat tensor for all of them."""
+    """Return each part with the local tensor that it places: one tensor each, or one flat tensor for all of them."""
     if len(local) == 1 and parts and all(part.flat_start is not None for part in parts):
         return [(local[0], part) for part in parts]
     if not parts and all(not tensor.numel() for tensor in local):

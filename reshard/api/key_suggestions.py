@@ -17,7 +17,7 @@ from reshard.live.wrappers import WRAPPER_SEGMENTS
 from reshard.state import NUMBERED
 
 _MOST_LINES = 20
-"""Of one section; more keys are listed by pattern."""
+"""Maximum number of lines of one section. If there are more keys, they are listed by pattern."""
 _MOST_OF_A_FRONT = 5
 """Keys with a first segment that the other side does not have; more of them take one line."""
 _MOST_GUESSES, _MOST_GLOBS, _MOST_RULES, _MOST_SIMILAR = 20, 3, 4, 8
@@ -36,7 +36,8 @@ class PrefixDifference(NamedTuple):
 
 
 def shifted(missing: Iterable[str], known: Iterable[str], nests: Collection[str] = ()) -> PrefixDifference | None:
-    """Return how missing keys match names that no target uses, if nine in ten differ by one prefix or level.
+    """Return how missing keys match names that no target uses, if nine in ten differ by one prefix
+    or level.
 
     `nests`: keys of containers, such as "optim". These match what the checkpoint has below "app.optim".
     """
@@ -120,7 +121,8 @@ def _are_most(found: Mapping[str, str], keys: list[str]) -> bool:
 def allowing(
     keys: Sequence[str], unexpected: Sequence[str], names: Iterable[str], root: Any, options: LoadOptions
 ) -> list[str]:
-    """The advice where keys are missing, with a glob for those of each top-level key unless there are too many.
+    """The advice where keys are missing, with a glob for those of each top-level key unless there
+    are too many.
 
     `names`: all that the checkpoint has. An optimizer in `root` lacks the state of the same parameters.
     """
@@ -143,8 +145,8 @@ def allowing(
 
 
 def _renaming(missing: Iterable[str], unexpected: Sequence[str], names: Iterable[str]) -> str:
-    """Say which mapping finds all missing keys, if the checkpoint has other names for a few levels, such as "layers"
-    for "blocks", and no other name of it begins so; else nothing."""
+    """Say which mapping finds all missing keys, if the checkpoint has other names for a few levels,
+    such as "layers" for "blocks", and no other name of it begins so; else nothing."""
     there: dict[tuple[str, str], list[str]] = {}
     for name in without_optimizers(unexpected):
         for front, level, rest in _levels(name):
@@ -182,7 +184,7 @@ def _counterpart(level: str, others: list[str]) -> list[str]:
 
 
 def _levels(key: str) -> Iterator[tuple[str, str, str]]:
-    """What is before a level that is no number, the level, and what is below it."""
+    """Yield what is before a level that is no number, the level, and what is below it."""
     parts = key.split(".")
     for at, level in enumerate(parts[:-1]):
         if not level.isdigit():
@@ -326,8 +328,8 @@ def _by_front(keys: Mapping[str, str], there: Collection[str]) -> tuple[list[str
 
 
 def _by_pattern(keys: Mapping[str, str]) -> list[str]:
-    """Keys that differ only in numbers, with the same text after a colon, as one line; if there are too many
-    patterns, by their common beginnings."""
+    """Keys that differ only in numbers, with the same text after a colon, as one line; if there are
+    too many patterns, by their common beginnings."""
     plain = re.compile(r"(?<![A-Za-z])\d+(?![A-Za-z])")
     split = ((key, key.partition(": "), where) for key, where in keys.items())
     patterns = grouped(((plain.sub("*", name), colon + text + where), key) for key, (name, colon, text), where in split)

@@ -235,7 +235,7 @@ class _Load:
             among = options.read_once if self.group.world_size > 1 and not options.dry_run else "rank"
             shared = self._share() if among == "job" else None
             space = Workspace.of(options.memory_budget_bytes, options.threads, mismatches.sharers)
-            # two pieces for each thread: one is read while the other goes to a device
+            # two pieces per thread: one is read while the other is copied to a device
             uploads = Uploads(2 * space.threads, space.piece_bytes // 2)
             plan = plan_rank(match, self.group.job_rank, dry_run=options.dry_run, uploads=uploads, shared=shared)
             uploads.begin()
@@ -451,7 +451,7 @@ def own_values(
     for key, name in names.items():
         # mostly one is asked for
         values, wrapper = LazyMapping({of: partial(_value, saved[name], of) for of in saved[name]}), targets[key]
-        # who loads alone in a job of as many ranks as saved is still the rank that it was
+        # a rank that loads alone, in a job of the same number of ranks as saved, keeps its own values
         is_same = group.world_size == 1 and job_size in (len(values), saved_size)
         world = job_size if is_same else group.world_size
         value = restore_types(wrapper.choose(key, values, group.job_rank, world, saved_size), wrapper.value)

@@ -65,7 +65,7 @@ _log = logging.getLogger("reshard")
 
 
 class KeyMatch:
-    """What is filled from what, and what is not. Made by `match_keys`."""
+    """Which targets are filled from which tensors and objects, and which are not. Made by `match_keys`."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class KeyMatch:
         self.replaced: dict[str, tuple[str, str]] = {}
         """Key of the target -> dtypes of the checkpoint and of the target, which takes the former."""
         self.changed_classes: dict[str, tuple[str, str]] = {}
-        """Key of a tensor or plain value -> the class that was saved there, and that of what is or will be in its
-        place."""
+        """Key of a tensor or plain value -> the class that was saved there, and that of what is or
+        will be in its place."""
         contents = checkpoint.contents
         self.names = [*contents.tensors, *contents.objects, *contents.per_rank]
         """Everything that the checkpoint has."""
@@ -317,7 +317,7 @@ class KeyMatch:
                     self.dropped.append(below)
         elif isinstance(live, list | tuple) and isinstance(value, list | tuple):
             for number, (item, other) in enumerate(zip(live, value)):
-                if type(item) is not int or type(other) is not int:  # of which there can be millions
+                if type(item) is not int or type(other) is not int:  # there can be millions of these
                     self._note(f"{key}.{number}", item, other)
             return
         kinds: Any = (type(live), type(value), Number, Mapping)
@@ -329,8 +329,8 @@ class KeyMatch:
             self.changed_classes[key] = str(value.dtype), str(live.dtype)
 
     def _takes(self, key: str, live: OwnState, made: Any, place: KeyPath) -> bool:
-        """Return False if settings are missing: then the object keeps its state. Those that only the checkpoint has are
-        unexpected."""
+        """Return False if settings are missing: then the object keeps its state. Those that only
+        the checkpoint has are unexpected."""
         path, (lost, found) = self.targets.paths[key], live.compare(made)
         self.missing += sorted(key_of((*path, *rest)) for rest in lost)
         self.used.difference_update(*(self.below.names.get((*place, *rest), ()) for rest in found))
@@ -426,8 +426,8 @@ def _is_empty(nest: Any) -> bool:
 
 
 def _as_nested(value: Any, live: Any, keys_are_text: bool) -> Any:
-    """The saved value with what its format does not record, as it is in the live one: dicts that are empty, and, if
-    all keys are recorded as text, which keys are ints."""
+    """The saved value with what its format does not record, as it is in the live one: dicts that
+    are empty, and, if all keys are recorded as text, which keys are ints."""
     if type(value) is list and isinstance(live, list):
         if keys_are_text and _is_empty(live[len(value) :]):
             value = [*value, *copy_containers(live[len(value) :])]
@@ -465,8 +465,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float, complex))
 
 
-# What becomes of keys that do not belong together, on all ranks; and whether the caller
-# allows it.
+# What happens to keys that do not match, on all ranks, and whether the caller allows it.
 
 
 _MOST_LEFT_OUT = 6
@@ -489,7 +488,7 @@ _BY_NAME = (
 
 
 class KeyNotes(NamedTuple):
-    """What was found out about keys that do not belong together, and is no error."""
+    """Notes about keys that do not match but are no error."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -501,8 +500,8 @@ class _MismatchVote(msgspec.Struct, frozen=True, array_like=True):
     """What each rank sends about its matches."""
 
     used: dict[bytes, bytes]
-    """A bit for each name of the checkpoint, compressed, by a digest of what they load from: who loads from something
-    else has no say about its names."""
+    """A bit for each name of the checkpoint, compressed, by a digest of what they load from: who
+    loads from something else has no say about its names."""
     saves: list[tuple[str, str]]
     """A path, or ranks that share tensors, and the save that was opened."""
     fits: bool
@@ -523,7 +522,7 @@ class _MismatchVote(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Mismatches:
-    """What does not fit on any rank."""
+    """The mismatches of all ranks."""
 
     used: frozenset[str]
     """The names that the target of any rank has."""
@@ -540,8 +539,9 @@ class Mismatches:
     def raise_on_mismatch(self, match: KeyMatch, options: LoadOptions, group: Group) -> KeyNotes:
         """The keys that do not belong together, if strictness allows them all; a dry run only reports.
 
-        Raises KeyMismatchError, on every rank where all load from the same, with every key of any rank that strictness
-        does not allow to be missing, unexpected or mismatched. Then also what the checks of objects raise.
+        Raises KeyMismatchError, on every rank where all load from the same, with every key of any
+        rank that strictness does not allow to be missing, unexpected or mismatched. Then also what
+        the checks of objects raise.
         """
         globs = match.checkpoint.contents.subset  # it ought to have all keys, unless it was declared a subset
         excluded = set()
@@ -591,7 +591,7 @@ class Mismatches:
         lines, what = [], [f"  no key matches strict={glob!r}" for glob in idle]
         if match.checkpoint.format == "normalized":
             what += [f"  canonical names begin with 'model' and 'optim'; {text}" for text in match.checkpoint.warnings]
-        # what has found its counterpart is no guess for another
+        # a key that has a counterpart is not suggested for another
         known = [name for name in (*match.names, *match.checkpoint.aliases) if name not in self.used]
         where = _on_ranks(missing, group)
         of_another_kind = {key: where.pop(key) + self.kinds[key] for key in [*where] if key in self.kinds}
@@ -676,8 +676,8 @@ def _as_call(fix: str, root: Any, *, is_subset: bool) -> str:
 
 
 def _by_integer_ids(match: KeyMatch, missing: dict[str, str], unexpected: list[str]) -> tuple[str, str] | None:
-    """What to say, and to do, where an optimizer's state was saved by numbers of parameters, and
-    the target has none of these. Its keys are removed from what is missing and unexpected."""
+    """Return message and fix if an optimizer's state was saved by parameter numbers, and the target
+    has none of these. Its keys are removed from what is missing and unexpected."""
     targets, checkpoint = match.targets, match.checkpoint
     numbered = next(filter(NUMBERED.fullmatch, unexpected), None)
     own = [key for key in targets.paths if is_of_optimizer(key, targets.live(key))]
@@ -696,14 +696,15 @@ def _by_integer_ids(match: KeyMatch, missing: dict[str, str], unexpected: list[s
 
 
 def gather_mismatches(match: KeyMatch, group: Group) -> Mismatches:
-    """Collective: what fits on no rank, and what does not fit on some. Targets whose layout one rank alone cannot
-    determine know it from now on.
+    """Collective: what fits on no rank, and what does not fit on some. Targets whose layout one
+    rank alone cannot determine know it from now on.
 
     A bit for each name of the checkpoint travels, compressed, and only where something does
     not fit, what that is.
 
-    Raises CheckpointError, on every rank, if ranks have opened different saves at one path, or for tensors that they
-    share; LayoutError if not even all ranks together can determine the layout of a tensor.
+    Raises CheckpointError, on every rank, if ranks have opened different saves at one path, or for
+    tensors that they share; LayoutError if not even all ranks together can determine the layout of
+    a tensor.
     """
     kinds = _kinds(match) if match.missing else {}
     if group.world_size == 1:
@@ -769,13 +770,13 @@ def _saves_of(checkpoint: Checkpoint, forms: Iterable[Form]) -> list[tuple[str, 
 
 
 def _on_ranks(keys: Mapping[str, list[int]], group: Group) -> dict[str, str]:
-    """Each key, and on which ranks it is, where it is not on all."""
+    """Return each key with its ranks, unless all ranks have it."""
     return {key: "" if len(ranks) == group.world_size else f"   ({format_ranks(ranks)})" for key, ranks in keys.items()}
 
 
 def _kinds(match: KeyMatch) -> dict[str, str]:
-    """Keys that this rank misses though the checkpoint has their names, for something of another kind: what it is, and
-    what the target has, in words."""
+    """Keys that this rank misses though the checkpoint has their names, for something of another
+    kind: what it is, and what the target has, in words."""
     checkpoint, targets = match.checkpoint, match.targets
     contents, out = checkpoint.contents, {}
     for key in match.missing:

@@ -23,12 +23,12 @@ if TYPE_CHECKING:  # imported by calls that map, or transfer
     from reshard.mapping import Mapping as StateMapping
 
 Mode = Literal["strict", "subset", "partial"]
-"""Which keys only one side may have: none; the checkpoint may have more; both may."""
+"""Which keys may be on one side only: none, those of the checkpoint, or those of either side."""
 DtypePolicy = Literal["error", "cast", "saved"]
 ReadOnce = Literal["job", "host", "rank"]
 """Among whom no byte is read twice."""
 _OWN = frozenset({"mapping", "check", "threads", "memory_budget_bytes", "progress", "wording"})
-"""What each rank may choose for itself."""
+"""The options that each rank may choose for itself."""
 
 
 RENAMES = "mapping= renames keys"
@@ -36,7 +36,7 @@ RENAMES = "mapping= renames keys"
 
 @dataclass(frozen=True)
 class Wording:
-    """What a refusal calls what does not fit, and what it advises: callers of other faces have other arguments."""
+    """The words and fixes of errors about mismatches, which depend on the API that was called."""
 
     missing: str = "missing from the checkpoint"
     mismatched: str = "mismatched"
@@ -56,13 +56,13 @@ class _SharedOptions:
     """Options of a call of many ranks."""
 
     def shared(self) -> dict[str, object]:
-        """Those that must be equal on all ranks."""
+        """The options that must be equal on all ranks."""
         return {name: value for name, value in vars(self).items() if name not in _OWN}
 
 
 @dataclass(frozen=True)
 class LoadOptions(_SharedOptions):
-    """What the caller of `load` chose; see there. Raises OptionError for values that are not allowed."""
+    """The options of `load`: see there. Raises OptionError for values that are not allowed."""
 
     strict: bool | Mode | Mapping[str, Mode] = True
     dtype_policy: DtypePolicy = "error"
@@ -74,8 +74,8 @@ class LoadOptions(_SharedOptions):
     memory_budget_bytes: int | None = None
     progress: bool = False
     entry_by_entry: bool = False
-    """Match every entry of a dict for itself, as torch.distributed.checkpoint does; else a dict without tensors is
-    replaced whole."""
+    """Match every entry of a dict for itself, as torch.distributed.checkpoint does; else a dict
+    without tensors is replaced whole."""
     wording: Wording = Wording()
 
     def __post_init__(self) -> None:
@@ -137,7 +137,7 @@ def _check_choice(what: str, value: object, known: tuple[str, ...], others: str 
 
 
 class SaveKeywords(TypedDict, total=False):
-    """What `save` and `async_save` take by name, as type checkers see it."""
+    """The keyword arguments of `save` and `async_save`, for type checkers."""
 
     select: str | Iterable[str] | None
     check_replicas: bool
@@ -152,7 +152,7 @@ class SaveKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class SaveOptions(_SharedOptions):
-    """What the caller of `save` chose; see there. Raises OptionError for values that are not allowed."""
+    """The options of `save`: see there. Raises OptionError for values that are not allowed."""
 
     select: str | Iterable[str] | None = None
     check_replicas: bool = True
@@ -180,8 +180,8 @@ class SaveOptions(_SharedOptions):
 
 
 class TransferOptions(TypedDict, total=False):
-    """The keyword arguments of `prepare`, `redistribute`, and `verify_live`. The same on every rank, except for
-    layouts."""
+    """The keyword arguments of `prepare`, `redistribute`, and `verify_live`. The same on every
+    rank, except for layouts."""
 
     mapping: Mapping[str, str] | StateMapping
     views: Iterable[View]
@@ -211,7 +211,7 @@ DEFAULTS = TransferOptions(
 )
 """The defaults."""
 _TRANSFER_OWN = ("views", "source_layouts", "target_layouts", "timeout")
-"""What ranks may choose each for itself, or is compared in another form."""
+"""Options that may differ between ranks, or that are compared in another form."""
 
 
 def complete(given: TransferOptions) -> TransferOptions:

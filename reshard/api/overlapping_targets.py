@@ -60,7 +60,7 @@ def refuse_overlaps(tensors: Iterable[LiveTensor]) -> None:
 
 
 def _reach(key: str, local: torch.Tensor) -> int:
-    """From the first to behind the last element in memory, counted in elements."""
+    """The range in memory from the first element to one past the last, in elements."""
     reach = 0  # of the elements along the dims of smaller strides
     for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
         if size > 1 and stride <= reach:

@@ -77,7 +77,7 @@ def plan(
 
 
 def _no_source(given: Any) -> str:
-    """What was given in place of a source, and what to pass."""
+    """Return the type of a wrong source, and what to pass instead."""
     if isinstance(given, Mapping) and not hasattr(given, "_INSTEAD"):
         return f"{type(given).__name__}: pass the layout of the state, reshard.layout_of(state)"
     if isinstance(given, str | Topology):
@@ -87,7 +87,7 @@ def _no_source(given: Any) -> str:
 
 
 def unsharded_text(axis: str, fqns: Sequence[str]) -> str:
-    """What an axis that shards no tensor does with these."""
+    """Return a text about tensors that an axis does not shard."""
     return f"axis {axis!r} shards no tensor: all ranks along it hold all of {format_some(fqns, 3)}"
 
 
@@ -115,8 +115,8 @@ def is_layout_file(path: AnyPath) -> bool:
 def read_layout_file(path: AnyPath, rules: Mapping[str, str] | None = None) -> StateLayout | Topology:
     """Read the layout of a `.json` file, the target layout of a plan, or a topology in a text file.
 
-    Raises FormatError for JSON with other contents, PlanError for text that is not a topology, and StorageError for a
-    file that cannot be read.
+    Raises FormatError for JSON with other contents, PlanError for text that is not a topology, and
+    StorageError for a file that cannot be read.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")

@@ -104,9 +104,9 @@ class Prepared:
         self._planned = found is None
         self._first = True
         self._before: list[Span] = []
-        """What it took to prepare, until the first run has reported it."""
+        """The phases of `prepare`, until the first run has reported them."""
         self._crossed = 0
-        """Bytes of the last run, of all ranks, where only differences cross."""
+        """Bytes that all ranks sent in the last run, with `delta`."""
         with phase("plan"):
             if found is None:
                 found = _cache[key] = plan_steps(
@@ -126,8 +126,8 @@ class Prepared:
 
     @property
     def plans(self) -> tuple[TransferPlan, ...]:
-        """Which rank sends what to which rank, for the whole job. There is a second plan if receivers send parts to
-        each other."""
+        """Which rank sends what to which rank, for the whole job. There is a second plan if
+        receivers send parts to each other."""
         return self._steps.plans
 
     @property
@@ -250,7 +250,7 @@ class Prepared:
         refuse_shared_memory(pairing, self._source.state.tensors, self._target.state.tensors)
         self._ties_checked()
         memory = TransferMemory(self._steps, self._source.state, self._target.state, rank)
-        for name in pairing.transfers:  # also what this rank neither sends nor gets must be as its layout says
+        for name in pairing.transfers:  # tensors that are neither sent nor received must match their layouts, too
             memory.given(name)
             memory.wanted(name)
         wires = {
@@ -307,7 +307,7 @@ class Prepared:
                 raise LayoutError(f"the source {transfer.source!r} is a meta tensor, without values: fill it first")
 
     def _places(self) -> list[tuple[Any, ...]]:
-        """Return where all local tensors are, and how they are seen: equal as long as none got other memory."""
+        """Return address, dtype, and shape of all local tensors. Equal as long as no tensor got new memory."""
         return [(t.data_ptr(), t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg()) for t in self._tensors()]
 
     def _tensors(self) -> Iterator[torch.Tensor]:
@@ -443,8 +443,8 @@ def verify_live(
     """Compare every target tensor with its source, bit by bit, by fingerprints. Layouts may
     differ.
 
-    Collective. Arguments are those of `prepare`. Every rank fingerprints its own shards,
-    and sends and receives about 60 bytes per tensor. If dtypes differ, the source is first converted to the
+    Collective. Arguments are those of `prepare`. Every rank fingerprints its own shards, and sends
+    and receives about 60 bytes per tensor. If dtypes differ, the source is first converted to the
     target's dtype. All NaNs then count as equal, because torch's conversion can give the same NaN
     different bits.
 
@@ -536,10 +536,9 @@ def _taken(pairing: TensorMatches, key: str, mine: TransferSide, rank: int) -> I
 
 
 def _one_nan(elements: torch.Tensor) -> torch.Tensor:
-    """The same with one NaN for all; of complex numbers in both parts. The tensor itself if there
-    is none.
-
-    torch converts in vectors and what is left one by one, which make different NaNs of the same.
+    """Return the tensor with all NaNs replaced by one, also in both parts of complex numbers.
+    Returns the tensor itself if it has none. torch converts most elements in vectors and the rest
+    one by one, and the two can give the same NaN different bits.
     """
     if elements.is_complex():
         parts = torch.view_as_real(elements.resolve_conj())

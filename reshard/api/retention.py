@@ -114,7 +114,7 @@ class Step:
     format: str | None
     """Its format. None if it cannot be opened."""
     nbytes: int
-    """Size of its tensors, if it is known."""
+    """Size of its tensors in bytes. 0 if it cannot be opened."""
     problem: str | None
     """Why `reshard.open` of the run skips it, or None. Either names and sizes of its files show that it
     is not complete, or the run went back to an earlier step."""
@@ -292,7 +292,7 @@ class RemoveWork:
 
 
 def _remove_in(folder: str, place: str) -> None:
-    with suppress(CheckpointError):  # a broken one, whose manifest does not say what counts
+    with suppress(CheckpointError):  # a broken one: its manifest does not say which generation counts
         remove_dead(open_storage(path_below(folder, place)))
 
 
@@ -328,9 +328,8 @@ def remove_checkpoints(
 
 
 def _unlinked(folder: AnyPath, paths: Iterable[str]) -> list[str]:
-    """Those of the checkpoints directly below `folder` to which, or into which, no link in it leads.
-
-    Neither are they links, whose targets need not be of this run.
+    """Return the checkpoints directly below `folder` that are not links, and to which, or into
+    which, no link in it leads. The target of a link may belong to another run.
     """
     if (local := local_path(folder)) is None or not os.path.isdir(local):
         return [*paths]
@@ -426,8 +425,8 @@ def published(folder: AnyPath, seen: Seen | None = None, tries: int = 3) -> list
 
 
 def files_of(path: str) -> object:
-    """All that decides whether a checkpoint is complete: its manifest, by a digest, and names and
-    sizes of its files. None if it has no manifest that can be read."""
+    """Return what decides whether a checkpoint is complete: a digest of its manifest, and names and
+    sizes of its files. None if no manifest can be read."""
     storage = open_storage(path)
     with suppress(CheckpointError):
         return xxhash.xxh3_128_digest(storage.read(MANIFEST)), storage.list()

@@ -360,7 +360,7 @@ removes its own files."""
 def _remove_together(group: Group, generation: Generation) -> None:
     """Collective: of what the save, which is published, has replaced, each rank removes its own files."""
     try:
-        group.barrier()  # the manifest names what replaces it
+        group.barrier()  # the manifest names the files that replace it
         generation.remove_replaced(group.job_rank)
         group.barrier()
     except BaseException:
@@ -406,7 +406,7 @@ _kept: OrderedDict[bytes, CachedPlan] = OrderedDict()
 
 @dataclass(frozen=True)
 class CachedPlan:
-    """What is kept of an earlier save. It contains no tensor and no value."""
+    """The plan that is kept of an earlier save. It contains no tensor and no value."""
 
     told: bytes
     """A digest of the descriptions of all ranks. If it is the same, so are all other fields."""
@@ -531,7 +531,7 @@ def agreed_plan(
     """
     with phase("plan"):
         holdings = save_job.holdings_of(state_dict, options, group)
-        # all that a plan depends on, as far as this rank knows
+        # everything that a plan depends on, as far as this rank knows
         chosen = (options.globs, options.divide_above_bytes)
         depends = (holdings.description, group.rank, list(group.ranks), chosen)
         key = hashlib.sha256(msgspec.msgpack.encode(depends)).digest()

@@ -188,7 +188,7 @@ _HEAD_BYTES = 256
 
 
 class Choice(NamedTuple):
-    """What the first rank has found."""
+    """What the first rank found in the folder."""
 
     folder: str = ""
     """Name of the earlier checkpoint's folder beside the new one; empty for the one that the save

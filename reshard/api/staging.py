@@ -35,7 +35,7 @@ def _new_memory(nbytes: int) -> torch.Tensor:
 
 
 _common = HostMemory(_new_memory)
-"""For tensors that are on the host already."""
+"""Memory for copies of tensors that are already on the host."""
 
 
 def _nothing() -> None:
@@ -85,7 +85,7 @@ class ToWrite:
         return out
 
     def summed_up(self) -> ToWrite:
-        """The same, all of it summed up already."""
+        """Return the same entries with all fingerprints computed."""
         return replace(self, prints=self.sum_up(), summed=frozenset(range(len(self.entries))))
 
 
@@ -137,7 +137,7 @@ def _to_host(entries: Sequence[Entry], *, fingerprints: bool) -> ToWrite:
         rest = {i: _copied(entry.tensor) for i, entry in enumerate(entries) if i not in copies}
         prints = ToWrite(sent, lanes, beside).sum_up() if fingerprints else {}
     finally:
-        lanes.wait()  # also where that failed: the memory may be another save's from here on
+        lanes.wait()  # also after a failure: from here on, another save may use the memory
 
     def release() -> None:
         _host.give(blocks)

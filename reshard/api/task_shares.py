@@ -26,8 +26,8 @@ Share = tuple[tuple[str, Box], ...]
 
 
 def shares(boxes: Iterable[tuple[str, Box, int]]) -> Iterator[Share]:
-    """All elements of boxes of tensors, given by name, box and bytes of an element, in order: of large ones parts,
-    row-major, of small ones many together."""
+    """Yield all elements of boxes, given by name, box, and bytes per element, in order. Large boxes
+    are divided in row-major order, and small ones are joined."""
     share: list[tuple[str, Box]] = []
     room = SHARE_BYTES
     for name, outer, itemsize in boxes:
@@ -83,7 +83,7 @@ def absolute(path: Any) -> Any:
 
 
 def is_about(text: str, url: str) -> bool:
-    """Whether an error begins with a checkpoint, or a file of it."""
+    """Return whether an error begins with a checkpoint, or a file of it."""
     roots = [root.rstrip("/") for root in (url, absolute(url), local_path(url) or url)]
     return text.startswith(tuple(root + end for root in roots for end in "/:"))
 

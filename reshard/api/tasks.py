@@ -59,7 +59,7 @@ _VERSION = "reshard:__version__"
 
 
 class Work(Protocol[T_in, R_out]):
-    """What all tasks have in common. Picklable."""
+    """What all tasks share. Picklable."""
 
     def begin(self) -> Callable[[T_in], R_out]:
         """Open what the tasks need, in the process and thread that will do them.
@@ -72,7 +72,7 @@ class Work(Protocol[T_in, R_out]):
 class _Order:
     version: str
     key: str
-    """Of this run alone: engines such as Dask know the answers to calls that are equal."""
+    """Unique for each run: engines such as Dask reuse the results of equal calls."""
     work: bytes
     task: Any = None
     tries: int = 0
@@ -102,7 +102,7 @@ def _begin(order: _Order) -> Callable[[Any], Any]:
             "everywhere"
         )
     try:
-        work: Work[Any, Any] = pickle.loads(order.work)  # from the driver, which may run what it likes here
+        work: Work[Any, Any] = pickle.loads(order.work)  # from the driver, which is trusted to run code here
     except (AttributeError, ImportError) as error:
         raise CheckpointError(
             f"the work cannot be unpickled: {error}: define it in a module that workers can import"
@@ -154,8 +154,8 @@ def run_tasks(
     here: Callable[[T], R] | None = None,
     on_stop: Callable[[], object] = lambda: None,
 ) -> None:
-    """Run all tasks, by the executor or, if `needed` finds it useless, one after another in this process. Call
-    `on_done` for each.
+    """Run all tasks, by the executor or, if `needed` finds it useless, one after another in this
+    process. Call `on_done` for each.
 
     Args:
         work: None where there is no executor, and something that does a task `here`, in this process.
@@ -170,7 +170,7 @@ def run_tasks(
         hand = here if here is not None else work.begin()  # type: ignore[union-attr]
         for number, task in enumerate(waiting):
             if number:
-                gc.collect(1)  # what the task before left behind, where the caller has paused collection
+                gc.collect(1)  # garbage of the previous task, if the caller paused collection
             on_done(task, hand(task))
     elif waiting:
         driver = _Driver(executor, _packed(work), waiting)
@@ -219,7 +219,7 @@ class _Driver:
         self._thread = threading.Thread(target=self._drive, name="reshard-tasks", daemon=True)
 
     def results(self) -> Iterator[tuple[Any, Any]]:
-        """Each task with its result, in the order in which they end. Raises as `_meet` and `_run` do."""
+        """Yield each task with its result, in the order in which they end. Raises as `_meet` and `_run` do."""
         self._thread.start()
         while (found := self._results.get()) is not None:
             if isinstance(found, BaseException):
@@ -240,7 +240,8 @@ class _Driver:
         self._cancel()
 
     def _meet(self) -> None:
-        """Raises CheckpointError unless all workers that answer have this version, and see what the driver sees.
+        """Raises CheckpointError unless all workers that answer have this version, and see what the
+        driver sees.
 
         Who does not answer is asked again before a first task, by `_begin`.
         """
@@ -368,7 +369,8 @@ def _answer_of(future: Future[Any]) -> Any:
 
 
 def _is_of_import(error: BaseException) -> bool:
-    """Whether a worker lacks what it was asked for: engines keep the kind, or put it into words."""
+    """Return whether an error says that a worker lacks a module. Engines keep the class of the
+    error or only its text."""
     return isinstance(error, ImportError | AttributeError) or "ModuleNotFoundError" in str(error)
 
 

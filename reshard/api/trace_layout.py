@@ -78,7 +78,7 @@ def trace_layout(build: Callable[[], Any], *, world_size: int, ranks: Iterable[i
 
 
 class _Trace:
-    """What each rank that was run has."""
+    """The tensors of each rank that was run."""
 
     def __init__(self, build: Callable[[], Any], world_size: int) -> None:
         self._build, self._world_size = build, world_size
@@ -128,7 +128,7 @@ class _Trace:
         first, *others = self._runs.values()
         plain = {fqn: one for fqn, one in first.tensors.items() if not one.forms}
         everywhere = {fqn: one for fqn, one in plain.items() if all(run.tensors.get(fqn) == one for run in others)}
-        if rest := set(range(self._world_size)) - told:  # what all that were run have plain, all ranks have
+        if rest := set(range(self._world_size)) - told:  # all ranks have what is plain on all that were run
             parties.append((Described(everywhere, []), sorted(rest)))
         return StateLayout(dict(join_layouts(parties)), self._world_size)
 

@@ -43,13 +43,13 @@ class TensorTransfer:
     """One tensor of the transfer plan: elements of one source that go to one target."""
 
     name: str
-    """In the plan."""
+    """The name in the plan."""
     target: str
     source: str
     before: TensorLayout
     """The layout of the source; the dtype is the one that is sent."""
     after: TensorLayout
-    """Which of its elements are wanted, and where."""
+    """The layout of the wanted elements."""
     turn: Dims | None
     """See `planners.geometry.views.Pulled`, as for `slots`."""
     slots: Mapping[int, tuple[TargetSlot, ...]] | None
@@ -60,9 +60,9 @@ class TensorMatches:
     """The tensor transfers of a job, and the tensors that have none. The same on every rank."""
 
     before: StateLayout
-    """Of all sources."""
+    """The layout of all sources."""
     after: StateLayout
-    """Of all targets."""
+    """The layout of all targets."""
     transfers: dict[str, TensorTransfer] = field(default_factory=dict)
     views: dict[str, View] = field(default_factory=dict)
     """The view that each target is of its sources: a rename, or what was given."""
@@ -101,7 +101,8 @@ class TensorMatches:
             tied_sources: the same of sources.
             views: target -> the view that it is of sources.
             mapping: target -> source, for names that differ.
-            left: what no target takes of all that a `reshard.mapping.Mapping` makes. None: sources that none takes.
+            left: what no target takes of all that a `reshard.mapping.Mapping` makes. None: sources
+                that none takes.
             joined: what is wrong with targets that would take one of several sources.
 
         Raises KeyMismatchError: lists all that is missing, unexpected or mismatched.
@@ -249,8 +250,8 @@ def _names(view: View) -> str:
 
 
 def _wire(dtype: str, target: TensorSpec) -> str:
-    """The dtype that is sent: the target's, so that senders convert and all copies have the same bits; or the
-    source's if that has fewer bytes."""
+    """The dtype that is sent: the target's, so that senders convert and all copies have the same
+    bits; or the source's if that has fewer bytes."""
     return target.dtype if target.itemsize <= TensorSpec("", (), dtype).itemsize else dtype
 
 
@@ -271,16 +272,16 @@ def _refuse(found: TensorMatches, mismatched: list[str], stray: list[str], stric
     raise KeyMismatchError("\n".join(["the target does not match the source:", *lines, *fix_lines(fixes)]))
 
 
-# How the ranks of a transfer come to know, and to agree on, what all of them hold and want.
+# How the ranks of a transfer learn, and agree on, what all of them hold and want.
 
 
 @dataclass(frozen=True)
 class TransferSide:
-    """What this rank sends, or wants."""
+    """The state that this rank sends, or wants."""
 
     state: Targets
     layouts: Mapping[str, TensorLayout]
-    """Of plain local tensors that do not carry their own layout."""
+    """Layouts of plain local tensors, which do not have one themselves."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any] | None, layouts: Mapping[str, TensorLayout]) -> TransferSide:
@@ -289,8 +290,8 @@ class TransferSide:
 
     @classmethod
     def read(cls, state: Mapping[str, Any] | None, layouts: Mapping[str, TensorLayout], group: Group) -> TransferSide:
-        """Like `of`, for a source, which may be an immutable mapping, without tensors that another rank will
-        overwrite."""
+        """Like `of`, for a source, which may be an immutable mapping, without tensors that another
+        rank will overwrite."""
         fixed = isinstance(state, Mapping) and not isinstance(state, MutableMapping)
         side = cls.of(dict(state) if fixed and state is not None else state, layouts)
         tensors = side.state.tensors
@@ -405,7 +406,8 @@ def agree(
     options: TransferOptions,
     group: Group,
 ) -> tuple[TransferSide, TransferSide, Agreed]:
-    """Collective: exchange what all ranks hold and want, by digests. Returns also both sides of this rank.
+    """Collective: exchange what all ranks hold and want, by digests. Returns also both sides of
+    this rank.
 
     Raises LayoutError, on every rank: ranks disagree about a layout or an option, or have no
     part at all.
@@ -476,8 +478,8 @@ def _devices(tensors: list[LiveTensor], group: Group) -> list[str]:
 
 
 def _common_device(found: list[tuple[_TransferDescription, Sequence[int]]]) -> str:
-    """Return the kind of device that messages are packed on: one that every rank can send from, if possible not the
-    CPU."""
+    """Return the kind of device that messages are packed on: one that every rank can send from, if
+    possible not the CPU."""
     everyone = [description.devices for description, _ in found]
     preferred = [devices[0] for devices in everyone if devices]
     for kind in sorted(set(preferred), key=lambda kind: kind == "cpu"):
@@ -516,8 +518,8 @@ class Values:
         return sorted(source & target), sorted(target - source), sorted(source - target)
 
     def check_places(self, strict: bool) -> None:
-        """Raises FormatError for a value of this rank's target that cannot be replaced where it is, and, if `strict`,
-        KeyMismatchError for own values that only one side has."""
+        """Raises FormatError for a value of this rank's target that cannot be replaced where it is,
+        and, if `strict`, KeyMismatchError for own values that only one side has."""
         own, missing, unexpected = self.own
         if strict and (missing or unexpected):
             raise KeyMismatchError(

@@ -36,11 +36,11 @@ _Parts = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class Steps:
-    """All of a transfer but its memory."""
+    """A transfer without its memory."""
 
     pairing: TensorMatches
     rounds: tuple[Schedule, ...]
-    """Of each step. After the first of two, receivers hold stripes of some transfers."""
+    """The rounds of each step. After the first of two steps, receivers hold stripes of some tensors."""
     works: tuple[RankWork, ...]
     """This rank's part in each step."""
     places: Mapping[str, tuple[HeldPlace, ...]]
@@ -144,7 +144,7 @@ def held_parts(tensor: LiveTensor | None, layout: TensorLayout, rank: int) -> It
 
 
 def _local(tensor: LiveTensor | None) -> _Parts:
-    """Its local tensors, read again: it may have been given other memory."""
+    """Return its local tensors, read again because it may have new memory."""
     return replace(tensor).local if tensor is not None else ()
 
 

@@ -164,14 +164,14 @@ def _verified(
 
 
 def _is_first_damaged(report: CompareReport) -> bool:
-    """Whether an error is about the first side. One side may be within the other."""
+    """Return whether an error is about the first side. One side may be within the other."""
     first, second = report.labels
     is_inner = is_about(f"{absolute(second)}/", first)
     return any(is_about(text, first) and not (is_inner and is_about(text, second)) for text in report.damaged.values())
 
 
 class DamageReport(Report):
-    """What `verify` found of a damaged checkpoint, or beside one that is damaged."""
+    """The report of `verify` if the checkpoint, or what it was compared with, is damaged."""
 
     __slots__ = ()
 
@@ -256,7 +256,7 @@ def _compared(
 
 
 def _metadata_checked(checkpoint: Checkpoint) -> bool:
-    """Whether all names, shapes, and objects have a checksum. Opening compares it unless `check` is off."""
+    """Return whether all names, shapes, and objects have a checksum. Opening compares it unless `check` is off."""
     native = checkpoint.contents.details(NativeFacts)
     if native is not None:
         return has_digest(native.storage)
@@ -306,7 +306,7 @@ class BlockWork:
 _FileRange = tuple[str, int, int]
 """Name, first byte, and one past the last."""
 _Problem = tuple[str, int, int]
-"""What is wrong, and with which bytes: 0 and 0 where that is not known."""
+"""The problem and its range of bytes, which is 0 and 0 if unknown."""
 
 
 class _Blocks:
@@ -361,10 +361,10 @@ def _block_findings(
 
 
 def _on_tensors(checkpoint: Checkpoint, problems: list[tuple[str, _Problem]]) -> Iterator[Finding]:
-    """Return the tensors of each changed part of a file: of several, those that no longer have their saved
-    fingerprints, if any."""
+    """Return the tensors of each changed part of a file: of several, those that no longer have
+    their saved fingerprints, if any."""
     checking = checkpoint.contents.checking
-    with checking.off():  # what was changed is read here to find out what it is
+    with checking.off():  # the changed bytes are read to find out what they are
         places = _places(checkpoint, {name for name, _ in problems})
         for name, (text, start, stop) in problems:
             inside: dict[str, Range] = {}
@@ -388,7 +388,7 @@ def _places(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, list[_F
         for chunk in tensor.stored.chunks:
             try:
                 source, window = chunk.source, chunk.window
-            except CheckpointError:  # the file is damaged where it says where its tensors are
+            except CheckpointError:  # the damage is in the part of the file that locates its tensors
                 continue
             if isinstance(source, FileSource) and source.name in names and not chunk.box.is_empty:
                 ranges = touched_ranges(window)
@@ -449,8 +449,8 @@ def _sums_or_errors(checkpoint: Checkpoint, summed: Collection[str], share: Shar
 def _read_findings(
     checkpoint: Checkpoint, opening: Opening | None, executor: Executor | None, step: Phase, unread: Collection[str]
 ) -> list[Finding]:
-    """Read every tensor, and compare its fingerprint with the saved one, if there is one. Files of the `unread` are
-    refused."""
+    """Read every tensor, and compare its fingerprint with the saved one, if there is one. Files of
+    the `unread` are refused."""
     prints = checkpoint.fingerprints or {}
     totals, wrong = dict.fromkeys(checkpoint, Partial()), dict[str, str]()
 

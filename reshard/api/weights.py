@@ -50,9 +50,9 @@ class ChangedElements(NamedTuple):
     name: str
     shape: Shape
     positions: torch.Tensor | None
-    """In the flattened tensor, ascending, as int64; None if all elements are given."""
+    """Positions in the flattened tensor, ascending, as int64. None if `values` has all elements."""
     values: torch.Tensor
-    """One dim, in the dtype of the tensor."""
+    """The new values, as a 1-D tensor of the same dtype."""
 
     @property
     def numel(self) -> int:
@@ -66,9 +66,9 @@ class WeightBucket:
 
     places: tuple[WeightPlace, ...]
     flat: torch.Tensor
-    """One dim of uint8."""
+    """The buffer, as a 1-D tensor of uint8."""
     before: torch.Tensor | None = None
-    """The values of these tensors in the last pass, on the CPU; None if it had none of them."""
+    """The values of these tensors in the last pass, on the CPU. None if there was no such pass."""
 
     @classmethod
     def empty(cls, places: tuple[WeightPlace, ...], device: torch.device | str) -> WeightBucket:
@@ -190,11 +190,10 @@ class WeightSource:
                 infinite or NaN. No report counts them.
             bucket_bytes: maximum size of a bucket. A larger tensor gets its own bucket.
             all_ranks: give all buckets to every rank, not only to the first rank of the group.
-            layouts: a function from a tensor's spec to its layout over the ranks. All ranks then get
-                buckets, each with its own shards.
-                A flat range or several boxes come as one flat tensor.
-                A rank that is not in the layout gets an empty one.
-                If the function returns None, each rank gets the full tensor.
+            layouts: a function from a tensor's spec to its layout over the ranks. All ranks then
+                get buckets, each with its own shards. A shard that is a flat range or several boxes
+                comes as one flat tensor. A rank that is not in the layout gets an empty tensor. If
+                the function returns None, each rank gets the full tensor.
             delta: keep a copy of each pass in host memory on the ranks that get buckets. Later passes
                 yield only tensors that changed. `WeightBucket.changes` lists the elements.
             process_group: the ranks of the trainer. Default: the default group.
@@ -207,7 +206,7 @@ class WeightSource:
         group = Group(process_group, deadline_s=timeout)
         self._job_rank = group.job_rank
         self.rank = group.rank
-        """This rank's place in `process_group`; the first one gets the buckets."""
+        """This rank's number in `process_group`. By default, only rank 0 gets buckets."""
         with group.together("weights"):
             _check_options(state, bucket_bytes, dtype)
             self._live = take_apart(state)
@@ -219,7 +218,7 @@ class WeightSource:
             given = {name: layouts(spec) for name, spec in specs.items()} if layouts else {}
             self._layouts = {name: layout for name, layout in given.items() if layout is not None}
         self.specs = specs
-        """Name, shape, and dtype of each tensor that is given; the same on every rank."""
+        """Name, shape, and dtype of each tensor that a pass yields. The same on every rank."""
         self._process_group, self._bucket_bytes, self._timeout = process_group, bucket_bytes, timeout
         self.all_ranks, self.delta = all_ranks, delta
         self._is_mine = all_ranks or layouts is not None or group.rank == 0

@@ -27,7 +27,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if "--traceback" in sys.argv:
             sys.excepthook(*sys.exc_info())
-        missing = f"{error.name}".partition(".")[0]  # an older torch lacks parts of what we use
+        missing = f"{error.name}".partition(".")[0]  # an older torch may lack parts that are used here
         message = f"this command needs {missing}: pip install {_NEEDED.get(missing, missing)}"
         if "--json" in sys.argv:  # as in reshard.cli.app, which may be what cannot be imported
             print(json.dumps({"ok": False, "error": {"kind": "ModuleNotFoundError", "message": message}}, indent=2))

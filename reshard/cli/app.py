@@ -250,7 +250,7 @@ def run(arguments: list[str] | None = None) -> None:
 
 
 def _no_option(error: Any) -> str:
-    """What to say of an unknown option: typer would suggest --help, whose letters many words have."""
+    """Return what to say of an unknown option: typer would suggest --help, whose letters many words have."""
     known = [name for param in error.ctx.command.params if not getattr(param, "hidden", True) for name in param.opts]
     meant = did_you_mean(error.option_name.lstrip("-"), [name.lstrip("-") for name in known])
     return f"no such option: {error.option_name}" + meant.replace(" '", " '--")
@@ -300,7 +300,7 @@ def in_a_pipeline() -> Iterator[None]:
     for stream in before:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="plain signs")
-    # a stream that is closed is None; what is opened in its place also keeps its number from other files
+    # a closed stream is None; opening another one in its place keeps other files from getting its number
     sys.stdout, sys.stderr = (
         _Stream(stream or open(os.devnull, "w", errors="ignore"))  # noqa: SIM115  for as long as the process
         for stream in before

@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 _MOST_BYTES = 64 << 20
-"""Of metadata that is read for names: more would keep a shell waiting."""
+"""Most bytes of metadata that are read for completion. Larger metadata would make the shell wait."""
 
 
 def one_of(*words: str) -> Callable[[str], list[str]]:
@@ -49,7 +49,7 @@ def tensor_names(ctx: typer.Context, incomplete: str) -> list[str]:
     import reshard
     from reshard.errors import ReshardError
 
-    words = [*ctx.params.values(), *ctx.args]  # what is typed so far may not parse, and then has no parameters
+    words = [*ctx.params.values(), *ctx.args]  # an unfinished command may not parse, and then has no parameters
     given = next((word for word in words if isinstance(word, str) and word and Path(word).exists()), None)
     if given is None:
         return []

@@ -86,9 +86,9 @@ class Change:
     """Tensors whose every bit is as before."""
     tensors: int
     loss_loaded: float
-    """On text that is held back, as loaded."""
+    """The loss on held-back text, right after the load."""
     loss_after: float
-    """The same, after training on."""
+    """The loss on held-back text, after more training."""
     load_s: float
 
     @property
@@ -214,13 +214,13 @@ class RankResult:
     """What a rank reports at the end of a job."""
 
     report: Any
-    """Of its save or its load."""
+    """The report of the rank's save or load."""
     digests: dict[str, str]
-    """Of every tensor, gathered, as saved or as loaded: key -> SHA-256. On rank 0 only."""
+    """Key -> SHA-256 of each gathered tensor, as saved or as loaded. Only on rank 0."""
     judged: float
     """Loss on text that is held back, with these tensors."""
     judged_after: float
-    """The same at the end."""
+    """The loss on held-back text at the end."""
     parameters: int
 
 

@@ -188,7 +188,7 @@ def _print(
 
 
 def _may_have_other_types(sides: list[Any], report: CompareReport) -> bool:
-    """Whether a list and a tuple, or 1 and 1.0, may count as equal."""
+    """Return whether a list and a tuple, or 1 and 1.0, may count as equal."""
     from reshard.live.plain_data import represent
 
     x, y = (side.objects for side in sides)

@@ -35,11 +35,12 @@ def explain(
 ) -> None:
     """Explain the short form of a layout.
 
-    Prints the layout in words, and draws which rank holds which rows of a tensor. Without --shape, draws the
-    smallest tensor of which every rank gets a part. A mesh of more than 64 ranks needs --shape.
+    Prints the layout in words, and draws which rank holds which rows of a tensor. Without --shape,
+    draws the smallest tensor of which every rank gets a part. A mesh of more than 64 ranks needs
+    --shape.
 
-    Also explains placements without a mesh, as torch prints them, and topologies, such as fsdp=4,tp=2. Does
-    not draw these.
+    Also explains placements without a mesh, as torch prints them, and topologies, such as
+    fsdp=4,tp=2. Does not draw these.
     """
     from planners.errors import PlanError
     from planners.geometry.topologies import looks_like_a_topology
@@ -79,7 +80,7 @@ def explain(
 class _Explanation(NamedTuple):
     words: str
     data: dict[str, Any]
-    """The same for `--json`."""
+    """The explanation for `--json`."""
     signs: list[str]
     """Texts whose signs the legend explains."""
     lines: Sequence[str] = ()

@@ -49,8 +49,8 @@ def print_written(*files: Path | None, as_json: bool) -> None:
 
 
 def print_tree(leaves: Mapping[Sequence[str], PrintedLeaf], depth: int | None, notes: Iterable[str]) -> None:
-    """Names as a tree, at most `depth` levels deep, and what is to be said of all. On as many lines as the terminal's
-    width asks for; elsewhere each entry is one line, however long."""
+    """Names as a tree, at most `depth` levels deep, and what is to be said of all. On as many lines
+    as the terminal's width asks for; elsewhere each entry is one line, however long."""
     from rich.tree import Tree
 
     tree, screen = Tree("[bold].[/]"), console()
@@ -61,8 +61,8 @@ def print_tree(leaves: Mapping[Sequence[str], PrintedLeaf], depth: int | None, n
 
 
 def print_text(text: str, head: str = "", style: str = "", screen: Console | None = None) -> None:
-    """A line that `head` begins, in a style of its own. Terminals wrap it between words, below its beginning; elsewhere
-    it is one line."""
+    """A line that `head` begins, in a style of its own. Terminals wrap it between words, below its
+    beginning; elsewhere it is one line."""
     from rich.table import Column, Table
     from rich.text import Text
 
@@ -84,7 +84,7 @@ def as_given(text: str, path: str) -> str:
 
 
 def print_rows(rows: Iterable[tuple[str, str]], screen: Console | None = None) -> None:
-    """Each row a sign and its text, in two columns; wrapped as `print_text` does."""
+    """Print rows of a sign and its text in two columns, wrapped as by `print_text`."""
     screen = screen or console()
     print_lines(*columns(list(rows), screen.width if screen.is_terminal else sys.maxsize), screen=screen)
 
@@ -111,8 +111,8 @@ def columns(rows: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
 
 
 def print_totals(title: str, nbytes: Mapping[str, int], kinds: Mapping[str, Sequence[str]]) -> None:
-    """How many tensors there are of each kind and their bytes, those of the most bytes first.
-    `nbytes` and `kinds` are by name; a kind is one or several lines."""
+    """Print the number of tensors of each kind and their bytes, those with the most bytes first.
+    `nbytes` and `kinds` are by name. A kind is one or more lines."""
     from planners.units import format_each
 
     if not kinds:
@@ -156,8 +156,8 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def _for_json(value: Any) -> Any:
-    """Objects of checkpoints may have keys and numbers that JSON does not allow. If keys have the same text, such as 1
-    and "1", the items are a list of pairs."""
+    """Objects of checkpoints may have keys and numbers that JSON does not allow. If keys have the
+    same text, such as 1 and "1", the items are a list of pairs."""
     from reshard.live.plain_data import represent
 
     if isinstance(value, Mapping):
@@ -186,7 +186,7 @@ def short(value: Any, most: int = 60) -> str:
 def print_report(
     report: Report, *, right: str, path: str = "", of: str = "", limit: int = 20, more: str = "--json"
 ) -> None:
-    """What was found right, and at most `limit` problems, with `path` as it was given."""
+    """Print what was found correct, and at most `limit` problems, with `path` as it was passed."""
     from planners.findings import in_groups
 
     print_text(f"{as_given(report.subject, path)}: {counted(report.tensors, 'tensor')}{of}")
@@ -216,8 +216,8 @@ def report_as_json(report: Report, path: str | None = None) -> dict[str, Any]:
 
 
 def damaged(path: str, problem: str, as_json: bool, head: str = "damaged", other: Any = None) -> Exit:
-    """Print what is wrong with a checkpoint that cannot be opened. The answer is no. `other`: what else the command's
-    JSON has, if not a report."""
+    """Print what is wrong with a checkpoint that cannot be opened. The answer is no. `other`: what
+    else the command's JSON has, if not a report."""
     if as_json:
         found = {"path": path, "ok": False, **(other or {}), "problems": [problem]}
         print_json(found if other else report_as_json(Report(path, (Finding(problem),), 0), path))
@@ -228,7 +228,7 @@ def damaged(path: str, problem: str, as_json: bool, head: str = "damaged", other
 
 @dataclass(frozen=True)
 class PrintedLeaf:
-    """What is printed for one name."""
+    """What to print for one name."""
 
     text: str
     nbytes: int = 0
@@ -260,12 +260,12 @@ class Branch:
 
     @property
     def nbytes(self) -> int:
-        """Of all leaves."""
+        """Bytes of all leaves."""
         return sum(child.nbytes for child in self.children.values())
 
     @property
     def count(self) -> int:
-        """How many leaves."""
+        """Number of leaves."""
         return sum(child.count if isinstance(child, Branch) else 1 for child in self.children.values())
 
     def draw(self, onto: Tree, depth: int | None) -> None:

@@ -157,7 +157,7 @@ def _as_json(
 
 
 def _print_outside(sides: Sides) -> None:
-    """Which stages of a pipeline have the tensors outside its layers. Only their names say which are embeddings."""
+    """Print which pipeline stages have the tensors outside the layers. Only their names show which are embeddings."""
     from planners.geometry.arrays import grouped
     from planners.geometry.topologies import Globs
 
@@ -175,7 +175,7 @@ def _print_outside(sides: Sides) -> None:
 
 
 def _print_unsharded(sides: Sides, source: str, onto: str, notes: list[str]) -> None:
-    """What to do about axes that shard nothing, or notes where that is allowed."""
+    """Print what to do about axes that shard nothing, or notes if they are allowed."""
     from reshard.cli.sharding_rules import as_options, example_rules, recorded_rules
 
     for text in (*sides.notes["notes"], *notes):

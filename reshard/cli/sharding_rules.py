@@ -15,7 +15,7 @@ from planners.geometry.mesh import Placement, Replicate, Shard, StridedShard
 from planners.geometry.topologies import Globs, Rule, Topology
 
 _MOST_KINDS = 2_000
-"""Of names; more are no model's, and comparing each with each would take long."""
+"""Most kinds of names to compare with each other. No model has more, and it would take long."""
 
 
 def recorded_rules(topology: Topology, saved: StateLayout, axis: str) -> list[Rule]:
@@ -48,7 +48,7 @@ def _tried(topology: Topology, saved: StateLayout, axis: str, rows: Iterable[tup
         return []  # it acts with others as one
     kept = [_plain(rule, topology) for rule in topology.rules if rule.pattern == "*" or not rule.optional]
     made = [*(_rule(topology, pattern, placement, axis) for pattern, placement in rows), *kept]
-    for its in (made, made[: -len(kept)]):  # without the last ones where they are left with no tensor
+    for its in (made, made[: -len(kept)]):  # without the last ones, if they match no tensor
         with suppress(PlanError):
             layout = Topology(topology.mesh, tuple(its), topology.homes, topology.even).layout(saved.specs)
             return [] if axis in layout.unsharded_axes() else its

@@ -249,7 +249,7 @@ class DefaultSavePlanner(SavePlanner):
     """
 
     ranks: Collection[int] = ()
-    """Those that save together. What one of them will overwrite on another is not that one's to save."""
+    """The ranks that save together. A value that another rank will overwrite is not saved here."""
 
     def __init__(
         self,

@@ -81,7 +81,7 @@ class FileSystemWriter(StorageWriter):
     """
 
     fs = _torch.FileSystem()
-    """With which classes derived from torch's open local files."""
+    """The file system that classes derived from torch's use to open local files."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class FileSystemWriter(StorageWriter):
         Raises StorageError if `thread_count` is below 1 or `serialization_format` is not supported.
         """
         del sync_files, cache_staged_state_dict
-        self.per_thread_copy_ahead = per_thread_copy_ahead  # callers read it; nothing goes by it
+        self.per_thread_copy_ahead = per_thread_copy_ahead  # for callers that read it; it has no effect
         if thread_count < 1:
             raise StorageError(f"thread_count must be >= 1, got {thread_count}")
         if getattr(serialization_format, "value", serialization_format) != "torch_save":  # 2.6 has no enum
@@ -344,8 +344,8 @@ class FileSystemReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Carry out `plan`: locate all bytes, then read them in order of file and position.
 
-        Raises CorruptCheckpointError, before anything is written, if bytes are missing; UnsafeDataError for an object
-        that only code can rebuild.
+        Raises CorruptCheckpointError, before anything is written, if bytes are missing;
+        UnsafeDataError for an object that only code can rebuild.
         """
         found: list[tuple[str, int, TorchReadItem, Extent]] = []
         for item in plan.items:

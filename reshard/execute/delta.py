@@ -21,32 +21,33 @@ from reshard.live.fingerprints import partials
 from reshard.live.tensors import raw_bytes
 from reshard.ranks.group import Group
 
-# A sender keeps what it sent last of each piece, and compares. A piece is looked at in blocks of
-# 65,536 elements:
+# A sender keeps the last values that it sent of each piece, and compares them in blocks of 65,536
+# elements:
 #
 #     block   0        1                2
 #     sent    nothing  3 positions,     all of it, since a
 #                      3 elements       fourth or more changed
 #
-# Three messages pass between two ranks. The receiver says which run it holds; only for that one
-# are differences right, and else it gets everything. The sender says how many elements of each
-# block come, and a digest of each whole piece. Then they come, in the rounds of the plan. A
-# receiver that does not have the digest afterwards has not got the run.
+# Two ranks exchange three messages. The receiver reports which run it holds. If that is the
+# sender's last one, it gets differences, and otherwise everything. The sender then reports how many
+# elements of each block it will send, and a digest of each complete piece. Finally, it sends the
+# elements, in the rounds of the plan. A receiver whose result does not match the digest does not
+# hold the run.
 #
-# What is compared is bits in the dtype that crosses: of the target itself, where it has that
-# dtype. A larger target does not show what arrived, so the receiver keeps that beside it,
-# and converts all of it again in each run.
+# Bits are compared in the dtype in which elements are sent. If the target has that dtype, its own
+# bits are compared. A target of a wider dtype does not show which bits arrived, so the receiver
+# keeps these as well, and converts all of them again in each run.
 
 
 BLOCK = 1 << 16
-"""Elements whose positions within a block fit two bytes."""
+"""Number of elements of a block. Positions within a block fit into two bytes."""
 _POSITION_BYTES = 2
 _ALL = -1
-"""In place of a block's count: all of it comes."""
+"""Stands for a block's count if all of the block is sent."""
 _LEAST_GAIN = 2
-"""The differences of a block must have this many times fewer bytes than the block, to be worth sending apart."""
+"""The differences of a block are sent if they have at least this many times fewer bytes than the block."""
 TOGETHER_BYTES = 64 << 20
-"""So much is compared at once: what is known of it meanwhile takes as much memory again."""
+"""Bytes that are compared at once. The results take the same amount of memory meanwhile."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
@@ -64,7 +65,7 @@ class _ChangedPiece:
 
     elements: torch.Tensor
     dtype: torch.dtype
-    """In which they cross."""
+    """The dtype in which the elements are sent."""
 
     @property
     def size(self) -> int:
@@ -94,18 +95,18 @@ def _digests(words: Sequence[torch.Tensor], *, on_device: bool) -> list[int]:
 
 @dataclass
 class _Sent(_ChangedPiece):
-    """What the other side has since the last run, and how the current values differ from it."""
+    """The values that the other side has since the last run, and how the current ones differ."""
 
     last: torch.Tensor | None = None
     summed: int = 0
     counts: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64, device="cpu"))
-    """By block; on the host."""
+    """Number of changed elements per block, on the host."""
     positions: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int16, device="cpu"))
     values: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int8, device="cpu"))
 
     @property
     def nbytes(self) -> int:
-        """Of all words."""
+        """Bytes of all words."""
         return self.size * self.word_bytes
 
     def begin(self) -> None:
@@ -114,8 +115,8 @@ class _Sent(_ChangedPiece):
         self.counts = torch.full((_blocks(self.size),), _ALL, dtype=torch.int64, device="cpu")
 
     def go_on(self, now: torch.Tensor, changed: torch.Tensor, counts: torch.Tensor) -> bool:
-        """Take what changed, of which there is so much in each block, and keep what is there `now` in place of what was
-        sent last. Whether anything did."""
+        """Take what changed, of which there is so much in each block, and keep what is there `now`
+        in place of what was sent last. Whether anything did."""
         assert self.last is not None
         self.counts, self.positions, self.values = counts, self.positions[:0], now[:0]
         if not bool(counts.any()):
@@ -220,7 +221,7 @@ class _DeltaMessage(NamedTuple):
     sent: list[_Sent]
     got: list[_Got]
     room: torch.Tensor
-    """As many bytes as all of it has."""
+    """A buffer for all bytes of the message."""
 
 
 class DeltaExchange(Exchange):
@@ -241,7 +242,7 @@ class DeltaExchange(Exchange):
         self._from: dict[int, list[_Got]] = {}
         self._run_sent = 0
         self._held: dict[int, int] = {}
-        """By sender: which of its runs this rank holds."""
+        """Sender -> which of its runs this rank holds."""
         sizes = [0] * DEPTH
         places: list[list[tuple[int, list[_Sent], list[_Got], int, int]]] = []
         for number, messages in enumerate(self.work.rounds):
@@ -270,7 +271,7 @@ class DeltaExchange(Exchange):
 
     def _outgoing(self, item: TransferItem) -> _Sent:
         key = (item.fqn, item.source_part, item.source)
-        if key not in self._sent:  # what several ranks get is compared once
+        if key not in self._sent:  # a piece that several ranks get is compared once
             elements = self._source(item, raw=False)
             self._sent[key] = _Sent(elements, self._wires.get(item.fqn, elements.dtype))
         return self._sent[key]
@@ -281,8 +282,8 @@ class DeltaExchange(Exchange):
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of memory besides sources and targets: mostly what was sent last, and what arrived and was
-        converted."""
+        """Bytes of memory besides sources and targets: mostly what was sent last, and what arrived
+        and was converted."""
         kept = (got.kept for pieces in self._from.values() for got in pieces)
         held = [*(sent.last for sent in self._sent.values()), *kept]
         return super().buffer_bytes + sum(words.nbytes for words in held if words is not None)

@@ -29,9 +29,8 @@ from reshard.ranks.group import Group
 from reshard.ranks.store import Answer, Worker
 from reshard.stored.source import OnBytes
 
-# Large pieces that are one run of memory are sent from where they are to where they go. All
-# others are packed, those of a message one after another, into a buffer that is made once. Two
-# rounds are in flight at a time:
+# Large contiguous pieces are sent directly from source to target memory. All others are packed,
+# message by message, into a buffer that is allocated once. Two rounds are in flight at a time:
 #
 #     round 0   pack, post ........... unpack
 #     round 1              pack, post ........... unpack
@@ -41,7 +40,7 @@ from reshard.stored.source import OnBytes
 T = TypeVar("T")
 
 Parts = Callable[[str], Sequence[torch.Tensor]]
-"""The local tensors of a name, one for each part of its layout, in the coordinates of the plan's items."""
+"""Returns the local tensors of a name, one per part of its layout, in the coordinates of the plan's items."""
 
 LARGE_BYTES = 256 << 10
 """A piece of at least this many bytes is a message of its own, and need not be packed."""
@@ -60,7 +59,7 @@ class PeerMessage(NamedTuple):
     peer: int
     sends: bool
     runs: tuple[tuple[TransferItem, ...], ...]
-    """Each is one run of bytes on the wire."""
+    """The items of the message, grouped in runs that are contiguous in it."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class RankWork:
     rank: int
     copies: tuple[TransferItem, ...]
     rounds: tuple[tuple[PeerMessage, ...], ...]
-    """Only those in which this rank sends or receives."""
+    """The rounds in which this rank sends or receives."""
 
     @classmethod
     def of(cls, rounds: Schedule, rank: int) -> RankWork:
@@ -122,7 +121,7 @@ class _Round(NamedTuple):
     packs: _Pairs
     """(to, from), before it is posted."""
     host_packs: _Pairs
-    """Of these, what the host does itself, into memory that devices no longer use at that time."""
+    """The packing that the host does itself, into memory that no device uses at that time."""
     ops: list[dist.P2POp]
     unpacks: _Pairs
     """(to, from), when it has arrived."""
@@ -134,12 +133,13 @@ class Exchange:
 
     Args:
         work: this rank's part.
-        sources, targets: the local tensors by name; asked only for names of which there is something to do. They may
-            share memory only if what is sent from it is not written to.
+        sources, targets: the local tensors by name; asked only for names of which there is
+            something to do. They may share memory only if what is sent from it is not written to.
         wires: dtype in which tensors cross whose two sides have different ones; one side has it.
         device: where messages are packed: one that the process group's backend sends from.
         process_group: as in `torch.distributed`; None is the default group.
-        is_discarded: whether the targets of a transfer that failed are used no more: what comes late does no harm.
+        is_discarded: whether the targets of a transfer that failed are used no more: what comes
+            late does no harm.
     """
 
     def __init__(
@@ -172,10 +172,11 @@ class Exchange:
         """Move everything. All ranks of `group` do so together, and before the deadline of their phase.
 
         Args:
-            pace: called with the bytes of a round, sent and received, when it may begin: it returns when it shall.
+            pace: called with the bytes of a round, sent and received, when it may begin: it returns
+                when it shall.
 
-        Raises what fails here, or the failure of another rank. Then targets are undefined, and the process group is as
-        `Waiter` says.
+        Raises what fails here, or the failure of another rank. Then targets are undefined, and the
+        process group is as `Waiter` says.
         """
         self._pace = pace
         with Waiter(group, self._device) as waiter:
@@ -231,11 +232,11 @@ class Exchange:
     # --- building ---
 
     def _source(self, item: TransferItem, *, raw: bool) -> torch.Tensor:
-        """Where the elements of an item are; as integers of their size if only the bits matter."""
+        """Return a view of the elements of an item, as integers of their size if only the bits matter."""
         return self._sources.local(item.fqn, raw)[item.source_part][item.source.slices]
 
     def _target(self, item: TransferItem, *, raw: bool) -> torch.Tensor:
-        """Where they go."""
+        """Return a view of the place that they are written to."""
         return self._targets.local(item.fqn, raw)[item.target_part][item.target.slices]
 
     def _copy(self, item: TransferItem) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -399,15 +400,16 @@ class Waiter:
     and can only be ended with all connections of the process group, so they are. Without such
     messages, the process group may be used as before:
 
-    - Collectives of the backend are in step. Gloo matches them by their number, and a rank that failed before one of
-      ours would take what the others sent in it for a part of the job's next: so there is none.
-    - Messages and their memory are kept until they end, or the process does. One whose memory is gone would block all
-      that follows it between two ranks.
+    - Collectives of the backend are in step. Gloo matches them by their number, and a rank that
+      failed before one of ours would take what the others sent in it for a part of the job's next:
+      so there is none.
+    - Messages and their memory are kept until they end, or the process does. One whose memory is
+      gone would block all that follows it between two ranks.
     - No message reaches its time limit, which would end all connections.
     """
 
     def __init__(self, group: Group, device: torch.device) -> None:
-        """All of the waiting ends with the deadline of the group's phase."""
+        """All waits end at the deadline of the group's phase."""
         self._group = group
         self._device = device
         self._blocks = device.type == "cpu"
@@ -504,10 +506,11 @@ class Waiter:
             raise DeadlineError(f"{what} within {self._group.allowed_s:g} s. Check what {who} in, or waits for")
 
     def settle(self, devices: Iterable[torch.device]) -> None:
-        """Wait until the current streams of these devices have done all queued work, including messages between
-        devices.
+        """Wait until the current streams of these devices have done all queued work, including
+        messages between devices.
 
-        Raises the failure of another rank, DeadlineError where a device waits for a message that does not come.
+        Raises the failure of another rank, DeadlineError where a device waits for a message that
+        does not come.
         """
         for device in dict.fromkeys(devices):
             if not has_copy_streams(device):
@@ -550,15 +553,15 @@ class Waiter:
             return numbers
         except DeadlineError as late:
             try:
-                self._group.barrier()  # ends at once, and says who is missing
+                self._group.barrier()  # ends at once, and names the missing rank
             except RankFailedError as gone:  # it had its part of the messages, and has gone on and ended since
                 gone.args = (f"{gone}. Before that, {late}",)
                 raise
             raise
 
     def _gathered(self, numbers: torch.Tensor) -> torch.Tensor:
-        """A row of each rank, from this one's on: each step doubles them, by those of the rank as far away. On the
-        worker's thread."""
+        """A row of each rank, from this one's on: each step doubles them, by those of the rank as
+        far away. On the worker's thread."""
         world, ranks, place = self._group.world_size, self._group.ranks, self._group.rank
         rows, known, within = numbers.repeat(world, 1), 1, self._group.process_group
         while known < world and not self._is_over:
@@ -606,7 +609,7 @@ def new_group(group: Group) -> dist.ProcessGroup:
 
 
 BUDGET_BYTES = 256 << 20
-"""For messages in flight."""
+"""Default limit for the memory of messages in flight."""
 
 
 class SharedReading:

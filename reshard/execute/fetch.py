@@ -70,7 +70,7 @@ class Fetch(AbstractContextManager["Fetch"]):
             from reshard.execute.host_reading import HostReading, OwnMemory, slots_for
 
             slots, slot_bytes = slots_for(self.copies, self.room_bytes)
-            # who does not check may not read for who does, nor who checks late for who does so first
+            # a rank that does not check, or checks later, may not read for one that checks first
             party = f"checks {self.in_place}" if self.is_checked else ""
             self._own = OwnMemory(slots, slot_bytes, party)
             self._host = HostReading.agree(self.copies, self._own, self.group)

@@ -22,9 +22,9 @@ from reshard.stored.checksums import BlockChecksums, add_touched
 from reshard.stored.source import BytesSource, FileSource
 from reshard.stored.tensor import Extent, copy_view
 
-# Files are divided into segments of equal size. A rank says how many bytes of each its reading
-# touches, in the grain in which the storage gives them: who wants one column of every row
-# touches every page. From what all ranks of the host say, each finds the same answer:
+# Files are divided into segments of equal size. Each rank reports how many bytes of each segment it
+# would touch, in units of the storage: a rank that wants one column of every row touches every
+# page. From the reports of all ranks on the host, each rank computes the same assignment:
 #
 #     touched of a segment     rank 0   rank 1   rank 2   rank 3
 #     rows -> columns           all      all      all      all    four times: one reads it, all take theirs
@@ -32,22 +32,23 @@ from reshard.stored.tensor import Extent, copy_view
 
 
 LOCAL_SEGMENT_BYTES, LARGE_SEGMENT_BYTES, REMOTE_SEGMENT_BYTES = 1 << 20, 2 << 20, 2 << 20
-"""Multiples of the block of checksums, so that the reader of a segment can check it. Small ones
-spread few bytes evenly; large ones cost less to plan, copy, and wait for. An object store is asked
-for more at once."""
+"""Multiples of the block of checksums, so that the reader of a segment can check it. Small segments
+distribute few bytes evenly. Large ones cost less to plan, copy, and wait for. Requests to object
+stores are larger."""
 LARGE_FILE_BYTES = 64 << 20
 """Files of at least this size have large segments."""
 CACHED_BYTES = 512 << 10
 MIN_SAVED_BYTES = 16 << 20
-"""Sharing takes a few milliseconds to set up; with less to save each rank reads for itself."""
+"""Sharing takes a few milliseconds to set up. If it saves fewer bytes, each rank reads for itself."""
 _TAKE_US_PER_MIB = 16.0
 _READ_US_PER_MIB = 100.0
 _COMPILED_READ_US_PER_MIB = 30.0
-"""A MiB that is read for all costs its reader so much more than if each read it for itself, and each rank the first
-figure. The kernel hashes and copies it while a cache holds it."""
+"""Cost of a MiB that is read for all, compared with each rank reading it for itself: the first
+figure for each rank that takes it, one of the others for the reader. The kernel hashes and copies
+it while it is in a cache."""
 _MIN_SHARERS = 2
 WHOLE_SHARE = 0.98
-"""So much of a segment is all of it: its first bytes may be a header."""
+"""This share of a segment counts as all of it: its first bytes may be a header."""
 _SAMPLES = 3
 
 
@@ -59,7 +60,7 @@ def segment_bytes(source: FileSource) -> int:
 
 
 def piece_bytes(source: FileSource) -> int:
-    """How many bytes of a segment are read, compared, and copied at once: what stays in a cache
+    """Return how many bytes of a segment are read, compared, and copied at once: what stays in a cache
     if compiled loops do it, since splitting is free then; else all."""
     size, blocks = segment_bytes(source), source.checksums
     whole_blocks = blocks is None or (isinstance(blocks, BlockChecksums) and CACHED_BYTES % blocks.block_bytes == 0)
@@ -104,7 +105,7 @@ class SharedSegments(NamedTuple):
     ranges: Ints
     """(n, 2): first byte, and one past the last."""
     rank: Ints
-    """Who does it with each of them: the place of a rank of the host."""
+    """For each segment, the number of the host's rank that does it."""
 
 
 class SegmentAssignment(NamedTuple):
@@ -175,11 +176,12 @@ def _in_turns(touches: Flags, load: Ints) -> Ints:
 
 
 def touch_cost(windows: Iterable[tuple[FileSource, Window]]) -> float | None:
-    """Return what a rank saves if it does not touch pages of these files, as a share of what it costs to read as many
-    bytes for all ranks: None if there is nothing to measure, infinity if the storage has no view of its bytes.
+    """Return what a rank saves if it does not touch pages of these files, as a share of what it
+    costs to read as many bytes for all ranks: None if there is nothing to measure, infinity if the
+    storage has no view of its bytes.
 
-    A few segments are tried; the cheapest counts. It depends on the size of the pages: large folios of a disk's file
-    system are several times cheaper than the small pages of tmpfs.
+    A few segments are tried; the cheapest counts. It depends on the size of the pages: large folios
+    of a disk's file system are several times cheaper than the small pages of tmpfs.
     """
     found: list[float] = []
     for source, window in itertools.islice(windows, _SAMPLES):
@@ -299,7 +301,8 @@ def unchecked_bytes(parts: Iterable[SegmentPart], *, is_checked: bool) -> int:
 
 
 def copy_parts(view: memoryview, parts: Iterable[SegmentPart], piece_bytes: int) -> int:
-    """Copy the parts of a segment, whose bytes are in `view`, into their targets. Return the number of bytes copied.
+    """Copy the parts of a segment, whose bytes are in `view`, into their targets. Return the number
+    of bytes copied.
 
     `piece_bytes`: for what is staged on its way to another dtype or device.
     """

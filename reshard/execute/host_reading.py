@@ -81,7 +81,7 @@ class HostReading:
     """What this rank takes of what is read for all."""
     rest: list[Copy]
     places: list[int]
-    """Of the ranks of this host in the group."""
+    """The numbers of this host's ranks in the group."""
     reads: _Ranges
     """What this rank reads for all."""
     read_for_all: _Ranges
@@ -116,7 +116,7 @@ class HostReading:
         cost = touch_cost((source, copy.place.window) for source, copy in shareable)
         # compressed, since all ranks of the job get it, and most numbers are equal
         offer = _Offer(zlib.compress(msgspec.msgpack.encode(touched), 1), cost, own.address)
-        # who knows no host of its own is alone in one
+        # a rank whose host is unknown counts as alone on one
         offers = group.exchange_within(own.machine or f"rank {group.rank}", offer)
         places = [*offers] if own.machine else []
         costs = (offers[i].touch_cost for i in places)
@@ -313,7 +313,7 @@ class _Turns(NamedTuple):
         return np.flatnonzero(some if reader is None else some & (self.reader == reader))
 
     def by_file(self, pieces: Ints, files: Mapping[str, FileSource]) -> Iterator[tuple[FileSource, Ints]]:
-        """Each file that is known, and where among some pieces those of it are."""
+        """Yield each known file, and which of some pieces belong to it."""
         for number, label in enumerate(self.labels):
             here = np.flatnonzero(self.file[pieces] == number)
             if len(here) and label in files:
@@ -323,7 +323,7 @@ class _Turns(NamedTuple):
 _READ, _COMPARE, _BY_HAND = 1, 2, 2
 """Columns of a turn; the last one counted from the first of what is taken from a rank."""
 _MOST_ENTRIES = 1 << 15
-"""Of one list; the next one is made when it is done."""
+"""Most entries of one list. The next list is made when this one is done."""
 _OWN, _RECEIVED = 0, 2
 """Tallies; one more of each for what was not compared with checksums."""
 
@@ -351,13 +351,13 @@ class _HostRun:
         self._find_copies(reading.copies)
 
     def _find_copies(self, copies: Mapping[FileSource, list[Copy]]) -> None:
-        """Build the table of copies, file by file in order of position, and the list of those that only Python can
-        do."""
+        """Build the table of copies, file by file in order of position, and the list of those that
+        only Python can do."""
         rows: list[int] = []
         self._in_file: dict[str, tuple[int, Ints, Ints]] = {}
-        """By label: its first row, each row's first byte, and the end of all up to each row."""
+        """Label -> the first row, the first byte of each row, and the highest end of the rows up to each one."""
         self._by_hand: dict[str, dict[int, list[SegmentPart]]] = defaultdict(lambda: defaultdict(list))
-        """By label and number of the segment."""
+        """Label -> number of the segment -> its parts."""
         for source, its in copies.items():
             bounds, first = [], len(rows) // (COPY.itemsize // 8)
             for copy in sorted(its, key=lambda copy: copy.place.window.offset):
@@ -401,8 +401,8 @@ class _HostRun:
     def _list(self, first: int, last: int, filler: _SlotFiller, open_files: ExitStack) -> WorkList:
         """List the turns [first, last).
 
-        wait until my slot is free | read | compare | say so | for each rank, nearest first: wait for its slot,
-        take my part | say so
+        wait until my slot is free | read | compare | say so | for each rank, nearest first: wait
+        for its slot, take my part | say so
         """
         ranks, memory = len(self._turns.begins) - 1, self._memory
         is_end = last > int(self._turns.turn.max())
@@ -528,7 +528,7 @@ class _HostRun:
             self._compare(turn)
 
     def _mark_right(self, first: int, last: int) -> None:
-        """What the loop has compared."""
+        """Mark the blocks that the loop has compared."""
         mine = self._turns.between(first, last, self._place)
         for source, here in self._turns.by_file(mine, self._files):
             sums, pieces = source.checksums, mine[here]
@@ -578,7 +578,7 @@ _COUNTER_BYTES = 1 << 20
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where the others find a rank's memory, which is -1 if it has none."""
+    """Where other ranks find a rank's memory, -1 if it has none."""
 
     machine: str
     pid: int
@@ -629,8 +629,8 @@ class HostSlots:
     def __init__(
         self, own: OwnMemory, addresses: Sequence[Address], ranks: Sequence[int], place: int, group: Group
     ) -> None:
-        """`addresses`: of the ranks of this host, in an order that all know; `ranks`: what messages call them;
-        `place`: where among them this rank is.
+        """`addresses`: of the ranks of this host, in an order that all know; `ranks`: what messages
+        call them; `place`: where among them this rank is.
 
         Raises OSError if this process may not open what belongs to another one.
         """
@@ -638,7 +638,7 @@ class HostSlots:
         self._group = group
         self._ranks = tuple(ranks)
         self.slots_of: list[npt.NDArray[np.uint8]] = []
-        """All of the memory of each rank, counters and slots."""
+        """The complete shared memory of each rank: counters and slots."""
         for i, address in enumerate(addresses):
             file = own.memory if i == place else own.open(address)
             nbytes = _COUNTER_BYTES + address.slots * address.slot_bytes

@@ -70,14 +70,14 @@ class ByteCounts:
     """What a rank's reading did, in bytes."""
 
     read: int = 0
-    """Of elements, from the data files."""
+    """Bytes of elements that were read from data files."""
     extra: int = 0
     """Bytes read in addition: to check what was requested, or between requested bytes."""
     unchecked: int = 0
-    """Of elements that this rank wants and no rank compared with checksums; without what sources
-    that decode or compute read."""
+    """Bytes of elements that this rank wants and that no rank compared with checksums, without
+    those of sources that decode or compute."""
     received: int = 0
-    """That other ranks of the host read for this one."""
+    """Bytes of elements that other ranks of the host read for this one."""
 
     def add(self, more: ByteCounts) -> None:
         """Count more bytes."""
@@ -130,7 +130,7 @@ class Copy(NamedTuple):
     place: Extent
     out: Array | Staged
     fqn: str = ""
-    """Of the target."""
+    """Name of the target."""
 
 
 def find_copies(
@@ -144,8 +144,8 @@ def find_copies(
         stored: tensors by the names of items.
         target: the local tensor that an item goes into.
 
-    Raises CorruptCheckpointError, naming tensor and file, if the bytes of an item are not all there, or elements are
-    there twice.
+    Raises CorruptCheckpointError, naming tensor and file, if the bytes of an item are not all
+    there, or elements are there twice.
     """
     copies: list[Copy] = []
     for item in items:
@@ -186,7 +186,8 @@ def run_copies(
     compared: Callable[[Source], bool] = lambda _: False,
     on_bytes: OnBytes | None = None,
 ) -> int:
-    """Copy everything, file by file in order of position, on several threads. Return the number of bytes copied.
+    """Copy everything, file by file in order of position, on several threads. Return the number of
+    bytes copied.
 
     Args:
         space: threads and memory.
@@ -304,7 +305,7 @@ _LOT_BLOCKS = 256
 
 
 class Elsewhere(NamedTuple):
-    """What of a file others compare, and this rank for others: the blocks within ranges, (n, 2)."""
+    """The blocks of a file that others compare, and that this rank compares for others, as ranges, (n, 2)."""
 
     by_others: Ints
     """Also what is compared while it is read for all."""
@@ -375,7 +376,8 @@ def _choose(plan: ComparePlan, rows: Sequence[tuple[FileSource, Ints, Ints]], to
 
 
 def compare_plan(plan: ComparePlan, threads: int, on_bytes: OnBytes) -> None:
-    """Read and compare all blocks, without a copy: what was hashed through a view is copied from it, too.
+    """Read and compare all blocks, without a copy: what was hashed through a view is copied from
+    it, too.
 
     Raises CorruptCheckpointError.
     """

@@ -23,12 +23,12 @@ from reshard.execute.reading import ByteCounts, Copy, on_threads
 from reshard.stored.checksums import BlockChecksums
 from reshard.stored.source import FileSource, OnBytes
 
-# Reading from storages that are far away, which give no view of their bytes: by segments, each byte
-# asked for once.
+# Reading from remote storage, which gives no view of its bytes: by segments, with each byte
+# requested once.
 #
-# Many requests are in flight at a time. If bytes can be read again for free, from a mapped
-# file, checking comes first, and nothing is written of what is damaged; from an object store that
-# would cost a second transfer of everything.
+# Many requests are in flight at a time. If bytes can be read again at no cost, from a mapped file,
+# they are checked first, and damaged data is not written. From an object store, that would transfer
+# everything twice.
 
 
 _MAX_READ_SHARE = 1.5
@@ -126,8 +126,8 @@ class RemoteReading:
 
 
 def _requests(stretch: _Stretch, limit: int) -> Iterator[tuple[int, int, int, Iterable[SegmentPart]]]:
-    """Return the requests (byte that windows count from, first byte, one past the last, parts that begin there), as
-    large as the limit allows."""
+    """Return the requests (byte that windows count from, first byte, one past the last, parts that
+    begin there), as large as the limit allows."""
     base = stretch.number * segment_bytes(stretch.source)
     if stretch.stop - base <= limit:
         yield base, stretch.start, stretch.stop, stretch.parts

@@ -41,7 +41,7 @@ from reshard.stored.tensor import copy_view
 
 TURN_S = 0.05
 MAX_DIMS = 8
-"""Of a copy, without those of one element."""
+"""Most dims of a copy, not counting dims of size 1."""
 REGION = np.dtype([("at", "<i8"), ("nbytes", "<i8"), ("writable", "<i8")])
 ENTRY = np.dtype([("kind", "<i8"), ("of", "<i8", 7)])
 COPY = np.dtype(
@@ -78,8 +78,8 @@ class Ending(IntEnum):
     """The turn is over; what comes with it is the counter that is still waited for, or -1."""
     CALLS = 2
     OUTSIDE = 3
-    """An entry leaves the memory that it names, or makes no sense: nothing was done that would. Of a TAKE, the copies
-    before the one that is wrong are in place."""
+    """An entry leaves the memory that it names, or makes no sense: nothing was done that would. Of
+    a TAKE, the copies before the one that is wrong are in place."""
     ENDED = 4
     """A file ended early."""
     FAILED = 5
@@ -112,8 +112,8 @@ def _address(array: Array) -> int:
 
 
 def copy_row(window: Window, region: int, out: Array) -> list[int] | None:
-    """A row of the table of copies: the elements of a window of a file, which fill `out`, a region. None if it has
-    too many dims."""
+    """A row of the table of copies: the elements of a window of a file, which fill `out`, a region.
+    None if it has too many dims."""
     dims = [(n, a, b) for n, a, b in zip(window.sizes, window.strides, out.strides) if n != 1]
     if len(dims) > MAX_DIMS:
         return None
@@ -127,9 +127,9 @@ def copy_row(window: Window, region: int, out: Array) -> list[int] | None:
 class WorkList:
     """Entries, and what they name.
 
-    `tallies` count the bytes that entries copied. Where `call` has something for an entry, that does the same in
-    another way: alone what a CALL does, and for the others what they are tried again by where they fail, so that it
-    says why.
+    `tallies` count the bytes that entries copied. Where `call` has something for an entry, that
+    does the same in another way: alone what a CALL does, and for the others what they are tried
+    again by where they fail, so that it says why.
     """
 
     memory: Memory
@@ -148,8 +148,8 @@ class WorkList:
         """Run all entries.
 
         Args:
-            look: called several times a second, with (region, byte) of the counter that is waited for just now, or
-                None; may raise to end it.
+            look: called several times a second, with (region, byte) of the counter that is waited
+                for just now, or None; may raise to end it.
             loop: the compiled one; None for numpy.
 
         Raises ReshardError for an entry that is wrong, and what `look` and calls raise.
@@ -212,8 +212,8 @@ class NumpyRun:
         self.until = 0.0
 
     def run(self, first: int, limit_ns: int) -> tuple[int, int, int]:
-        """Run entries from `first` on, for at most about `limit_ns`. Return where and why it ended, and the
-        details."""
+        """Run entries from `first` on, for at most about `limit_ns`. Return where and why it ended,
+        and the details."""
         self.until = time.monotonic() + limit_ns / 1e9
         does = {
             Kind.READ: self.read,
@@ -352,8 +352,8 @@ def _take(target: _Landing, data: memoryview, start: int, nbytes: int) -> int:
 
 @lru_cache(maxsize=4096)  # tensors of the same shape and position in their stretches are split in the same way
 def _beginning(sizes: Shape, strides: Shape, itemsize: int, start: int, nbytes: int) -> list[tuple[Any, Shape, int]]:
-    """The elements of a window from byte 0 on that begin in `nbytes` bytes from `-start`: their index, their sizes, and
-    where the first of them is in the window."""
+    """The elements of a window from byte 0 on that begin in `nbytes` bytes from `-start`: their
+    index, their sizes, and where the first of them is in the window."""
     boxes = Window(0, sizes, strides, itemsize).within(-start, nbytes - start)
     # the dots make it a view, also of a 0-d array
     return [((*box.slices, ...), box.sizes, sum(map(mul, box.offsets, strides))) for box in boxes]

@@ -1,11 +1,14 @@
-"""Folders of accelerate's `save_state` and of the Hugging Face trainer: weights in one file, the rest beside it.
+"""Folders of accelerate's `save_state` and of the Hugging Face trainer: weights in one file, the
+rest beside it.
 
-model.safetensors  optimizer.bin  scheduler.bin  random_states_0.pkl       each file's keys under its name:
-pytorch_model_fsdp_0/  optimizer_0/                                        model. optimizer. scheduler. ...
-pytorch_model_fsdp_0_rank0.bin  optimizer_0_rank0.bin ...
-model/ or weights/  optimizer/ or optim/  model_and_optim/                 LLaMA-Factory, NeMo-RL, OLMo-core, and others
+model.safetensors  optimizer.bin  scheduler.bin  random_states_0.pkl       each file's keys under
+its name: pytorch_model_fsdp_0/  optimizer_0/                                        model.
+optimizer. scheduler. ... pytorch_model_fsdp_0_rank0.bin  optimizer_0_rank0.bin ... model/ or
+weights/  optimizer/ or optim/  model_and_optim/                 LLaMA-Factory, NeMo-RL, OLMo-core,
+and others
 
-Of several models and optimizers the first are `model` and `optimizer`, the next `model_1` and `optimizer_1`.
+Of several models and optimizers the first are `model` and `optimizer`, the next `model_1` and
+`optimizer_1`.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ _FOLDER = re.compile(
     rf"(?:\.metadata|{DATA_FILE.pattern})"
 )
 _FOR_ITSELF: list[list[str]] = [[], ["model"], ["weights"], ["optim"], ["optimizer"]]
-"""Of these folders, one alone is a checkpoint, and not a part of one."""
+"""Subfolders that are checkpoints by themselves, and not parts of one, if there are no others."""
 _WEIGHTS = re.compile(
     r"(model|pytorch_model|pytorch_model_fsdp|adapter_model)((?:_\d+)?)(\.safetensors|\.bin)((?:\.index\.json)?)"
 )
@@ -39,15 +42,15 @@ _BESIDE = re.compile(
     r"((?:optimizer|scheduler|scaler|sampler|dl_state_dict|random_states|rng_state)(?:_\d+)?)\.(?:bin|pt|pkl|pth)"
 )
 _WHOLE = re.compile(r"(training_args|custom_checkpoint_\d+)\.(?:bin|pkl)")
-"""Files that hold one object of any class: it is read only when asked for. What `state_dict()` of an object gave
-(`custom_checkpoint`) is taken apart like other files if it is plain data."""
+"""Files that hold one object of any class: it is read only when asked for. What `state_dict()` of
+an object gave (`custom_checkpoint`) is taken apart like other files if it is plain data."""
 _NUMBER = re.compile(r"-\d+-of-\d+")
 _RANK_FILE = re.compile(r"(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin")
 
 
 def detect(storage: Storage, names: Listing) -> bool:
-    """Return True if there are weights and something beside them, folders of FSDP, or files of each rank; or all but
-    the weights, so that their loss is noticed."""
+    """Return True if there are weights and something beside them, folders of FSDP, or files of each
+    rank; or all but the weights, so that their loss is noticed."""
     top = [n for n in names if "/" not in n]
     if _folders(names) or _rank_files(names):
         return True
@@ -59,7 +62,7 @@ def _beside(file: str) -> re.Match[str] | None:
 
 
 def _folders(names: Iterable[str]) -> list[str]:
-    """Those of DCP."""
+    """Return the folders of DCP."""
     found = sorted({match[1] for file in names if (match := _FOLDER.fullmatch(file))})
     return [] if found in _FOR_ITSELF else found
 

@@ -25,15 +25,15 @@ __all__ = [
 Value = Any
 """A `StoredTensor`, or a plain value such as the number of steps."""
 Values = dict[str, Value]
-"""Those of one parameter, by name."""
+"""The states of one parameter, by name."""
 States = dict[str, Values]
-"""Of an optimizer, by parameter."""
+"""The states of an optimizer, by parameter."""
 Tensors = dict[str, StoredTensor]
-"""By name."""
+"""Tensors by name."""
 Groups = list[dict[str, Any]]
 """Param groups: settings, and in "params" names or ids of parameters."""
 Shapes = Mapping[str, Shape]
-"""Of parameters, by name, in order."""
+"""Shapes of parameters by name, in order."""
 
 _ELEMENTWISE = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "fp32_param")
 
@@ -49,8 +49,9 @@ def is_single(value: Value) -> bool:
 
 
 def note_unjoined(lost: Collection[str]) -> list[str]:
-    """What to say of states that are not the same for all shards, and that do not have a value for each element."""
-    words = "are not read, as each rank has its own, and how to join those of all ranks is not known"
+    """Return what to say of states that are not the same for all shards, and that do not have a
+    value for each element."""
+    words = "are not read: each rank has its own, and it is not known how to join them"
     return [f"optimizer states {words}: {format_names(lost)}"] if lost else []
 
 
@@ -87,7 +88,7 @@ class Canonical:
                 self.add_state(fqn, "step", step)
 
     def rename(self) -> Canonical:
-        """The same with every tensor of the model named as its key."""
+        """Return the same with every tensor of the model named as its key."""
         self.model = {fqn: t if t.fqn == fqn else t.renamed(fqn) for fqn, t in self.model.items()}
         return self
 
@@ -191,7 +192,7 @@ class Hints:
 
     def missing(self, name: str, why: str, example: str) -> NoReturn:
         """Raises the NormalizationError that asks for a hint."""
-        raise NormalizationError(f"{why}. Give it as a hint: normalized(hints={{{name!r}: {example}}}) ({HINTS[name]})")
+        raise NormalizationError(f"{why}. Pass it as a hint: normalized(hints={{{name!r}: {example}}}) ({HINTS[name]})")
 
     def ids(self, scope: str | int | None = None) -> dict[int, str] | None:
         """The names by id that `param_names` gives, for a stage or folder if there are several;
@@ -251,9 +252,9 @@ class NameMap:
     def __init__(self, names: Iterable[str], hints: Hints, extra_prefix: str = "", others: Iterable[str] = ()) -> None:
         """`names` are those of the model, or of the optimizer's states where no model was saved.
 
-        `extra_prefix` is a leading part that the format is known to add, `others` are names of the optimizers, which
-        may have an adapter's name where the file of the adapter does not. Raises NormalizationError for a
-        parametrization, whose parameter is computed and not stored.
+        `extra_prefix` is a leading part that the format is known to add, `others` are names of the
+        optimizers, which may have an adapter's name where the file of the adapter does not. Raises
+        NormalizationError for a parametrization, whose parameter is computed and not stored.
         """
         self._hinted = {str(k): str(v) for k, v in hints.mapping("names").items()}
         self._keep = bool(hints.get("keep_parametrizations"))
@@ -424,8 +425,9 @@ def _small(value: Any) -> Any:
 
 
 def name_ids(saved: StoredOptimizer, hints: Hints, scope: int | str | None, what: str) -> StoredOptimizer:
-    """The optimizer with names for integer ids: those that it stores itself, or those of the hint. Empty if there are
-    none, and only the model is wanted; else raises NormalizationError, asking for the hint.
+    """The optimizer with names for integer ids: those that it stores itself, or those of the hint.
+    Empty if there are none, and only the model is wanted; else raises NormalizationError, asking
+    for the hint.
     """
     if not saved.by_id:
         return saved
@@ -469,8 +471,8 @@ def _stored_names(saved: StoredOptimizer) -> dict[int, str] | None:
 
 
 def _with_names(group: dict[str, Any], rename: Callable[[Any], str]) -> dict[str, Any]:
-    """A group with names mapped; those that some optimizers store beside ids become the same, and tensors in a
-    sequence, such as betas, numbers."""
+    """A group with names mapped; those that some optimizers store beside ids become the same, and
+    tensors in a sequence, such as betas, numbers."""
     out: dict[str, Any] = settings_of(group)
     for key, value in out.items():
         if type(value) in (list, tuple):

@@ -78,11 +78,12 @@ def open_contents(
     check: bool = True,
     lists: bool = False,
 ) -> tuple[Contents, str]:
-    """Open what is at `path`, in the format that its files show. Also return a text that says where it is.
+    """Open what is at `path`, in the format that its files show. Also return a text that says where
+    it is.
 
-    Where they show several, and `preferred` is one of them, it is taken. It may be another reader of the same name.
-    `share`: which of the files this process looks for, among many that open it together.
-    `check`: whether what is read is compared with checksums, where there are any.
+    Where they show several, and `preferred` is one of them, it is taken. It may be another reader
+    of the same name. `share`: which of the files this process looks for, among many that open it
+    together. `check`: whether what is read is compared with checksums, where there are any.
     `lists`: list missing and damaged files in `problems()`, and open the rest.
 
     Raises CheckpointNotFoundError, FormatError or whatever the format's own `open` raises.
@@ -99,11 +100,11 @@ def open_contents(
 
 
 def steps_at(path: StoragePath, *, is_sure: bool = False) -> list[RunStep]:
-    """The checkpoints of the run at `path`, the oldest first; none where it is no folder of a run or, unless it
-    `is_sure` that a run is meant, a checkpoint of its own.
+    """The checkpoints of the run at `path`, the oldest first; none where it is no folder of a run
+    or, unless it `is_sure` that a run is meant, a checkpoint of its own.
 
-    Raises FormatError for a local folder that holds much, and nothing of any checkpoint, and for what is both a run and
-    a checkpoint.
+    Raises FormatError for a local folder that holds much, and nothing of any checkpoint, and for
+    what is both a run and a checkpoint.
     """
     return _run_at(path, _find(path) if local_path(path) is None else None, None, is_sure=is_sure).steps
 
@@ -159,8 +160,8 @@ def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *
 
 
 def _owns_all(storage: Storage, names: Listing, preferred: Format | None) -> bool:
-    """Return True if what the top shows is of a format that has folders of its own below it, whatever these are
-    called; or of the one that is preferred."""
+    """Return True if what the top shows is of a format that has folders of its own below it,
+    whatever these are called; or of the one that is preferred."""
     if preferred is not None and preferred.detect(storage, names):
         return True
     if not _OF_TREES & set(names):
@@ -412,7 +413,7 @@ def _find(path: StoragePath) -> tuple[Storage, dict[str, int]]:
 
 def _pick(storage: Storage, names: Listing, url: str, preferred: Format | None) -> Format:
     """The format that fits. Raises FormatError if none does, or more than one."""
-    if ".metadata" in names and MANIFEST not in names:  # what a killed save of ours left beside it does not count
+    if ".metadata" in names and MANIFEST not in names:  # leftovers of a killed save beside it do not count
         names = {name: size for name, size in names.items() if not is_generation(name.partition("/")[0])}
     composite = next((f for f in formats() if f.is_composite and f.detect(storage, names)), None)
     if composite is None:
@@ -519,8 +520,8 @@ _OWNED = re.compile(
     rf"\.metadata|__\d+\.metadata|{DATA_FILE.pattern}|.*\.index\.json"
     r"|(?:model|adapter_model|pytorch_model|diffusion_pytorch_model|consolidated)(?:[-._].*)?\.(?:safetensors|bin|pth)"
 )
-"""Files that are of a checkpoint right there: of DCP, and what Hugging Face's tools look for. Those of other names may
-be anything that a user keeps beside a run."""
+"""Files that are of a checkpoint right there: of DCP, and what Hugging Face's tools look for. Those
+of other names may be anything that a user keeps beside a run."""
 
 _MOST_FOLDERS = 256
 """The number of folders that are searched if the top shows nothing."""
@@ -566,14 +567,14 @@ def steps_seen(look: Look) -> list[RunStep]:
 
 
 def marks_in(names: Iterable[str]) -> list[str]:
-    """Those at the top that are called as files of a checkpoint, and not as steps."""
+    """Return the names at the top that are those of files of a checkpoint, not of steps."""
     return sorted(name for name in names if "/" not in name and _is_mark(name) and not step_of(name))
 
 
 def is_certain(look: Look, step: RunStep) -> bool:
-    """Return True if it is a step by more than a number for a name, which other things have, too: the folders of
-    ranks, of processes' logs, of items in a list. So its name says it, or it holds what is called as files of a
-    checkpoint."""
+    """Return True if it is a step by more than a number for a name, which other things have, too:
+    the folders of ranks, of processes' logs, of items in a list. So its name says it, or it holds
+    what is called as files of a checkpoint."""
     last = step.name.rpartition("/")[2]
     if not last.isdigit():
         return step.step is not None
@@ -602,7 +603,7 @@ def _is_mark(name: str) -> bool:
 
 
 def step_of(name: str, folder: str = "") -> RunStep | None:
-    """What the name of a checkpoint in the folder of a run says; None if it is no step."""
+    """Return the number in the name of a checkpoint of a run. None if it is not a step."""
     match = _STEP.fullmatch(name)
     if match is not None:
         return RunStep(int(match[1]), folder + name)

@@ -58,7 +58,7 @@ from reshard.stored.views import concat, cut, unflatten
 
 
 _ALIGNMENT_BYTES = 16
-"""With use_orig_params, every parameter inside begins at a multiple of this."""
+"""With use_orig_params, each parameter in a flat parameter begins at a multiple of this."""
 FLAT = "_flat_param"
 
 
@@ -427,7 +427,7 @@ class _RankOptimizers:
 
     files: FilesOfRanks
     states: Mapping[int, Mapping[Any, Any]]
-    """Of each rank, by the name or id of a parameter."""
+    """The states of each rank, by the name or id of a parameter."""
 
     def add_to(
         self,

@@ -62,7 +62,7 @@ def _optimizers(sections: Sections, hints: Hints, what: str) -> Iterator[tuple[s
         try:
             saved = read_optimizer(tree)
             _refuse_pieces(saved, what)
-        except NormalizationError:  # it may be something else of this name
+        except NormalizationError:  # it may be something else with this name
             if not hints.model_only:
                 raise
             continue

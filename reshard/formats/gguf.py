@@ -45,7 +45,7 @@ PLAIN: dict[int, tuple[str, str]] = {
     28: ("F64", "float64"),
     30: ("BF16", "bfloat16"),
 }
-"""By ggml's number of the type: its name there, and torch's name."""
+"""ggml's number of a type -> its name in ggml and in torch."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Block:
     numel: int
     nbytes: int
     values: Callable[[Bytes], Floats] | None = None
-    """Of blocks, a row each, the elements that they stand for, in any shape; None where that is not known here."""
+    """Converts blocks, one per row, to the elements that they represent, in any shape. None if not known here."""
 
 
 _TWO_BITS = np.array([0, 2, 4, 6], dtype=np.uint8)
@@ -219,7 +219,7 @@ BLOCKS: dict[int, Block] = {
     35: Block("TQ2_0", 256, 66),
     39: Block("MXFP4", 32, 17, _mxfp4),
 }
-"""By ggml's number of the type."""
+"""Quantized types by ggml's number."""
 
 
 class DequantizedSource(Source):
@@ -517,7 +517,7 @@ _BLOCKS = {block.name: block for block in BLOCKS.values()}
 
 @dataclass(frozen=True)
 class GgufFacts(Facts):
-    """What stands in the header beside names and shapes."""
+    """The contents of the header besides names and shapes."""
 
     types: Mapping[str, str]
     """ggml's type of each tensor, such as "Q4_K"."""

@@ -1,7 +1,8 @@
-"""Checkpoints of Orbax (JAX): arrays of zarr, in files of their own or in one OCDBT store, read through tensorstore.
+"""Checkpoints of Orbax (JAX): arrays of zarr, in files of their own or in one OCDBT store, read
+through tensorstore.
 
-`_METADATA` is the tree: which path is an array, a scalar, text, None, or an empty container. What a chunk holds is
-compressed, so a chunk is read whole.
+`_METADATA` is the tree: which path is an array, a scalar, text, None, or an empty container. What a
+chunk holds is compressed, so a chunk is read whole.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def _folders(names: Listing) -> list[str]:
 def open(files: Files) -> Contents:
     """The checkpoint. The keys of an item begin with its name where there are several that have arrays.
 
-    Raises FormatError where the folder is not local, MissingPackageError where tensorstore is not installed,
-    CorruptCheckpointError for a tree that is unreadable.
+    Raises FormatError where the folder is not local, MissingPackageError where tensorstore is not
+    installed, CorruptCheckpointError for a tree that is unreadable.
     """
     storage, names = files.storage, files.listed
     folders = _folders(names)
@@ -206,7 +207,7 @@ def _tensor(key: str, root: _Root, written: Shape | None) -> StoredTensor:
 
 
 def _is_divided(shape: Shape, part: Shape) -> bool:
-    """Whether an array consists of parts of one shape, as of the devices of a mesh."""
+    """Return whether an array consists of parts of one shape, such as those of the devices of a mesh."""
     if len(shape) != len(part):
         return False
     return all(n == p or (p and n % p == 0) for n, p in zip(shape, part))

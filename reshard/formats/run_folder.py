@@ -50,7 +50,7 @@ LEDGER = "manager.json"
 
 
 class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is known of a step besides its checkpoint."""
+    """What is recorded about a step besides its checkpoint."""
 
     metrics: dict[str, float | str] = {}
     """Infinite ones as text: JSON has no numbers for them."""
@@ -72,9 +72,10 @@ class StepRecords(msgspec.Struct, frozen=True):
 
 
 def records_in(storage: Storage, below: str = "") -> dict[int, StepRecord]:
-    """What the file says, in the folder of a run; nothing if there is none.
+    """Return what the file says, in the folder of a run; nothing if there is none.
 
-    Raises CheckpointError if it cannot be read, or is of a newer version: which steps count is not known then.
+    Raises CheckpointError if it cannot be read, or is of a newer version: which steps count is not
+    known then.
     """
     where = path_below(storage.url, below + LEDGER)
     try:
@@ -135,7 +136,8 @@ class Run(NamedTuple):
 
 
 def with_last_placed(path: AnyPath, steps: list[RunStep]) -> list[RunStep]:
-    """The same, with a native `last` behind the highest step whose save did not begin after its own.
+    """Return the same, with a native `last` behind the highest step whose save did not begin after
+    its own.
 
     What others call so says nothing of its age, and stays the newest.
     """
@@ -176,7 +178,7 @@ def open_step(
     open_at: Callable[[StoragePath], tuple[Contents, str]],
     has_ended: Callable[[str], bool],
 ) -> tuple[Contents, str]:
-    """That step, or the newest complete one, which then says what was skipped."""
+    """Open that step, or the newest complete one, which records what was skipped."""
     skipped: dict[str, Exception] = {}
     for step in run.having(wanted, path):
         place = path_below(path, step.name)

@@ -48,7 +48,7 @@ _INDEX = ".safetensors.index.json"
 
 @dataclass(frozen=True)
 class HuggingFaceFacts(Facts):
-    """What stands in the files' headers and beside them."""
+    """The contents of the files' headers, and of the files beside them."""
 
     metadata: Mapping[str, str]
     config: Mapping[str, Any]
@@ -150,7 +150,7 @@ def _check_numbers(
 
 
 def open_files(files: Files, found: list[str]) -> Contents:
-    """All tensors of the safetensors files `found`, whole or in DCP's chunks."""
+    """Return all tensors of the safetensors files `found`, whole or in DCP's chunks."""
     storage, names = files.storage, files.listed
     headers = {file: read_header(files[file]) for file in found}
     chunks: dict[str, list[tuple[str, Header, Shape]]] = {}
@@ -269,7 +269,7 @@ class SafetensorsWriter(HashedFilesWriter):
 
     def finish(self, out: Publication) -> None:
         """Give the files their names, and publish the index last."""
-        # one file takes the place of one; several, of which some are old, would be taken for whole
+        # one file replaces one; a mix of new and old files would be taken for a complete checkpoint
         for name in _replaced(out.storage, out.storage.list()):
             if name not in out.done or (len(out.done) > 1 and out.done[name].name != name):
                 out.retract(name)
@@ -293,8 +293,8 @@ class SafetensorsWriter(HashedFilesWriter):
 
 
 def _replaced(storage: Storage, names: Listing) -> list[str]:
-    """The files of the old checkpoint, its index last: those with names of ours, and those that its index names, or
-    all if they open without one. Others stay."""
+    """The files of the old checkpoint, its index last: those with names of ours, and those that its
+    index names, or all if they open without one. Others stay."""
     tensors, indexes = at_top(names, ".safetensors"), at_top(names, _INDEX)
     named = {*indexes} if len(indexes) == 1 else set[str]()
     files = Files(storage, names, Checking(lost=[]))

@@ -1,4 +1,5 @@
-"""Which part of a saved state is the model and which are optimizers: by the names that frameworks give to them.
+"""Which part of a saved state is the model and which are optimizers: by the names that frameworks
+give to them.
 
 {"model": {fqn: ...}, "optim": {...}}              get_state_dict, and most training scripts
 {fqn: ..., "optimizer": {...}, "train_state": {}}  torchtitan: what has no section is the model
@@ -107,10 +108,10 @@ class Sections:
     """The parts of a state that normalization deals with."""
 
     models: dict[str, list[tuple[str, StoredLeaf]]]
-    """Names as saved, with the leaf of each tensor. By "" if there is one model; of several, by what stands before the
-    names of each to separate them, such as "model." and "model_1."."""
+    """Names as saved, with the leaf of each tensor. By "" if there is one model; of several, by
+    what stands before the names of each to separate them, such as "model." and "model_1."."""
     optimizers: list[tuple[str, Tree]]
-    """Each behind the key of its model."""
+    """The optimizers, each with the key of its model."""
 
     @property
     def model(self) -> list[tuple[str, StoredLeaf]]:
@@ -153,8 +154,8 @@ _NUMBER = re.compile(r"_\d+$")
 
 
 def _inside(section: Tree) -> Tree:
-    """A section without another name of its own inside, as `model_1` of accelerate holds `model`, or NeMo's optimizers
-    hold `optim` and a schedule, twice."""
+    """A section without another name of its own inside, as `model_1` of accelerate holds `model`,
+    or NeMo's optimizers hold `optim` and a schedule, twice."""
     named = [key for key in section if not is_beside(str(key))]
     same = len(named) == 1 and is_section(str(named[0])) and isinstance(section[named[0]], dict)
     return _inside(section[named[0]]) if same else section
@@ -273,7 +274,7 @@ def is_section(key: str) -> bool:
 
 
 def with_empty(contents: Contents) -> Contents:
-    """The same with each empty list and dict as an object.
+    """Return the same with each empty list and dict as an object.
 
     An empty section of a model or an optimizer is none.
     """

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class FormatRow(NamedTuple):
-    """What must be known of a format before it is imported."""
+    """What must be known about a format before it is imported."""
 
     name: str
     module: str
     """Where it is."""
     marks: tuple[str, ...] = ()
-    """What its files are called, or after a "*" how their names end: one is at the top of a checkpoint, or of a folder
-    below it."""
+    """What its files are called, or after a "*" how their names end: one is at the top of a
+    checkpoint, or of a folder below it."""
     trees: tuple[str, ...] = ()
     """Files at the top which say that the folders below, of any names, are its own."""
     written: str = ""
@@ -28,8 +28,8 @@ class FormatRow(NamedTuple):
     writer: str = ""
     """Where its `WRITING` is, then."""
     normalizer: str = ""
-    """Where the function `normalize` is that gives its parts canonical names. None is needed where parts are tensors
-    with names: there is a way for all of these."""
+    """Where the function `normalize` is that gives its parts canonical names. None is needed where
+    parts are tensors with names: there is a way for all of these."""
     held_as: str = "FORMAT"
     """What the module calls it."""
 
@@ -62,14 +62,14 @@ FORMATS = (
     FormatRow("gguf", "reshard.formats.gguf", ("*.gguf",)),
     FormatRow("nemo", "reshard.formats.nemo", ("*.nemo",)),
 )  # fmt: skip
-"""In the order in which they are tried."""
+"""All formats, in the order in which they are tried."""
 
 WRITTEN = {row.name: row.written for row in FORMATS if row.written}
 """The formats that can be written, and what each is called."""
 ALSO_CALLED = {"huggingface": "safetensors", "hf": "safetensors", "torch": "torch_save"}
 """Other names of formats that can be written."""
 NOT_SHARDED = "files are not sharded by rank: leave out onto, or write native or dcp"
-"""Of a format, where a layout of ranks is wanted."""
+"""Error of formats that cannot be written for a layout of ranks."""
 FormatName = Literal[
     "native",
     "megatron",
@@ -103,7 +103,7 @@ def find_normalizer(name: str) -> Normalizer | None:
 
 
 def formats() -> Iterator[Format]:
-    """All of them, each imported when it is its turn."""
+    """Return all formats. Each is imported when it is reached."""
     return (_held(row.module, row.held_as) for row in FORMATS)
 
 

@@ -1,13 +1,12 @@
 """Snapshots of torchsnapshot: one manifest of all ranks, and files of raw elements or of `torch.save`.
 
-.snapshot_metadata             {"world_size": 2, "manifest": {"0/model/weight": {...}, "1/model/weight": ...}}
-replicated/model/weight_0      what all ranks have the same is stored once
-sharded/model/weight_0_0       boxes of sharded tensors
-0/progress/steps               what is rank 0's own
-batched/<id>                   small tensors, one after another
+.snapshot_metadata             {"world_size": 2, "manifest": {"0/model/weight": {...},
+"1/model/weight": ...}} replicated/model/weight_0      what all ranks have the same is stored once
+sharded/model/weight_0_0       boxes of sharded tensors 0/progress/steps               what is rank
+0's own batched/<id>                   small tensors, one after another
 
-The manifest is JSON, or YAML if an early version wrote it. Values that several ranks have under one name and that
-were not declared as replicated are per-rank values (`Contents.per_rank`).
+The manifest is JSON, or YAML if an early version wrote it. Values that several ranks have under one
+name and that were not declared as replicated are per-rank values (`Contents.per_rank`).
 """
 
 from __future__ import annotations
@@ -53,7 +52,8 @@ def open(files: Files) -> Contents:
     """The snapshot in this folder.
 
     Raises:
-        CorruptCheckpointError: the manifest is unreadable, or a file that it names is missing or too short.
+        CorruptCheckpointError: the manifest is unreadable, or a file that it names is missing or
+            too short.
         MissingPackageError: the manifest is YAML, and PyYAML is not there to read it.
     """
     source = files[_MANIFEST]
@@ -132,7 +132,7 @@ def _check_names(by_path: Mapping[str, Mapping[int, _Entry]], label: str) -> Non
 
 
 def _is_of_all(entry: _Entry) -> bool:
-    """Whether an entry of one rank is one of the others, too."""
+    """Return whether an entry of one rank belongs to the others, too."""
     return bool(entry.get("replicated")) or entry["type"] in _SHARDED
 
 
@@ -156,7 +156,7 @@ def _key_path(logical: str, by_path: Mapping[str, Mapping[int, _Entry]]) -> KeyP
 
 @dataclass
 class _Snapshot:
-    """What the entries of the manifest come to."""
+    """The state that the entries of the manifest describe."""
 
     files: Files
     label: str
@@ -168,7 +168,7 @@ class _Snapshot:
     inferred: list[str] = field(default_factory=list)
 
     def add(self, path: KeyPath, entries: Mapping[int, _Entry]) -> None:
-        """What the ranks have at one place of the nest."""
+        """Add what the ranks have at one place of the nest."""
         kinds = {entry["type"] for entry in entries.values()}
         rank = min(entries)
         first = entries[rank]

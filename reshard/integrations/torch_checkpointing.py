@@ -56,7 +56,7 @@ class ItemsOptions(_theirs.CheckpointManager.Config):
     """torch_checkpointing's options, and options that it does not have."""
 
     format: str = "native"
-    """Of what is written: `"native"` or `"torch_checkpointing"`, which is written before `save` returns."""
+    """The format to write: `"native"`, or `"torch_checkpointing"`, which is written before `save` returns."""
     per_rank: Collection[str] = ()
     """Items whose values differ from rank to rank, such as random states. Other items must be equal on all ranks."""
 
@@ -79,8 +79,8 @@ class ItemsOptions(_theirs.CheckpointManager.Config):
 
 
 class ItemsManager(_theirs.CheckpointManager):
-    """A manager with the methods of torch_checkpointing's. All are collective except `lock`, `prewarm_staging`, and
-    `close`."""
+    """A manager with the methods of torch_checkpointing's. All are collective except `lock`,
+    `prewarm_staging`, and `close`."""
 
     Config = ItemsOptions
 
@@ -270,4 +270,4 @@ def _write_theirs(state: dict[str, Any], folder: str) -> None:
 
 
 CheckpointManager = ItemsManager
-"""As torch_checkpointing calls it; `reshard.CheckpointManager` is another one."""
+"""torch_checkpointing's name of the class. `reshard.CheckpointManager` is another class."""

@@ -38,15 +38,15 @@ class _WeightMessage(NamedTuple):
     """One broadcast message."""
 
     header: dict[str, Any]
-    """As JSON, through the store of the group."""
+    """Sent as JSON through the store of the group."""
     parts: list[torch.Tensor]
-    """Of uint8, one dim."""
+    """1-D tensors of uint8."""
 
 
 @CheckpointEngineRegistry.register("reshard")
 class ReshardCheckpointEngine(CheckpointEngine):
-    """Broadcasts full tensors from the first trainer rank to all rollout ranks. Other trainer ranks are not in the
-    group."""
+    """Broadcasts full tensors from the first trainer rank to all rollout ranks. Other trainer ranks
+    are not in the group."""
 
     def __init__(
         self,
@@ -217,8 +217,8 @@ class ReshardCheckpointEngine(CheckpointEngine):
 
 @CheckpointEngineRegistry.register("reshard_delta")
 class ReshardDeltaEngine(ReshardCheckpointEngine):
-    """Sends all weights first, then only elements that changed, in the form that verl's delta loaders read. The first
-    trainer rank keeps a copy of all weights in host memory."""
+    """Sends all weights first, then only elements that changed, in the form that verl's delta
+    loaders read. The first trainer rank keeps a copy of all weights in host memory."""
 
     wire_format = "delta_flush"
 

@@ -30,7 +30,7 @@ Ints32 = npt.NDArray[np.int32]
 
 
 class Kernel(Protocol):
-    """What of `reshard_kernels` is called."""
+    """The part of `reshard_kernels` that is called."""
 
     REGION: np.dtype[Any]
     ENTRY: np.dtype[Any]
@@ -78,8 +78,8 @@ def kernel() -> Kernel | None:
 
 
 def is_right(kernel: Kernel) -> bool:
-    """Return True if its sums are those of Python's integers, for the largest words and numbers and for some
-    between."""
+    """Return True if its sums are those of Python's integers, for the largest words and numbers and
+    for some between."""
     width = 1037  # two strips and what is left of a third
     ramp = np.arange(width)
     words = np.stack([0 * ramp - 2**31, ramp - 2**31, 2**31 - 1 - 3 * ramp, ramp * 4052037 - 2**31, 5 - ramp])

@@ -28,7 +28,7 @@ _log = logging.getLogger("reshard")
 
 
 class StreamEvent(Protocol):
-    """What a lane has done up to some point."""
+    """The work of a lane up to some point."""
 
     def synchronize(self) -> None:
         """The host waits until it is done."""
@@ -84,7 +84,7 @@ class CopyStream:
     caller's was asked."""
 
     def __init__(self, device: torch.device) -> None:
-        """On the thread, and where the stream is current, that the lane is to come after."""
+        """Create it on the thread, and with the current stream, that the lane must follow."""
         self._module: Any = device_module(device)
         try:
             self._stream = _unused[device].pop()
@@ -95,13 +95,11 @@ class CopyStream:
         self.follow()
 
     def follow(self) -> None:
-        """What is asked from here on comes after what the calling thread's stream was asked until
-        now."""
+        """Let later work of this lane wait for all earlier work of the calling thread's stream."""
         self._stream.wait_event(self._module.current_stream(self._device).record_event())
 
     def lead(self) -> None:
-        """What the calling thread's stream is asked from here on comes after what this lane was
-        asked until now."""
+        """Let later work of the calling thread's stream wait for all earlier work of this lane."""
         self._module.current_stream(self._device).wait_event(self._stream.record_event())
 
     def use(self) -> AbstractContextManager[Any]:
@@ -131,7 +129,7 @@ class CopyStreams:
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         self._lanes: dict[torch.device, CopyStream] = {}
         for device in dict.fromkeys(devices):
-            if device.type == "cpu":  # where all is done when it was asked
+            if device.type == "cpu":  # devices on which every call has finished when it returns
                 continue
             if has_copy_streams(device):
                 self._lanes[device] = CopyStream(device)
@@ -276,13 +274,13 @@ def _send(elements: torch.Tensor, target: torch.Tensor, lane: CopyStream) -> Str
 T = TypeVar("T")
 
 BLOCK_BYTES = 1 << 30
-"""Of pinned memory that is kept from save to save."""
+"""Size of pinned memory that is kept from one save to the next."""
 ALIGNED_BYTES = 64
 """One cache line."""
 _SMALL_BYTES, _TOGETHER_BYTES = 16 << 10, 256 << 10
 _JOINED = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8)
 STAGE_BYTES = 64 << 20
-"""Of pinned memory through which what is for the caller comes to the host."""
+"""Size of pinned memory through which tensors for the caller are copied to the host."""
 
 
 def row_major_pieces(tensors: Sequence[torch.Tensor], lanes: CopyStreams, stage_bytes: int) -> Iterator[memoryview]:
@@ -326,7 +324,7 @@ def _of_host(tensor: torch.Tensor, stage_bytes: int) -> Iterator[memoryview]:
         yield row_major_bytes(as_array(tensor))
         return
     for piece in _in_pieces(tensor, stage_bytes):
-        there = piece if piece.is_cpu else piece.contiguous()  # put in order where it is
+        there = piece if piece.is_cpu else piece.contiguous()  # put in row-major order on its device
         yield row_major_bytes(as_array(there.cpu()))
 
 
@@ -480,7 +478,7 @@ def fetch(tensors: Iterable[torch.Tensor], lanes: CopyStreams, rooms: Iterable[t
     for tensor, room in zip(tensors, rooms, strict=True):
         lane, at = lanes[tensor.device], 0
         assert lane is not None
-        # what is strided takes as much of the device as it is put in order at once
+        # for strided tensors, the device needs memory for what is put in order at once
         for piece in [tensor] if tensor.is_contiguous() else _in_pieces(tensor, STAGE_BYTES):
             _ask(piece, room[at : at + piece.nbytes], lane)
             at += piece.nbytes
@@ -489,8 +487,8 @@ def fetch(tensors: Iterable[torch.Tensor], lanes: CopyStreams, rooms: Iterable[t
 
 
 def to_host(tensors: Sequence[torch.Tensor], stage_bytes: int = STAGE_BYTES) -> list[torch.Tensor]:
-    """Each on the host, in common memory: a copy of a tensor on a device, or the tensor itself if it is on the host
-    already.
+    """Return each on the host, in common memory: a copy of a tensor on a device, or the tensor
+    itself if it is on the host already.
 
     One piece of pinned memory is filled by the device while another is emptied here; then they
     change places, for all tensors together. Strided tensors, lazily conjugated ones and subclasses

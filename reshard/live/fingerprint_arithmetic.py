@@ -160,7 +160,7 @@ class Axis:
 
     @property
     def size(self) -> int:
-        """How many places."""
+        """Number of places."""
         return sum(stop - start for start, stop in self.intervals)
 
     def numbers(self, key: Key, start: int, stop: int) -> Residues:
@@ -212,7 +212,7 @@ class Matrix(NamedTuple):
     """One tile of rows and columns: its words, and whose numbers they are multiplied by."""
 
     words: torch.Tensor
-    """With as many dims as there are axes, those of the rows first."""
+    """Has one dim per axis, those of the rows first."""
     row_axes: Axes
     rows: Tile
     column_axes: Axes
@@ -250,8 +250,8 @@ def matrices(words: torch.Tensor, axes: Sequence[Axis]) -> Iterator[Matrix]:
 
 
 def _is_worth_widening(sizes: Sequence[int], first: int, width: int) -> bool:
-    """Return True if columns of more axes take no more numbers than a number for each row does. Of very few columns
-    the sums of rows would be as much work as the words."""
+    """Return True if columns of more axes take no more numbers than a number for each row does. Of
+    very few columns the sums of rows would be as much work as the words."""
     return width < THIN or math.prod(sizes[:first]) > width * min(sizes[first - 1], BLOCK)
 
 
@@ -362,7 +362,7 @@ def fold_each(rows: torch.Tensor, axes: Sequence[Axis], key: Key) -> list[Sums]:
 
 
 def known(found: Sequence[Term]) -> list[Sums]:
-    """Each sum, as soon as all of them are computed: they come to the host together."""
+    """Return each sum, as soon as all of them are computed: they come to the host together."""
     rows = torch.stack([term.digits for term in found]).tolist() if found else []
     return [_join(row) for row in rows]
 
@@ -469,7 +469,7 @@ _OF_LANE = [
 
 _COPY_WORDS = 1 << 17  # 512 KiB, which stay in a cache
 THREAD_WORDS = 1 << 20
-"""Of fewer, another thread would take longer to start."""
+"""Minimum number of words per thread: for fewer, starting a thread takes longer than it saves."""
 
 
 def fold_matrix(kernel: Kernel, matrix: Matrix, key: Key) -> list[tuple[int, int]]:

@@ -45,7 +45,7 @@ _COUNT_BYTES = 8
 _WORD_BYTES = 4
 _SMALL_BYTES = 64 << 10
 _BATCH_WORDS = 1 << 16
-"""Of small tensors that are summed up together: as float64 they stay in the cache."""
+"""Words of small tensors that are summed up together. As float64, they fit into the cache."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,8 @@ class Partial:
     """The sum over some elements of a tensor. Adding those of disjoint parts, in any order, gives
     the sum of the full tensor.
 
-    >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0])
-    >>> partial(a, Box((0,), (2,)), (3,)) + partial(b, Box((2,), (1,)), (3,)) == partial(torch.tensor([1.0, 2.0, 3.0]))
-    True
+    >>> a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0]) >>> partial(a, Box((0,), (2,)), (3,)) +
+    partial(b, Box((2,), (1,)), (3,)) == partial(torch.tensor([1.0, 2.0, 3.0])) True
     """
 
     sums: Sums = (0,) * LANES
@@ -408,7 +407,7 @@ def words_of(tensor: torch.Tensor, part: Part) -> Iterator[tuple[torch.Tensor, t
 
 
 def _joined(intervals: Sequence[Range]) -> tuple[Range, ...]:
-    """Without empty intervals, and with those that touch made one."""
+    """Return the intervals without empty ones, and with adjacent ones joined."""
     joined: list[Range] = []
     for start, stop in intervals:
         if start == stop:
@@ -513,14 +512,14 @@ class _SummedTensor(msgspec.Struct, array_like=True):
     dtype: str
     shape: Shape
     total: bytes
-    """Of elements of which all holders have sent their sums."""
+    """Sum of the elements whose holders have all sent their sums."""
     places: dict[bytes, tuple[int, dict[bytes, _Runs]]]
-    """Of all others: how many holders there are, and by their sums, which have sent them."""
+    """The other elements: the number of their holders and, by sum, the ranks that have sent it."""
     other: tuple[int, str, Shape] | None = None
     """A rank that says another dtype or shape."""
 
     def add(self, more: _SummedTensor) -> None:
-        """What further ranks hold of it."""
+        """Add what more ranks hold of it."""
         self.total = (Partial.from_bytes(self.total) + Partial.from_bytes(more.total)).to_bytes()
         if (more.dtype, more.shape) != (self.dtype, self.shape):
             self.other = self.other or (more.rank, more.dtype, more.shape)
@@ -550,7 +549,7 @@ class HeldSums(msgspec.Struct, array_like=True):
     tensors: dict[str, _SummedTensor]
 
     def add(self, fqn: str, tensor: _SummedTensor) -> None:
-        """What is held of one tensor, by the same rank or by further ones."""
+        """Add what the same rank or more ranks hold of one tensor."""
         if fqn in self.tensors:
             self.tensors[fqn].add(tensor)
         else:

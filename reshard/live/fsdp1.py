@@ -44,7 +44,7 @@ class FlatPiece:
     parameter: torch.Tensor
     """What the optimizer has: the original parameter with use_orig_params=True, else `flat`."""
     shape: Shape
-    """Of the original parameter."""
+    """Shape of the original parameter."""
     start: int
     """Where the parameter begins in the unsharded flat parameter, in elements."""
     shard_numel: int
@@ -122,8 +122,8 @@ class FlatPiece:
         return self.cut().tensor(local.detach())
 
     def free_gathered(self) -> None:
-        """Free what a forward pass has gathered and no backward pass has freed: the next one would use it again,
-        whatever has been written to the shards."""
+        """Free what a forward pass has gathered and no backward pass has freed: the next one would
+        use it again, whatever has been written to the shards."""
         is_idle = self.sharded and self.handle._training_state.name == "IDLE"
         if is_idle and hasattr(self.flat, "_full_param_padded") and not self.handle.needs_unshard():
             self.handle.reshard(True)
@@ -206,8 +206,7 @@ class FlatCut:
 
     shape: Shape
     ranges: tuple[Range, ...]
-    """By position in the group: first element, and the one after the last; equal where there is
-    none."""
+    """By position in the group, the range of elements: the first, and one past the last. Equal if empty."""
     group: Any
     mesh: Any = None
     """FSDP's device mesh, of which the group is an axis; None if it has none."""
@@ -226,7 +225,7 @@ class FlatCut:
         return next(axis for axis in axes if sorted(dist.get_process_group_ranks(self.mesh.get_group(axis))) == ranks)
 
     def chunks(self) -> FlatCut:
-        """The same tensor on the same ranks, as `torch.chunk` along dim 0 splits it."""
+        """Return the same tensor on the same ranks, as `torch.chunk` along dim 0 splits it."""
         rows, per_row = self.shape[0], prod(self.shape[1:])
         step = -(-rows // len(self.ranges)) * per_row
         ends = [min(i * step, rows * per_row) for i in range(len(self.ranges) + 1)]

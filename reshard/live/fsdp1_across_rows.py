@@ -80,7 +80,7 @@ class CutAcrossRows(ShardedTensor):
         return made
 
     def detach(self) -> torch.Tensor:
-        """The same memory."""
+        """Return a tensor with the same memory."""
         return self._remade(torch.Tensor.detach)
 
     def clone(self, **kwargs: Any) -> torch.Tensor:

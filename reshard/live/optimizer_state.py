@@ -1,8 +1,10 @@
-"""State that an optimizer does not have yet: places for it are made by what a checkpoint says that there is.
+"""State that an optimizer does not have yet: places for it are made by what a checkpoint says that
+there is.
 
-A fresh optimizer has no state, and nothing is stepped to make some, so its state dict has no place to load into. What
-it has is the parameters: state of a parameter in the checkpoint gets the parameter's layout. State that was saved as
-one tensor under several keys gets one place for all of them.
+A fresh optimizer has no state, and nothing is stepped to make some, so its state dict has no place
+to load into. What it has is the parameters: state of a parameter in the checkpoint gets the
+parameter's layout. State that was saved as one tensor under several keys gets one place for all of
+them.
 
     LazyOptimizerState({}, {"w": parameter})  ->  within `materialize`, {"w": {"exp_avg": tensor like w, "step": None}}
 """
@@ -41,15 +43,15 @@ SCALARS = frozenset(["step", "eta", "mu", "mu_product"])
 
 
 class PartialState(dict[Any, Any]):
-    """The state of an optimizer by parameter, or a whole optimizer state dict of the flat form, some of which only
-    other ranks have.
+    """The state of an optimizer by parameter, or a whole optimizer state dict of the flat form,
+    some of which only other ranks have.
 
     A dict like any other; pickles of it are plain ordered dicts, which torch.load trusts.
 
     Attributes:
-        elsewhere: parameter -> its `FlatPiece`, if some ranks hold no element of it and so no state; or the one rank
-            that has its state; or None, if unsharded tensors are here beside a DTensor.
-            On all ranks of its process group, a `FlatPiece` is under the same names.
+        elsewhere: parameter -> its `FlatPiece`, if some ranks hold no element of it and so no
+            state; or the one rank that has its state; or None, if unsharded tensors are here beside
+            a DTensor. On all ranks of its process group, a `FlatPiece` is under the same names.
     """
 
     def __init__(self, state: Mapping[Any, Any], elsewhere: Mapping[str, Any]) -> None:
@@ -79,8 +81,8 @@ class LazyOptimizerState(PartialState):
 
     Attributes:
         parameters: name -> the parameter, or something on the meta device of its shape.
-        offered: the parameters whose state is only what the optimizer would begin with: a load keeps of it what the
-            checkpoint has.
+        offered: the parameters whose state is only what the optimizer would begin with: a load
+            keeps of it what the checkpoint has.
         has_own: whether the optimizer may keep state of the whole, under keys that no group lists.
         is_complete: whether it has its places already: then a load adds none, and only ties those
             that are there.
@@ -113,7 +115,7 @@ class LazyOptimizerState(PartialState):
         self.update(filled)
 
     def is_of_others(self, path: KeyPath) -> bool:
-        """Whether a path is a field, in the flat form, of a parameter that another rank has."""
+        """Return whether a path is a field, in the flat form, of a parameter that another rank has."""
         return bool(path) and is_field(path) and _owner(path, self.parameters) is None
 
 
@@ -128,7 +130,7 @@ class Saved(NamedTuple):
     first: str = ""
     """The key of the tensor that this is a further name of."""
     value: Any = None
-    """Of what is no tensor, if it is to be there before the load."""
+    """The value of an object, if it must exist before the load."""
     read: Callable[[], Any] | None = None
     """Gives the elements of a tensor, or the object, where it can be had before the load."""
     on_mesh: bool | None = None
@@ -153,8 +155,8 @@ def materialize(
     Args:
         containers: kinds of those that are tuples or empty, see `reshard.live.tree.Flat`.
         names: key of the nest -> key in the checkpoint, where they differ.
-        tensors: keys of the checkpoint's tensors. Groups that have such get their form, also where the optimizer has
-            state.
+        tensors: keys of the checkpoint's tensors. Groups that have such get their form, also where
+            the optimizer has state.
         keep: the places stay, unless an error ends it.
     """
     waiting = _within(state_dict, lambda one: isinstance(one, LazyOptimizerState))
@@ -190,7 +192,8 @@ def fill(
     live: Mapping[str, Any] | None = None,
     says_none: bool = True,
 ) -> None:
-    """Make the places of what was saved below the path `above`; those that are there stay, but for what is offered.
+    """Make the places of what was saved below the path `above`; those that are there stay, but for
+    what is offered.
 
     Args:
         rows, containers: of the checkpoint.
@@ -287,7 +290,7 @@ def _listed(above: KeyPath, rows: Iterable[Saved]) -> set[str]:
 
 
 def _is_own(key: str, listed: Container[str]) -> bool:
-    """Whether a key below the state, or of the flat form, is of no parameter that the groups list."""
+    """Return whether a key below the state, or of the flat form, is of no parameter that the groups list."""
     if not is_flat_key(key):
         return key not in listed
     section, _, name = key.partition(".")
@@ -305,7 +308,7 @@ def listed_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
 
 
 def is_field(path: KeyPath) -> bool:
-    """Whether a path in an optimizer's state dict is a field of a group in the flat form."""
+    """Return whether a path in an optimizer's state dict is a field of a group in the flat form."""
     return str(path[0]).startswith("param_groups.")
 
 
@@ -337,7 +340,7 @@ class _UnshardedState:
         self._in_parts |= {str(row.path[-1]) for row in all_rows if row.in_parts and row.path[-1] in parameters}
 
     def has(self, row: Saved, owner: str) -> bool:
-        """Whether a parameter's state is such.
+        """Return whether a parameter's state is such.
 
         A state dict without any DTensor is a full one, which says nothing.
         """
@@ -353,8 +356,8 @@ class _StateMemory:
         self._live, self._made = live, dict[str, Any]()
 
     def place(self, row: Saved, parameter: Any, there: Any, is_beside: bool = False) -> Any:
-        """Return unfilled memory for a tensor, placed like its parameter if the shapes are equal and it was not kept
-        unsharded beside what was sharded."""
+        """Return unfilled memory for a tensor, placed like its parameter if the shapes are equal
+        and it was not kept unsharded beside what was sharded."""
         if row.shape is None:  # a tensor can hold a number, but not None
             is_none = is_tensor(there) and row.read is not None and row.read() is None
             return row.value if there is None or is_none else there
@@ -381,8 +384,8 @@ def _fits(known: Any, shape: Shape, dtype: torch.dtype) -> bool:
 
 
 def _is_laid_out_like(known: Any, like: Any, *, is_like: bool) -> bool:
-    """Return whether a tensor has the layout of a parameter, or of what is on its mesh without being `is_like` it; a
-    full tensor, if there is no layout to follow."""
+    """Return whether a tensor has the layout of a parameter, or of what is on its mesh without
+    being `is_like` it; a full tensor, if there is no layout to follow."""
     if not (is_sharded(known) or is_sharded(like)):
         return like is None or like.device.type == "meta" or bool(known.device == like.device)
     if not (is_dtensor(known) and is_dtensor(like)) or known.device_mesh != like.device_mesh:
@@ -399,16 +402,16 @@ def _live_tensors(state_dict: Any, names: Mapping[str, str]) -> dict[str, Any]:
 class _Groups(NamedTuple):
     """The groups of an optimizer of the nested form.
 
-    Groups that were saved with a tensor, such as a learning rate, are many entries, one for each field; others are one
-    object. A load fills what was saved. The setter finds groups by their parameters and fields by their names, so
-    their saved form may take the place of the live one.
+    Groups that were saved with a tensor, such as a learning rate, are many entries, one for each
+    field; others are one object. A load fills what was saved. The setter finds groups by their
+    parameters and fields by their names, so their saved form may take the place of the live one.
     """
 
     path: KeyPath
-    """Of the optimizer."""
+    """Path of the optimizer."""
     optimizer: dict[str, Any]
     live: Any
-    """As they were."""
+    """The groups before the load."""
 
     @property
     def front(self) -> KeyPath:
@@ -451,7 +454,7 @@ def _usable(there: Any, row: Saved) -> Any:
 def _within(
     nest: Any, is_one: Callable[[Any], bool] = lambda value: isinstance(value, dict) and is_nested(value)
 ) -> list[tuple[KeyPath, Any]]:
-    """What is one of those, by default an optimizer of the nested form, anywhere in a nest."""
+    """Return the values in a nest for which `is_one`, with their paths. Default: optimizers of the nested form."""
     return [(path, one) for path, one in leaves_of(nest, is_one).items() if is_one(one)]
 
 
@@ -480,16 +483,17 @@ def lost_state(state_dict: Any, saved: Iterable[Saved]) -> list[str]:
 
 
 def _is_on_mesh(row: Saved, parameter: Any) -> bool:
-    """Whether state of another shape than its parameter's is to be a DTensor, with all elements on each rank: if it
-    was one, or may have been one, since arithmetic with the parameter needs it."""
+    """Return whether state of another shape than its parameter's is to be a DTensor, with all
+    elements on each rank: if it was one, or may have been one, since arithmetic with the parameter
+    needs it."""
     if not is_dtensor(parameter) or row.on_mesh is False:
         return False
     return bool(row.shape) or (row.on_mesh is True and row.path[-1] != "step")  # which optimizers of torch keep apart
 
 
 def _place_like(like: Any, shape: Shape, dtype: torch.dtype, *, is_like: bool) -> torch.Tensor:
-    """Unfilled memory for a tensor of a parameter's state: placed like the parameter, or with all elements on each rank
-    of its mesh. Without a parameter, an unsharded tensor."""
+    """Unfilled memory for a tensor of a parameter's state: placed like the parameter, or with all
+    elements on each rank of its mesh. Without a parameter, an unsharded tensor."""
     if like is None or (type(like) is torch.Tensor and like.device.type == "meta"):
         return torch.empty(shape, dtype=dtype, device="cpu")
     if is_like:
@@ -529,8 +533,8 @@ def is_nested(tree: Mapping[Any, Any]) -> bool:
 
 
 def with_names(saved: Mapping[Any, Any], live: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return a saved optimizer with the names of a live one, if it has no state yet, and its groups list as many
-    parameters, by number: both are in the order in which the optimizer got them."""
+    """Return a saved optimizer with the names of a live one, if it has no state yet, and its groups
+    list as many parameters, by number: both are in the order in which the optimizer got them."""
     if not (is_nested(saved) and is_nested(live)) or saved["state"]:
         return saved
     groups, others = saved["param_groups"], live["param_groups"]

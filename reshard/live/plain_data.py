@@ -1,7 +1,7 @@
 """Plain objects as JSON data, and back.
 
-JSON has text keys, one kind of sequence and finite floats only, so everything else is written as an object with the
-single key "$type": a dict that has such a key itself is written as pairs.
+JSON has text keys, one kind of sequence and finite floats only, so everything else is written as an
+object with the single key "$type": a dict that has such a key itself is written as pairs.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def encode_plain(value: Any, *, tensor_bytes: int = 0) -> Any:
 
 @dataclass
 class _Tensors:
-    """How many bytes of tensors may be among plain data, and may yet come."""
+    """The number of bytes of tensors that plain data may have, and that may still be added."""
 
     limit_bytes: int
     left_bytes: int
@@ -195,7 +195,7 @@ def _encode_simple(value: Any) -> dict[str, Any] | None:
         return {"$complex": [encode_plain(value.real), encode_plain(value.imag)]}
     if kind in (bytes, bytearray):
         return {f"${kind.__name__}": base64.b64encode(value).decode()}
-    if kind is io.BytesIO:  # what older modules give as their extra state
+    if kind is io.BytesIO:  # older modules return such extra state
         return {"$bytesio": base64.b64encode(value.getvalue()).decode()}
     if isinstance(value, torch.Size):
         return {"$size": list(value)}
@@ -295,9 +295,9 @@ def _decode(data: Any) -> Any:
 
 
 def are_equal(a: Any, b: Any) -> bool:
-    """Whether two plain values are the same; NaN equals NaN. 1 equals 1.0, but not True, or a member of an IntEnum.
-    Arrays of floats are equal if their bits are."""
-    if type(a) is type(b) and type(a) in (int, float, str) and a == b:  # of which there can be millions
+    """Return whether two plain values are the same; NaN equals NaN. 1 equals 1.0, but not True, or
+    a member of an IntEnum. Arrays of floats are equal if their bits are."""
+    if type(a) is type(b) and type(a) in (int, float, str) and a == b:  # there can be millions of these
         return True
     a, b = _as_saved(a), _as_saved(b)
     if isinstance(a, CustomValue) and isinstance(b, CustomValue):
@@ -331,7 +331,7 @@ def _as_saved(value: Any) -> Any:
 
 
 def _kind(value: Any) -> Any:
-    """What two values must share to be equal: whether they are bools, or an array's shape and dtype."""
+    """Return what two values must share to be equal: whether they are bools, or an array's shape and dtype."""
     if isinstance(value, np.ndarray | torch.Tensor):
         return isinstance(value, np.ndarray), tuple(value.shape), value.dtype
     return isinstance(value, bool | np.bool_)

@@ -193,7 +193,7 @@ class PerRank:
 
         Args:
             key: the key of the value.
-            rank, world_size: of the job that loads.
+            rank, world_size: this rank and the number of ranks of the job that loads.
             saved: values by the rank that saved them. Each is read when it is accessed.
             saved_world_size: number of ranks that saved, including those without such a value; 0
                 if not known.
@@ -298,8 +298,8 @@ def _by_group(state: Mapping[str, Any], above: KeyPath = ()) -> Iterator[tuple[K
 
 
 AFTER_WRITES: MutableMapping[torch.Tensor, Callable[[], object]] = WeakTensorKeyDictionary()
-"""By a tensor that a model gave: what to call when its elements were written. Then FSDP frees the copy of the parameter
-that a forward pass gathered, which the next one would use again."""
+"""Tensor of a model -> what to call after its elements were written. FSDP then frees the copy of
+the parameter that a forward pass gathered, because the next pass would use it again."""
 
 
 def tell_owners(written: Iterable[torch.Tensor]) -> None:
@@ -313,13 +313,13 @@ class CheckedState(dict[str, Any]):
     """A state to load into, with checks of saved values that run before anything is written."""
 
     checks: dict[KeyPath, Callable[[Any], object]]
-    """By path. Each is called with the saved value there, and may raise."""
+    """Functions by path. Each gets the saved value at its path, and may raise."""
     apart: Collection[KeyPath]
     """Paths of objects. What is around them is matched entry by entry."""
     models: Collection[KeyPath]
-    """Those of models, which keep their dtypes."""
+    """Paths of models, which keep their dtypes."""
     optimizers: Collection[KeyPath]
-    """Those of optimizers."""
+    """Paths of optimizers."""
 
     def of_optimizers(self, keys: Iterable[str], *, known: bool = False) -> list[str]:
         """Return, for keys of models, where the optimizers have the state of the same parameters.
@@ -565,8 +565,8 @@ def _refilled(live: Any, value: Any, filled: set[int]) -> Any:
 
 
 def _saved_whole(saved: Mapping[str, Any], full: set[KeyPath], path: KeyPath, value: Any) -> bool:
-    """Return True if the container at a path was saved as one object and can be replaced by it: not those that are
-    `full`, to which the ones around each `OwnState` are added."""
+    """Return True if the container at a path was saved as one object and can be replaced by it: not
+    those that are `full`, to which the ones around each `OwnState` are added."""
     if isinstance(value, OwnState):
         full |= containers_around([path])
     key = key_of(path)

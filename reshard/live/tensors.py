@@ -189,7 +189,7 @@ class LiveTensor:
         if len(ways) == 1 or tensor.device_mesh.get_coordinate() is None:
             return self.forms[0]
         kinds = dist.get_backend_config(tensor.device_mesh.get_group(0))
-        here = tensor._local_tensor.device  # or, where its groups send from there alone, what its mesh is made of
+        here = tensor._local_tensor.device  # or, if its groups can send only from there, the device of its mesh
         here = here if f"{here.type}:" in kinds else tensor.device_mesh.device_type
         possible = torch.tensor([way in self.forms for way in ways], dtype=torch.int32, device=here)
         for axis in range(tensor.device_mesh.ndim):
@@ -310,14 +310,14 @@ OVERWRITTEN_BY = "_reshard_overwritten_by"
 
 
 def mark_overwritten(tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    """The same elements as a tensor for which a save takes those of `rank`."""
+    """Return the same elements as a tensor for which a save takes those of `rank`."""
     marked = tensor.detach()
     setattr(marked, OVERWRITTEN_BY, rank)
     return marked
 
 
 def _memory_of(local: torch.Tensor) -> tuple[Any, ...] | None:
-    """Where a local tensor is and how it is seen; () without elements, None if it is unknown."""
+    """Return where a local tensor is and how it is seen; () without elements, None if it is unknown."""
     if local.is_nested:
         return None
     if local.numel() == 0:
@@ -353,7 +353,7 @@ def lines_of(device_mesh: DeviceMesh, here: int) -> list[tuple[list[int], list[i
         line = mesh_line(grid, here, axis)
         try:
             group = dist.get_process_group_ranks(device_mesh.get_group(axis))
-        except (RuntimeError, LookupError, ValueError, AssertionError, TypeError):  # the last is what torch 2.6 says
+        except (RuntimeError, LookupError, ValueError, AssertionError, TypeError):  # the last is the text of torch 2.6
             group = []
         lines.append((line, group if sorted(group) == sorted(line) else sorted(line)))
     return lines
@@ -432,7 +432,7 @@ def _sharded_tensor_form(tensor: Any, fqn: str) -> Form:
 
 
 def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """The same DTensor over another local tensor of equal sizes, which stays where it is:
+    """Return the same DTensor over another local tensor of equal sizes, which stays where it is:
     `from_local` would move it to the device of the mesh."""
     from torch.distributed.tensor import DTensor
 
@@ -657,7 +657,7 @@ def _mesh_in_group_order(mesh: Mesh, placements: Sequence[Placement], kept: Coll
 
 
 def _cut_later(form: ProductForm, axes: Collection[int]) -> ProductForm:
-    """The same shards, but those of the strided shards on `axes` made after the number of later
+    """Return the same shards, but those of the strided shards on `axes` made after the number of later
     ones that their split factors stand for: inner axes first, on a mesh with its axes in that
     order.
 

@@ -333,7 +333,7 @@ def mapping_kind(value: Mapping[Any, Any]) -> str:
 def builtin_kinds(
     containers: Mapping[KeyPath, str], leaves: Collection[KeyPath]
 ) -> tuple[dict[KeyPath, str], dict[str, tuple[str, str]]]:
-    """The same containers as dicts, lists, tuples, and plain tensors, which other programs read
+    """Return the same containers as dicts, lists, tuples, and plain tensors, which other programs read
     without the classes that they were of; and by key, those classes and what is in their place.
     `leaves` are the paths of all values."""
     kinds: dict[KeyPath, str] = {}

@@ -1,7 +1,8 @@
 """What is known of each architecture: one line for each says how its decoder differs from Llama's.
 
-All ready mappings are built from this table and the model's config. *Plain* names are those that Llama, Qwen3-MoE, and
-DeepSeek have on disk: a matrix each for gate, up, queries, keys, values, and every expert.
+All ready mappings are built from this table and the model's config. *Plain* names are those that
+Llama, Qwen3-MoE, and DeepSeek have on disk: a matrix each for gate, up, queries, keys, values, and
+every expert.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Architecture:
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
     """Plain names of the norms before and after attention, and before and after feed-forward; "" if there is none."""
     experts: str = ""
-    """How experts are on disk: "apart", "packed" (as in memory), "stacked" (gate and up as one, named as Granite's), or
-    "transposed" stacks."""
+    """How experts are on disk: "apart", "packed" (as in memory), "stacked" (gate and up as one,
+    named as Granite's), or "transposed" stacks."""
     shared: str = "shared_experts"
     """The plain name of the experts that every token goes to."""
     memory: Dict[str, str] = field(default_factory=dict)
@@ -44,7 +45,7 @@ class Architecture:
     gated: bool = True
     """Feed-forward layers have a gate."""
     output_gates: bool = False
-    """Each head's queries are followed by the gate of its output, in the same projection."""
+    """True if each head's queries are followed by the gate of its output, in the same projection."""
     zero_centered: bool = False
     """Norm weights are stored as differences from 1."""
     joined: tuple[str, ...] = ()
@@ -150,7 +151,7 @@ _HUNYUAN_MOE = {
     **_HUNYUAN,
 }
 _AROUND = Architecture()
-"""Of models around a decoder of another family, which `text_config` names."""
+"""Models around a decoder of another family, which `text_config` names."""
 _FORGET = {
     "self_attn.dt_bias": "self_attn.forget_gate.dt_bias",
     "self_attn.A_log": "self_attn.forget_gate.A_log",
@@ -299,7 +300,7 @@ _TABLE = {
     "gemma3": replace(_GEMMA, namings=_MEGATRON, norms=_BOTH_SIDES),
 }  # fmt: skip
 ARCHITECTURES = {family: known for families, known in _TABLE.items() for family in families.split()}
-"""By the `model_type` of the config."""
+"""Architectures by the `model_type` of the config."""
 
 
 @dataclass(frozen=True)
@@ -321,8 +322,8 @@ class Decoder:
     expert_size: int = 0
     """Number of rows of an expert's gate."""
     latent_rows: tuple[int, int] = (0, 0)
-    """Rows of the first projections of latent attention: those for queries (0 if there are none), and those for keys
-    and values."""
+    """Rows of the first projections of latent attention: those for queries (0 if there are none),
+    and those for keys and values."""
     vision_heads: int = 0
     """Attention heads of the vision tower, in vision-language models."""
     linear_layers: tuple[int, ...] = ()
@@ -336,8 +337,8 @@ class Decoder:
     vision_size: int = 0
     """Elements of a vector in the vision tower, in vision-language models."""
     missing: tuple[str, ...] = ()
-    """Entries that the config of a decoder within a vision-language model omits, because they
-    are at their defaults."""
+    """Entries that the config of a decoder within a vision-language model omits because they have
+    their default values."""
 
     def __post_init__(self) -> None:
         """Raises NormalizationError for impossible numbers."""
@@ -370,7 +371,8 @@ class Decoder:
     def of(cls, config: Decoder | Dict[str, Any] | str | os.PathLike[str]) -> Decoder:
         """Read a `config.json`: its path, its folder, or its content.
 
-        Raises CheckpointNotFoundError if there is no such file, NormalizationError if an entry is missing.
+        Raises CheckpointNotFoundError if there is no such file, NormalizationError if an entry is
+        missing.
         """
         if isinstance(config, Decoder):
             return config
@@ -440,8 +442,7 @@ class Decoder:
 
 
 _WITHIN = ("num_key_value_heads", "num_hidden_layers")
-"""Each family has its own defaults for these, which configs on the Hub omit if they are within
-another."""
+"""Entries with defaults of the family, which nested configs on the Hub omit."""
 
 
 def _number(config: Dict[str, Any], key: str, otherwise: int = 0) -> int:

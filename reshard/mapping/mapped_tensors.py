@@ -36,7 +36,7 @@ class _Strip:
     dims: Dims
 
     def ranges(self) -> Iterator[tuple[int, int, int]]:
-        """Where each dim of the source box starts, how many indexes it takes, and with which step."""
+        """Return where each dim of the source box starts, how many indexes it takes, and with which step."""
         return zip(self.start, self.counts, self.steps)
 
 

@@ -100,7 +100,7 @@ class Mapping:
         return dict(made)
 
     def names(self, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """Return the new names of each name that a rule matches, without those that `Unstack` numbers."""
+        """Return the new names of each name that a rule matches, except those that `Unstack` makes."""
         out: dict[str, tuple[str, ...]] = {name: (name,) for name in names}
         taken: set[str] = set()
         for stage in self.stages:
@@ -143,8 +143,8 @@ class Mapping:
 
 
 def between(source: Mapping, target: Mapping) -> Mapping:
-    """From what `source` makes of some names to what `target` makes of them; stages that both
-    begin with are omitted.
+    """Return the mapping from the names that `source` makes to those that `target` makes. Stages
+    that both begin with are omitted.
 
     Raises NormalizationError, naming the rule, where a stage of `source` cannot be undone.
     """
@@ -162,7 +162,8 @@ def apply_dict(names: Dict[str, str], checkpoint: Checkpoint) -> Checkpoint:
     Names that it does not mention stay, except those of the optimizer states of what it renames.
     Further names of one tensor are tied to its first.
 
-    Raises KeyMismatchError for a name that the checkpoint does not have, or one that would be there twice.
+    Raises KeyMismatchError for a name that the checkpoint does not have, or one that would be there
+    twice.
     """
     known = {*checkpoint, *checkpoint.aliases, *checkpoint.objects, *checkpoint.contents.per_rank}
     unknown = [name for name in names.values() if name not in known]
@@ -263,8 +264,8 @@ class MappingStage:
         self.paths[new] = path if new == old else mapped_path(path, old, new)
 
     def _count_in(self, group: RuleGroup) -> int | None:
-        """Return how many targets a tensor is split into, which its shape says; None if a rule numbers none, and if it
-        does not say it, as that of a step."""
+        """Return how many targets a tensor is split into, which its shape says; None if a rule
+        numbers none, and if it does not say it, as that of a step."""
         source = self.tensors[group.members[0]]() if group.rule.numbers_targets else None
         if source is None or self._is_carried(group, [source.spec.shape]):
             return None
@@ -477,10 +478,10 @@ class Application:
     """A rule, what its pattern's words stand for, and where."""
 
     number: int
-    """Of the rule."""
+    """Number of the rule."""
     rule: Rule
     site: Site
-    """Of several names, the first one's."""
+    """Where the name matched. If the rule makes several names, that of the first."""
     words: dict[str, str]
 
     @property
@@ -507,7 +508,7 @@ class Hit(Application):
     """A name that a rule takes."""
 
     source: int
-    """Of the rule's sources, this one."""
+    """Which of the rule's sources matched."""
 
 
 @dataclass(frozen=True)
@@ -515,7 +516,7 @@ class RuleGroup(Application):
     """Names that one application of a rule takes together."""
 
     members: tuple[str, ...]
-    """In the order of the rule's sources, or of their numbers."""
+    """Names in the order of the rule's sources, or of their numbers."""
     all_sites: tuple[Site, ...]
     missing: tuple[int, ...] = ()
     """Places, in that order, of states that are not there, and for which the rule's `fill` stands."""
@@ -528,9 +529,9 @@ class RuleGroup(Application):
         return out
 
     def is_carried(self, shapes: Sequence[Shape], parameters: Dict[str, Shape]) -> bool:
-        """Return True if the members do not have one value for each element of their parameters: then they go
-        along, unchanged. Raises NormalizationError for several elements, such as one for each row: those of a
-        parameter that a rule rearranges are others."""
+        """Return True if the members do not have one value for each element of their parameters:
+        then they go along, unchanged. Raises NormalizationError for several elements, such as one
+        for each row: those of a parameter that a rule rearranges are others."""
         if not self.site.is_state:
             return False
         for key, site, shape in zip(self.members, self.all_sites, shapes):
@@ -566,7 +567,8 @@ class Matcher:
         return min(hits, key=lambda hit: hit.number, default=None)
 
     def match_object(self, key: str) -> Hit | None:
-        """The same for a value that is no tensor: a key of an optimizer, or one that a Rename or Drop has in full."""
+        """Return the same for a value that is no tensor: a key of an optimizer, or one that a
+        Rename or Drop has in full."""
         hit, of_state = self.match(key), self._as_state(key)
         return hit if of_state or (hit and not hit.words and isinstance(hit.rule, Rename | Drop)) else None
 
@@ -747,8 +749,8 @@ def _missing(first: Hit, place: tuple[int, int], there: str) -> str:
 def mapped_path(path: KeyPath, old: str, new: str) -> KeyPath:
     """The path in the nested state that a key gets when it is renamed from `old` to `new`.
 
-    The parts of the path in which the keys differ are replaced: by one part where the name was one part, else by one
-    part for each part of the name.
+    The parts of the path in which the keys differ are replaced: by one part where the name was one
+    part, else by one part for each part of the name.
     """
     texts = [str(part) for part in path]
     if ".".join(texts) != old:

@@ -5,8 +5,8 @@ and knows its inverse.
     Concat(["{l+}.gate_proj.weight", "{l+}.up_proj.weight"], "{l+}.gate_up_proj.weight", parts=(1, 1))
     Stack("{l+}.experts.{e}.w1.weight", "{l+}.experts.w1", over="e")
 
-A rule describes its targets as views: `build` converts views of the sources to views of the targets, and a plan follows
-them down to byte ranges.
+A rule describes its targets as views: `build` converts views of the sources to views of the
+targets, and a plan follows them down to byte ranges.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Rule(ABC):
         self._check_words()
 
     def __str__(self) -> str:
-        """By its patterns, as in the call."""
+        """Return its patterns, as in the call."""
         sides = (", ".join(repr(pattern.text) for pattern in side) for side in (self.sources, self.targets))
         return f"{type(self).__name__}({' -> '.join(sides)})"
 
@@ -243,8 +243,9 @@ class Split(Rule):
 class Stack(Rule):
     """Stacks tensors that `over` numbers along a new dim `dim`, such as experts or layers.
 
-    An expert that received no token has no optimizer state. For such experts, pass `fill=`, the value
-    of the missing elements. Optimizers begin with 0. The step count is that of the other experts.
+    An expert that received no token has no optimizer state. For such experts, pass `fill=`, the
+    value of the missing elements. Optimizers initialize their state with 0. The step count is that
+    of the other experts.
     """
 
     dim: int
@@ -264,8 +265,8 @@ class Stack(Rule):
 
 @dataclass(frozen=True, init=False)
 class Unstack(Rule):
-    """Splits dim `dim` into separate tensors that `over` numbers. Inverse of `Stack`, which uses the
-    `fill`.
+    """Splits dim `dim` into separate tensors that `over` numbers. The inverse of this rule is a
+    `Stack`, which uses `fill`.
 
     Filled values stay: if the stack has an optimizer state, every part gets it.
     """
@@ -436,8 +437,8 @@ _MASTERS = ("fp32_param", "master_param", "fp32", "param")
 
 
 class Computing(Rule):
-    """A rule that computes its single target when it is read. It gives no views, so plans from metadata alone cannot
-    use it."""
+    """A rule that computes its single target when it is read. It gives no views, so plans from
+    metadata alone cannot use it."""
 
     @abstractmethod
     def compute(self, sources: Sequence[StoredTensor], name: str, state: str) -> StoredTensor:

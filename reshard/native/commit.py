@@ -61,11 +61,11 @@ class Written(msgspec.Struct, frozen=True):
     """What one rank has done for a generation."""
 
     record: FileRecord | None = None
-    """Of its data file, if it has one."""
+    """The record of its data file, if it has one."""
     parts: PartsRecord | None = None
-    """Of its table of parts, if files of earlier saves have some of its elements."""
+    """The record of its table of parts, if files of earlier saves have some of its elements."""
     linked: tuple[LinkedRecord, ...] = ()
-    """Those files, and how much of each is this rank's."""
+    """The files of earlier saves, and how much of each belongs to this rank."""
     ranks: tuple[int, ...] = ()
     """Whose arrays its data file has, if several ranks wrote it; those others have no record of it."""
 
@@ -122,7 +122,7 @@ class Generation:
         manifest = self.manifest(written, tally, table)
         look = partial(self._check_current, check)
         look()
-        with suppress(StorageError):  # it never leads to another save than the manifest; what stays is replaced below
+        with suppress(StorageError):  # it always leads to the same save as the manifest, or is replaced below
             self.storage.delete(HF_INDEX)
         if (arrays := array_bytes(self.census.objects)) > _MANY_ARRAY_BYTES:
             _log.warning(
@@ -144,8 +144,9 @@ class Generation:
     def _publish_index(self, weight_map: dict[str, str]) -> None:
         """Say in which file every tensor is.
 
-        Of two saves that race, only the one whose manifest counts leaves an index. If the other's came later
-        nevertheless, there is none in the end, which is better than one of files that are gone.
+        Of two saves that race, only the one whose manifest counts leaves an index. If the other's
+        came later nevertheless, there is none in the end, which is better than one of files that
+        are gone.
         """
         if counting(self.storage) == self.save_id:
             index = _Index(weight_map, {"total_size": self.census.tensors.nbytes})
@@ -216,12 +217,12 @@ class Generation:
         files = {} if table is not None else records
         census = self.census
         tables = {str(rank): one.parts for rank, one in sorted(written.items()) if one.parts is not None}
-        shared: dict[str, LinkedRecord] = {}  # each with what all ranks have of it
+        shared: dict[str, LinkedRecord] = {}  # each with the parts of all ranks
         for record in (record for one in written.values() for record in one.linked):
             live = record.live_bytes + (shared[record.name].live_bytes if record.name in shared else 0)
             shared[record.name] = msgspec.structs.replace(record, live_bytes=live)
         linked = list(shared.values())
-        # what older readers do not know: the class of a mapping or of a tensor
+        # unknown to older readers: the class of a mapping or of a tensor
         classes = [kind for kind in census.containers.values() if kind.startswith(("dict:", "tensor:"))]
         has_own_blocks = any(record.block_bytes is not UNSET for record in linked)
         return Manifest(  # of the oldest version that can express everything
@@ -294,9 +295,9 @@ def refuse_foreign(storage: Storage) -> Mapping[str, int]:
 
     Returns the names and sizes of what is there.
 
-    Raises StorageError if the folder holds an index or manifest that we did not write, a DCP checkpoint, or a
-    `model.safetensors`, which other readers would take for this checkpoint; FormatError for a checkpoint of a newer
-    version.
+    Raises StorageError if the folder holds an index or manifest that we did not write, a DCP
+    checkpoint, or a `model.safetensors`, which other readers would take for this checkpoint;
+    FormatError for a checkpoint of a newer version.
     """
     names = storage.list()
     ours = detect(storage, names)
@@ -320,7 +321,8 @@ def claim(storage: Storage, save_id: str) -> None:
 
 
 def check_claimed(storage: Storage, save_id: str, claimer: str) -> None:
-    """Make sure that the first rank's claim is in the storage that this rank writes to, before it writes anything.
+    """Make sure that the first rank's claim is in the storage that this rank writes to, before it
+    writes anything.
 
     Args:
         claimer: the first rank and its folder, as text.
@@ -390,11 +392,11 @@ def _may_retract(storage: Storage, only: str | None) -> bool:
 
 
 def remove_dead(storage: Storage, *, dry_run: bool = False) -> list[str]:
-    """Remove generations that neither count nor are being written, but for data whose manifest was lost. Returns their
-    save ids. With `dry_run`, only returns them.
+    """Remove generations that neither count nor are being written, but for data whose manifest was
+    lost. Returns their save ids. With `dry_run`, only returns them.
 
-    A save publishes its manifest before it releases its claim. So where a claim is gone, the manifest that is read
-    *after* seeing that names this generation, or one that came later.
+    A save publishes its manifest before it releases its claim. So where a claim is gone, the
+    manifest that is read *after* seeing that names this generation, or one that came later.
     """
     names = storage.names()
     by_id = generations_in(names)
@@ -428,7 +430,8 @@ def generations_in(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def remove_empty(storage: Storage, others: Collection[str] = ()) -> None:
-    """Remove generations that hold nothing: folders of saves that were killed before they made their claim.
+    """Remove generations that hold nothing: folders of saves that were killed before they made
+    their claim.
 
     A save that is just making its claim makes its folder again.
 

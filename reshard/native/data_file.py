@@ -32,7 +32,7 @@ class Entry:
     """One array of a data file."""
 
     spec: TensorSpec
-    """Of the full tensor."""
+    """Spec of the full tensor."""
     box: Box
     """The region of it that the array holds, in global coordinates."""
     tensor: torch.Tensor
@@ -49,13 +49,16 @@ def write_file(
     digests: bool = False,
     on_bytes: OnBytes | None = None,
 ) -> FileRecord:
-    """Write `entries` as one safetensors file, and its block checksums beside it. Both are durable on return.
+    """Write `entries` as one safetensors file, and its block checksums beside it. Both are durable
+    on return.
 
     Large elements come first, so that every array is aligned to its item size.
 
     Args:
-        lanes: by which entries on devices come to the host; those of other devices are copied one after another.
-        stage_bytes: for elements that are not in row-major order, or not on the CPU, on their way to the file.
+        lanes: by which entries on devices come to the host; those of other devices are copied one
+            after another.
+        stage_bytes: for elements that are not in row-major order, or not on the CPU, on their way
+            to the file.
         digests: leave digests of the blocks of every array, too, for later saves.
 
     Raises FormatError if two entries have one key; StorageError if the storage fails.
@@ -134,7 +137,7 @@ class BlockSums:
         self._state = xxhash.xxh3_64()
         self._start = self.stop = 0
         self.blocks: dict[int, int] = {}
-        """By number: digests of blocks that passed whole."""
+        """Number of a block -> the digest of a block that was written completely."""
         self.edges: list[WrittenRange] = []
 
     def put(self, at: int, data: memoryview) -> None:
@@ -184,7 +187,7 @@ class BlockSums:
         self.close()
 
     def close(self) -> None:
-        """What came since the last block ended is all that passes in a row."""
+        """End the current run of bytes, whose last ones may be only a part of a block."""
         if self._start == self.stop:
             return
         digest = self._state.intdigest()
@@ -216,18 +219,18 @@ class FileGroup:
     ranks: tuple[int, ...]
     """Ascending; the file has the name of the first."""
     place: int
-    """Of this one among them."""
+    """This rank's number in the group."""
     tell: Callable[[bytes], list[bytes]]
     """Collective: what each of them says, in their order."""
 
 
 @dataclass(frozen=True)
 class CommonFile:
-    """What was written."""
+    """The file that was written."""
 
     record: FileRecord
     ranks: tuple[int, ...]
-    """Those that have arrays in it."""
+    """The ranks that have arrays in the file."""
 
 
 class WrittenRange(msgspec.Struct, frozen=True, array_like=True):
@@ -243,9 +246,9 @@ class _WriteReport(msgspec.Struct, frozen=True, array_like=True):
     """What a rank reports about what it wrote."""
 
     edges: list[WrittenRange]
-    """Of blocks that are not all its own."""
+    """Ranges in blocks that this rank shares with others."""
     sums: list[WrittenRange]
-    """Of the file of sums: those of blocks that are."""
+    """Ranges in the file of sums, for blocks that only this rank wrote."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +258,7 @@ class _Shape:
     nbytes: int
     header_bytes: int
     ranks: tuple[int, ...]
-    """Those that have arrays in it."""
+    """The ranks that have arrays in the file."""
     header: list[tuple[int, bytes]]
     """This rank's part of the header, by position."""
     runs: list[Range]
@@ -284,14 +287,15 @@ def write_common_file(
     stage_bytes: int = STAGE_BYTES,
     on_bytes: OnBytes | None = None,
 ) -> CommonFile | None:
-    """Write this rank's `entries` into the safetensors file that the ranks of `file_group` write together, and what it
-    knows of the checksums beside it. Collective among them, also for a rank that has no entries.
+    """Write this rank's `entries` into the safetensors file that the ranks of `file_group` write
+    together, and what it knows of the checksums beside it. Collective among them, also for a rank
+    that has no entries.
 
-    Returns the result on the first rank of them, when all have written and all is durable; None on the others,
-    and if no rank had any.
+    Returns the result on the first rank of them, when all have written and all is durable; None on
+    the others, and if no rank had any.
 
-    Raises FormatError if two arrays of this rank have one key, or the header would be larger than other tools read;
-    StorageError if the storage fails, or bytes are not what some rank wrote.
+    Raises FormatError if two arrays of this rank have one key, or the header would be larger than
+    other tools read; StorageError if the storage fails, or bytes are not what some rank wrote.
     """
     ordered = sorted(entries, key=lambda entry: -entry.spec.itemsize)
     shape = _agreed(name, ordered, file_group)
@@ -429,7 +433,8 @@ Digests = npt.NDArray[np.void]
 
 
 def blocks_of(box: Box, itemsize: int) -> list[Box]:
-    """The blocks of an array of these elements, in row-major order: some rows, or rows of rows, of at most 1 MiB.
+    """The blocks of an array of these elements, in row-major order: some rows, or rows of rows, of
+    at most 1 MiB.
 
     A function of the box and the item size alone. Where it changes, files of blocks need another name.
     """
@@ -524,19 +529,20 @@ class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class BlockTable:
     """The digests of a data file, as read from its `.blocks`.
 
-    The file is a MessagePack map: `version` (2), `body`, and `digest`, the XXH3-128 of the body. The body is a map:
-    `block_bytes` (1048576), `sums` of the data file as in its manifest, `starts` and `counts` of the arrays (first
-    byte, number of blocks), and `records`. A writer ignores a file of another version, or whose digest or `sums` do
-    not match.
+    The file is a MessagePack map: `version` (2), `body`, and `digest`, the XXH3-128 of the body.
+    The body is a map: `block_bytes` (1048576), `sums` of the data file as in its manifest, `starts`
+    and `counts` of the arrays (first byte, number of blocks), and `records`. A writer ignores a
+    file of another version, or whose digest or `sums` do not match.
 
-    A block is a box of the array: the full array if it has at most `block_bytes` bytes; else as many consecutive
-    indices of the first dim as fit; if not even one fits, each index, divided the same way in the next dim. A record
-    is the XXH3-64 of the block's first 256 bytes and the XXH3-128 of all of it.
+    A block is a box of the array: the full array if it has at most `block_bytes` bytes; else as
+    many consecutive indices of the first dim as fit; if not even one fits, each index, divided the
+    same way in the next dim. A record is the XXH3-64 of the block's first 256 bytes and the
+    XXH3-128 of all of it.
     """
 
     records: Digests
     first: dict[int, tuple[int, int]]
-    """By the first byte of an array in the file: the number of its first block, and how many it has."""
+    """First byte of an array in the file -> the number of its first block, and how many it has."""
 
     def of_array(self, start: int, blocks: Sequence[Box]) -> Digests | None:
         """The digests of an array that has these blocks; None if there are none of it."""
@@ -557,8 +563,8 @@ def write_blocks(
 def read_blocks(storage: Storage, name: str, sums: str) -> BlockTable:
     """The digests of the data file `name`, of which the manifest says `sums`.
 
-    Raises CheckpointNotFoundError if there are none; CorruptCheckpointError if they are not valid: they were
-    changed, are of other bytes, or are such as the first releases wrote.
+    Raises CheckpointNotFoundError if there are none; CorruptCheckpointError if they are not valid:
+    they were changed, are of other bytes, or are such as the first releases wrote.
     """
     data = storage.read(f"{name}.blocks")
     try:

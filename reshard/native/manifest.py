@@ -34,7 +34,7 @@ from reshard.version import __version__
 
 MANIFEST = "manifest.json"
 HF_INDEX = "model.safetensors.index.json"
-"""Beside the manifest, where one rank holds every tensor of a bare model whole: for Hugging Face tools."""
+"""Written beside the manifest for Hugging Face tools, if one rank holds every full tensor of a bare model."""
 VERSION = 3
 """The newest that is known. Written is the oldest that says everything."""
 STAGE_BYTES = 32 << 20
@@ -84,13 +84,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     block_bytes: BlockBytes = BLOCK_BYTES
     divide_above_bytes: int
     files: dict[Rank, FileRecord]
-    """By the rank that has arrays in it."""
+    """Files by the rank whose arrays they have."""
     layout: dict[str, Any]
     paths: dict[str, list[Any]] = {}
     containers: list[tuple[list[Any], str]] = []
     objects: dict[str, Any] = {}
     per_rank: dict[str, dict[Rank, dict[str, Any]]] = {}
-    """By key and rank: `{"tensor": name}` or `{"object": data}`."""
+    """Key -> rank -> `{"tensor": name}` or `{"object": data}`."""
     aliases: dict[str, str] = {}
     fingerprints: dict[str, str] = {}
     subset: list[str] | None = None
@@ -112,7 +112,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         for rank, row in ((rank, row) for by_rank in self.per_rank.values() for rank, row in by_rank.items()):
             if set(row) not in ({"tensor"}, {"object"}) or not isinstance(row.get("tensor", ""), str):
                 raise ValueError(f"the value of rank {rank} is neither a tensor nor an object: {str(row)[:80]}")
-        # what is damaged must not take all memory before it is found out
+        # a damaged manifest must not take all memory before the damage is found
         forms = self.layout.get("forms")
         meshes = [f.get("mesh") for f in forms if isinstance(f, dict)] if isinstance(forms, list) else []
         sizes = [math.prod(map(int, _AXIS_SIZE.findall(mesh))) for mesh in meshes if isinstance(mesh, str)]
@@ -170,7 +170,8 @@ def decode_sealed(data: bytes, kind: type[T], where: str = "", newest: int | Non
     """Return what `encode_sealed` got. For manifests, see `read_manifest`.
 
     Raises msgspec.DecodeError; for a file of another kind ValidationError, its subclass. With
-    `newest`, FormatError for a newer version, which names the file as `where`; older ones have no digest.
+    `newest`, FormatError for a newer version, which names the file as `where`; older ones have no
+    digest.
     """
     body = data[:-_DIGEST_BYTES]
     tail = data[-_DIGEST_BYTES:]
@@ -302,7 +303,7 @@ class TableRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     name: FileName
     ranks: list[tuple[int, int, int]]
-    """By whose number the files are called: runs (first, step, how many), ascending."""
+    """Ranks that the files are named after, as runs (first, step, count), ascending."""
     pages: str
     """XXH3-64 of each page, in hex, concatenated."""
 
@@ -318,12 +319,12 @@ class TableRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def rows(self) -> int:
-        """How many files there are."""
+        """Number of files."""
         return sum(count for _, _, count in self.ranks)
 
     @property
     def nbytes(self) -> int:
-        """Of the table."""
+        """Size of the table."""
         return self.rows * _ROW.itemsize
 
 
@@ -348,10 +349,11 @@ def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 class FileTable(Mapping[str, FileRecord]):
-    """All data files of a checkpoint that has a table, by name: those that its ranks wrote, in their order, and those
-    of earlier saves.
+    """All data files of a checkpoint that has a table, by name: those that its ranks wrote, in
+    their order, and those of earlier saves.
 
-    Reads of the table what is asked for, once. Raises CorruptCheckpointError for a page that was changed.
+    Reads of the table what is asked for, once. Raises CorruptCheckpointError for a page that was
+    changed.
     """
 
     def __init__(self, storage: Storage, table: TableRecord, linked: Iterable[LinkedRecord] = ()) -> None:

@@ -148,7 +148,8 @@ def look_for_files(
     Without `check`, files may have other lengths.
 
     Args:
-        names: sizes of what was listed, by name; where only the top was, it has folders, with a slash behind.
+        names: sizes of what was listed, by name; where only the top was, it has folders, with a
+            slash behind.
         refuse: gets an error that names the file.
     """
     storage, is_listed = native.storage, not any(name.endswith("/") for name in names)
@@ -258,7 +259,7 @@ class NativeFacts(Facts):
                 pending.popleft().result()  # in no variable, so that this frame keeps no error
 
     def block_bytes(self, file: str) -> int:
-        """How many bytes of a data file one of its checksums covers."""
+        """Return how many bytes of a data file one of its checksums covers."""
         return self.files[file].block_bytes_or(self.manifest.block_bytes)
 
     def uncompared(self, file: str) -> BlockChecksums:
@@ -460,7 +461,7 @@ class ArrayPart(NamedTuple):
     """Where some elements of a tensor are."""
 
     box: Box
-    """Of the tensor, in global coordinates."""
+    """The box of the tensor, in global coordinates."""
     array: Box
     """The region that an array of a file holds, of which the box is a part."""
     file: str = ""

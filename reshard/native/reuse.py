@@ -72,8 +72,8 @@ class Base:
 
     @cached_property
     def intact(self) -> LazyMapping[str, bool]:
-        """Whether all but the data of each file is what the manifest says: length, checksums, and the header, which
-        says where arrays are. What is reused has all of these from here on."""
+        """Whether all but the data of each file is what the manifest says: length, checksums, and
+        the header, which says where arrays are. What is reused has all of these from here on."""
         return LazyMapping({name: partial(self._look_at, name) for name in self.facts.files})
 
     def _read_table(self, file: str) -> BlockTable | None:
@@ -137,9 +137,11 @@ class Base:
         return part.start + part.array.numel * itemsize <= record.nbytes
 
     def link(self, file: str, folder: str) -> str | None:
-        """Give a file and what is beside it second names in a generation's folder; None if that cannot be.
+        """Give a file and what is beside it second names in a generation's folder; None if that
+        cannot be.
 
-        Names that were given before it failed stay until the save is published: other ranks may use them.
+        Names that were given before it failed stay until the save is published: other ranks may use
+        them.
         """
         generation, _, last = file.rpartition("/")
         name = f"{folder}/{'' if last.startswith(LINKED) else generation.replace('data-', LINKED) + '-'}{last}"
@@ -161,7 +163,7 @@ class Reused:
 
     entries: tuple[Entry, ...]
     arrays: dict[str, list[ArrayPart]]
-    """By the key of an entry: the parts that make it up, where not all of it is written."""
+    """Key of an entry -> the parts that make it up, if some of it is not written again."""
     linked: tuple[LinkedRecord, ...]
 
     @property

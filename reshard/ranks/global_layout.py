@@ -139,7 +139,7 @@ class _Participants:
     form, since many tensors share one, and it may name thousands of ranks."""
 
     everyone: list[int]
-    """In order."""
+    """All ranks, in order."""
     _meshes: dict[tuple[int, ...], int] = field(default_factory=dict)
     _known: dict[int, tuple[Form, int, bool]] = field(default_factory=dict)
     _copies: dict[tuple[int, ...], ProductForm] = field(default_factory=dict)
@@ -241,7 +241,7 @@ class _NestPlace(NamedTuple):
     kind: str
     """"dict", "list", "tuple" or "value"."""
     items: int | None
-    """Of a list or tuple of plain values."""
+    """Number of items of a list or tuple of plain values."""
 
     def __str__(self) -> str:
         return f"a {self.kind}" if self.items is None else f"a {self.kind} of {self.items}"
@@ -263,7 +263,7 @@ def check_nests(states: Iterable[State[Any]]) -> None:
             if first.kind == place.kind and None in (first.items, place.items):
                 continue  # tensors on one side: ranks may have some of a list of them
             fix = "Wrap values that differ between ranks in reshard.PerRank(value), or use one key per rank"
-            if "param_groups" in path:  # an optimizer of another stage, as a rule
+            if "param_groups" in path:  # usually an optimizer of another stage
                 fix = STAGES_DIFFER
             if any(one.containers.get(path, "").startswith("tensor:") for one in states):
                 fix = "It is quantized on some ranks only: save plain values, with reshard.dequantized(state)"

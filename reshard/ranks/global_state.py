@@ -42,14 +42,13 @@ from reshard.ranks.global_layout import (
 from reshard.ranks.group import Group
 from reshard.state import KeyPath, State, key_of, path_from_json, path_to_json
 
-# Each rank describes what it was given. Where all descriptions are equal, as under
-# FSDP, one digest per rank is all that travels; where they differ, as between pipeline
-# stages, each distinct one travels once. Every rank then puts the same descriptions
-# together in the same way.
+# Each rank describes its part of the state. If all descriptions are equal, as under FSDP, each rank
+# sends only a digest. If they differ, as between pipeline stages, each distinct one is sent once.
+# Every rank then joins the same descriptions in the same way.
 
 
 OWN_TENSOR_BYTES = 1 << 20
-"""Of tensors within one rank's own value, such as random states: these go into the manifest."""
+"""Most bytes of tensors within one per-rank value, such as random states. They are stored in the manifest."""
 
 
 def check_globs(select: Iterable[str], census: GlobalState, state: Any) -> None:
@@ -98,7 +97,7 @@ class LocalState:
 
     state: LiveState
     objects: dict[str, Any]
-    """Those that are equal on all ranks, as JSON data."""
+    """Objects that are the same on all ranks, as JSON data."""
     said: _Description
     description: bytes
     """`said` as JSON, since keys may be long ints. Equal on ranks that hold the same kind of thing."""
@@ -182,7 +181,7 @@ def global_state_of(holdings: LocalState, group: Group, answers: Iterable[tuple[
 
 
 def _decoded(description: bytes) -> tuple[_Description, State[Any]]:
-    """What another rank holds."""
+    """Return what another rank holds."""
     said = msgspec.json.decode(description, type=_Description)
     paths = {key: path_from_json(path) for key, path in said.paths.items()}
     containers = {path_from_json(path): kind for path, kind in said.containers}
@@ -248,7 +247,7 @@ def per_rank_name(key: str, rank: int) -> str:
 
 
 def _own_values(state: LiveState, group: Group) -> tuple[dict[str, dict[int, Any]], dict[str, TensorLayout]]:
-    """All per-rank values: a table of them, and the layouts of those that are tensors."""
+    """Return all per-rank values: a table of them, and the layouts of those that are tensors."""
     specs: dict[str, Any] = {}
     mine: dict[str, Any] = {}
     for key, value in ((key, wrapper.value) for key, wrapper in state.per_rank.items()):
@@ -278,21 +277,21 @@ def _own_values(state: LiveState, group: Group) -> tuple[dict[str, dict[int, Any
     return {key: dict(sorted(rows.items())) for key, rows in table.items()}, layouts
 
 
-# Whether ranks that hold the same have the same values, at a cost that does not grow with the
-# ranks.
+# Checks whether ranks that hold the same elements have the same values, at a cost that does not
+# grow with the number of ranks.
 #
-# Values that the same ranks hold, according to their layouts, share one digest, so a rank sends a few
-# of them, mostly one for what all hold and one for its shards. A digest travels up until all of its
-# holders have sent it, and is then dropped. Only if some differ do ranks send their tables
-# of keys, of these alone.
+# Values that the same ranks hold, according to their layouts, share one digest. So a rank sends a
+# few digests, usually one for what all ranks hold and one for its shards. A digest is passed up
+# until all of its holders have sent it, and is then dropped. Only if digests differ do ranks send
+# the keys that belong to them.
 
 
 _ANYBODY = 0
-"""Holders of which it is not known how many there are: their digest travels all the way."""
+"""Stands for an unknown number of holders: their digest is passed up to the last rank."""
 
 
 class ValueDigests(msgspec.Struct, frozen=True, array_like=True):
-    """What some ranks have sent of their values."""
+    """The digests of values that some ranks have sent."""
 
     digests: dict[bytes, tuple[bytes, int, int]]
     """By a digest of who the holders are: one of what they hold (empty if they differ), how many
@@ -315,7 +314,7 @@ class ValueDigests(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class DigestTable:
-    """What this rank compares with others."""
+    """The digests that this rank compares with those of others."""
 
     rows: dict[bytes, dict[str, bytes]]
     """By a digest of who holds some keys: of each of these, one of its value."""

@@ -1,13 +1,15 @@
-"""The control plane: a few collective verbs over small values, in which the first error of any rank reaches all ranks.
+"""The control plane: a few collective verbs over small values, in which the first error of any rank
+reaches all ranks.
 
     group = Group(process_group)
     with group.together("plan", deadline_s=60):
         kept = group.merge({"a"}, lambda parts: set().union(*parts), "names")
         ...                                     # a rank that raises here ends the phase on every rank
 
-Nothing here touches a tensor, a device or a collective of the backend: ranks talk through the store that the process
-group was made with, so a group that has only NCCL serves as well as gloo, and a background thread may talk while the
-training loop runs its own collectives. With no process group at all everything works for a single rank.
+Nothing here touches a tensor, a device or a collective of the backend: ranks talk through the store
+that the process group was made with, so a group that has only NCCL serves as well as gloo, and a
+background thread may talk while the training loop runs its own collectives. With no process group
+at all everything works for a single rank.
 """
 
 from __future__ import annotations
@@ -48,12 +50,12 @@ MEETING_S = 300.0
 where others may never come, as if one rank alone converts."""
 
 _MESSAGE_CHARS = 20_000
-"""Of a traceback that is sent to the other ranks; its end says most."""
+"""Most characters of a traceback that are sent to other ranks. The end is kept, which says most."""
 
 _FIRST_TAG = 1 << 30
 
 _VALUE_CHARS = 200
-"""Of an option's value, in a message."""
+"""Most characters of an option's value in a message."""
 
 
 class _GroupPhase(NamedTuple):
@@ -71,10 +73,13 @@ class Group:
     failure.
 
     Args:
-        process_group: default: the default group if torch.distributed is initialized, else this process alone.
+        process_group: default: the default group if torch.distributed is initialized, else this
+            process alone.
         ranks: only these of the default group, in ascending order. Each set of ranks meets by itself.
-        alone: this process by itself, even if torch.distributed is initialized: it does not ask or wait for others.
-        deadline_s: how long a verb or a phase may take, in seconds, where `together` does not say otherwise.
+        alone: this process by itself, even if torch.distributed is initialized: it does not ask or
+            wait for others.
+        deadline_s: how long a verb or a phase may take, in seconds, where `together` does not say
+            otherwise.
 
     Attributes:
         rank: this process's place in the group, from 0.
@@ -83,13 +88,14 @@ class Group:
         ranks: the ranks in the default group of these processes, in group order; messages name these.
         process_group: as it was given.
         writes: whether a load of the group has begun to write into its targets.
-        tag: of the messages over `torch.distributed`. Each group has its own, so that none that a failed one left in
-            flight reaches the next. Gloo obeys tags; NCCL does not know them.
+        tag: of the messages over `torch.distributed`. Each group has its own, so that none that a
+            failed one left in flight reaches the next. Gloo obeys tags; NCCL does not know them.
 
     Raises:
-        ReshardError: this process is no member of the process group, the group has no store that answers, or this is
-            one process of a job that has not been initialized: all of them would act at once, each for itself; a
-            timeout that is none, or a group for a process alone, which all members then raise.
+        ReshardError: this process is no member of the process group, the group has no store that
+            answers, or this is one process of a job that has not been initialized: all of them
+            would act at once, each for itself; a timeout that is none, or a group for a process
+            alone, which all members then raise.
     """
 
     def __init__(
@@ -177,11 +183,12 @@ class Group:
         """The values of all ranks, combined to one answer for all.
 
         Args:
-            combine: makes one of several, which are in the order of the ranks; called on what ranks gave, and again on
-                what it made. The result should not grow with the ranks: every rank gets it.
+            combine: makes one of several, which are in the order of the ranks; called on what ranks
+                gave, and again on what it made. The result should not grow with the ranks: every
+                rank gets it.
             what: what is put together, for the message about ranks that do different things.
-            kind: the type of values, as msgspec knows them; default: the class of this one, which is enough of bytes,
-                which travel as they are, of numbers and texts, and of structs.
+            kind: the type of values, as msgspec knows them; default: the class of this one, which
+                is enough of bytes, which travel as they are, of numbers and texts, and of structs.
             in_phase: whether ranks in different phases do different things.
             parcels: what goes into boxes, for those ranks that open them: see `Rounds.take`.
             only: the place of the one rank that gets the answer; the others get back their own value.
@@ -274,8 +281,8 @@ class Group:
         """Return what the ranks have to say: each distinct answer, and the ranks that gave it, in
         the order of the ranks.
 
-        A digest of each travels first, unless the pool of all `digest_of` is `known`; if all are equal nothing else
-        does, and if not, each distinct answer once.
+        A digest of each travels first, unless the pool of all `digest_of` is `known`; if all are
+        equal nothing else does, and if not, each distinct answer once.
         """
         if self._rounds is None:
             return [(value, self.ranks)]
@@ -325,7 +332,8 @@ class Group:
             verb: what they were called, for the message: "save".
             options: values by name; only their `repr` counts.
 
-        Raises LayoutError, on all ranks: each option that differs, its values, and the ranks that gave them.
+        Raises LayoutError, on all ranks: each option that differs, its values, and the ranks that
+        gave them.
         """
         answers = self.distinct_answers({name: repr(value) for name, value in options.items()})
         if len(answers) == 1:
@@ -371,8 +379,8 @@ class Group:
         return self._rounds is not None and self._rounds.failure is not None
 
     def check(self) -> None:
-        """Raise an error if another rank has failed. Cheap, for the inside of long work, from any thread, not
-        collective."""
+        """Raise an error if another rank has failed. Cheap, for the inside of long work, from any
+        thread, not collective."""
         if self._rounds is not None:
             self._rounds.look()
             if self._rounds.failure is not None:
@@ -380,7 +388,8 @@ class Group:
 
     @contextmanager
     def together(self, name: str, *, deadline_s: float | None = None, meet: bool = True) -> Iterator[None]:
-        """A phase that ends in the same way on all ranks: all leave it when all are done, or with an error.
+        """A phase that ends in the same way on all ranks: all leave it when all are done, or with
+        an error.
 
         The rank that fails raises its own error at once. The others raise a `RankFailedError` with
         its rank, message and traceback as soon as they reach a verb, a `check` or the end of the
@@ -390,9 +399,10 @@ class Group:
 
         Args:
             name: for messages: "write".
-            deadline_s: how long the whole phase may take, counted from when this rank entered it, in seconds; a phase
-                inside another has no longer than that one has left.
-            meet: False lets a rank leave as soon as it is done: the caller makes sure otherwise that all ranks are.
+            deadline_s: how long the whole phase may take, counted from when this rank entered it,
+                in seconds; a phase inside another has no longer than that one has left.
+            meet: False lets a rank leave as soon as it is done: the caller makes sure otherwise
+                that all ranks are.
         """
         allowed_s = self._deadline_s if deadline_s is None else deadline_s
         together = _GroupPhase(name, time.monotonic() + allowed_s, allowed_s)
@@ -493,8 +503,8 @@ _FROM_HOST = ("gloo", "mpi")
 
 
 def sending_kinds(process_group: dist.ProcessGroup | None) -> list[str]:
-    """Return the kinds of device that the backends of a group send from, on this machine: "cpu", "cuda", "xpu", and
-    so on."""
+    """Return the kinds of device that the backends of a group send from, on this machine: "cpu",
+    "cuda", "xpu", and so on."""
     if not (dist.is_available() and dist.is_initialized()):
         return ["cpu"]
     backends = _backends(process_group)
@@ -532,8 +542,8 @@ def device_of_kind(kind: str, tensors: Iterable[torch.Tensor] = ()) -> torch.dev
 
 
 def sending_device(device: torch.device, process_group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device from which the collectives of a group take elements of `device`: itself, or one that its
-    backends support."""
+    """Return the device from which the collectives of a group take elements of `device`: itself, or
+    one that its backends support."""
     kinds = sending_kinds(process_group)
     return device if device.type in _backends(process_group) or not kinds else device_of_kind(kinds[0])
 
@@ -553,8 +563,8 @@ class DistinctValues(msgspec.Struct, frozen=True, array_like=True):
     count: int = 1
     """How many ranks' they are."""
     places: bytes = b""
-    """For each rank, where its answer stands, as 32-bit numbers; compressed, since mostly few answers come again and
-    again. Nothing where all gave the same."""
+    """For each rank, where its answer stands, as 32-bit numbers; compressed, since mostly few
+    answers come again and again. Nothing where all gave the same."""
 
     @staticmethod
     def join(pools: list[DistinctValues]) -> DistinctValues:

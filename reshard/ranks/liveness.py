@@ -76,14 +76,15 @@ class PeerWatch:
             )
 
     def look(self, store: Any, *, all_came: bool) -> Gone | None:
-        """The watched process, if it is gone. A look at the local system; the store is asked whom to watch, as long as
-        that is not sure.
+        """The watched process, if it is gone. A look at the local system; the store is asked whom
+        to watch, as long as that is not sure.
 
-        `all_came`: every rank of the group has made its `PeerWatch`. Before, the first to come has another one to
-        watch at each look; it must look once after, whenever that is, to have the last.
+        `all_came`: every rank of the group has made its `PeerWatch`. Before, the first to come has
+        another one to watch at each look; it must look once after, whenever that is, to have the
+        last.
         """
         if not self.knows_whom:
-            # the first to come watches the last, who may be another one when it looks again
+            # the first rank watches the last one, which may be another rank when it looks again
             index = self._index - 1 if self._index else store.add(self._key, 0) - 1
             found = None if index <= 0 and self._index == 0 else store.peek(f"{self._key}/{index}")
             if found is not None:
@@ -114,7 +115,7 @@ def is_gone(pid: int, start: str) -> bool:
         return now != start
     try:
         os.kill(pid, 0)
-    except PermissionError:  # where /proc hides what is of other users, as its option hidepid does
+    except PermissionError:  # /proc may hide processes of other users (its option hidepid)
         return False
     except (ProcessLookupError, OverflowError):
         pass
@@ -138,29 +139,30 @@ def start_of(pid: int) -> str:
 # Claims: small files that say which process is writing something, so that others know whether it
 # may still be.
 #
-# A process of this machine that no longer exists is dead. One that cannot be seen from here, on
-# another machine, in another container or before a restart of the machine, is given a day.
+# A process of this machine that no longer exists is dead. A process that cannot be seen from here
+# (on another machine, in another container, or before a restart of this machine) is considered dead
+# after a day.
 
 
 _FOREIGN_AGE_S = 86_400.0
-"""After so long a process that cannot be seen from here is taken for dead."""
+"""After this time, a process that cannot be seen from here is considered dead."""
 
 BEAT_S = 5.0
 """Interval at which a claim that is kept is published again."""
 WATCH_S = 12.0
-"""A claim that is not, for so long, is that of a process that is gone."""
+"""After this time without a renewal, the process of a claim is considered dead."""
 
 _running: set[str] = set()
-"""What this process is writing."""
+"""Work that this process has in progress."""
 
 
 _fences: dict[str, weakref.WeakMethod[Callable[[], None]]] = {}
-"""By the URL of a folder: raises where this process may publish nothing below it any more."""
+"""URL of a folder -> a function that raises if this process may no longer publish anything below it."""
 
 
 def set_fence(url: str, check: Callable[[], None]) -> None:
-    """Check everything that is published below the folder first, as long as the object exists whose method this
-    is."""
+    """Check everything that is published below the folder first, as long as the object exists whose
+    method this is."""
     _fences[url.rstrip("/") + "/"] = weakref.WeakMethod(check)
 
 
@@ -172,7 +174,7 @@ def check_fences(url: str) -> None:
 
 
 class WriterLease(msgspec.Struct, frozen=True):
-    """Which process writes."""
+    """The process that writes."""
 
     host: str
     pid: int
@@ -264,8 +266,7 @@ class KeptLease:
 
     @property
     def is_taken(self) -> bool:
-        """Whether the claim is not this process's any more: another one, which took this one for
-        dead, works on."""
+        """Whether another process, which considered this one dead, has taken the claim and continues."""
         found = read_lease(self._storage, self._name)
         return found is None or found.process != self.holder.process
 
@@ -291,7 +292,8 @@ class KeptLease:
         release_lease(self._work)
 
     def give_up(self) -> bool:
-        """Publish that the work is given up: other processes stop their parts of it, and any may continue it.
+        """Publish that the work is given up: other processes stop their parts of it, and any may
+        continue it.
 
         Returns False if another process has taken it already."""
         self.stop()

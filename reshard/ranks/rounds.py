@@ -350,7 +350,7 @@ class Rounds:
         where = f"{label} within {allowed_s:g} s"
         if not missing:
             silent = self._silent()
-            if (outcome := self._read()) is not None:  # who was slow has closed the round
+            if (outcome := self._read()) is not None:  # a slow rank has closed the round
                 return outcome
             why = f"all ranks reached {where}, but {format_ranks(silent)} did not start to wait for the others: check "
             why += "what hangs there, or whether a process died"

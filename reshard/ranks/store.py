@@ -36,8 +36,8 @@ class SharedStore:
     """A store that all ranks of a group share, under a prefix of ours, over clients of its own
     where it can.
 
-    Clients of its own matter: each serves one call at a time, and a background save must not keep the training loop's
-    next `new_group` waiting, nor another save. Mostly there is one.
+    Clients of its own matter: each serves one call at a time, and a background save must not keep
+    the training loop's next `new_group` waiting, nor another save. Mostly there is one.
 
     Attributes:
         peers: this process's place among those that watch over one another.
@@ -47,8 +47,8 @@ class SharedStore:
         until: on the monotonic clock: see `StoreClient`.
         ranks: those of the group that share it, if not all do.
 
-    Raises ReshardError if the group has no store that answers, as a fake process group; RankFailedError if its host
-    says nothing.
+    Raises ReshardError if the group has no store that answers, as a fake process group;
+    RankFailedError if its host says nothing.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, until: float, ranks: Sequence[int] = ()) -> None:
@@ -228,16 +228,17 @@ GRACE_S, _SLICE_S = 6.0, 0.5
 """So long after the deadline of a call the store may take to answer."""
 _SILENT = (
     "the store of the process group{} has not answered for {}: its host, or the network to it, is down or frozen. "
-    "This rank cannot learn what the other ranks know: end this job, and start it again"
+    "This rank cannot communicate with the others: restart the job"
 )
 
 
 class KeyValueStore(Protocol):
-    """What is used of a `torch.distributed` store: TCPStore, FileStore, HashStore, PrefixStore over any of them.
+    """What is used of a `torch.distributed` store: TCPStore, FileStore, HashStore, PrefixStore over
+    any of them.
 
-    Keys are text and values bytes. `add` and `compare_set` (which writes only if the value is the expected one, or the
-    key is absent and "" expected, and gives the value that stands, or what was expected if there is none) are atomic;
-    so is `append` where `has_extended_api` says so.
+    Keys are text and values bytes. `add` and `compare_set` (which writes only if the value is the
+    expected one, or the key is absent and "" expected, and gives the value that stands, or what was
+    expected if there is none) are atomic; so is `append` where `has_extended_api` says so.
     """
 
     def set(self, key: str, value: Any, /) -> None: ...
@@ -255,15 +256,18 @@ class StoreClient:
 
     Args:
         store: a client that no other caller uses meanwhile.
-        reopen: makes a second one, for calls while the first one waits; default: the same one serves both.
+        reopen: makes a second one, for calls while the first one waits; default: the same one
+            serves both.
         address: where it is, for messages.
 
     Attributes:
-        limit: when the call that asks must be over, on the monotonic clock, and how many seconds more a question waits.
+        limit: when the call that asks must be over, on the monotonic clock, and how many seconds
+            more a question waits.
         arrived: see `awaited`.
         worker, second: ask by the first client, and by the second.
 
-    All methods raise RankFailedError if the store is gone, or does not answer; then all later ones do so at once.
+    All methods raise RankFailedError if the store is gone, or does not answer; then all later ones
+    do so at once.
     """
 
     def __init__(
@@ -278,8 +282,8 @@ class StoreClient:
         self._appends = store.has_extended_api()
 
     def awaited(self, key: str, until: float, gap_s: float) -> Iterator[None]:
-        """Ends when the key is there, its value in `arrived`, or, on the monotonic clock, it is `until`; yields every
-        `gap_s` seconds before."""
+        """Ends when the key is there, its value in `arrived`, or, on the monotonic clock, it is
+        `until`; yields every `gap_s` seconds before."""
         self.arrived = None
         while (left := until - time.monotonic()) > 0.0:
             try:
@@ -309,7 +313,7 @@ class StoreClient:
 
     def peek(self, key: str) -> bytes | None:
         """The value, None if there is none."""
-        # to compare what is not there wakes who waits for it
+        # comparing a missing key would wake the processes that wait for it
         return self._ask(lambda store: _value(store, key) if store.check([key]) else None)
 
     def settle(self, key: str, value: bytes) -> bytes:
@@ -445,7 +449,7 @@ class RoundOutcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class LogEntry(msgspec.Struct, frozen=True, array_like=True):
-    """What one rank, or those of one log, have posted to a log."""
+    """What one rank, or the ranks of one log, posted to a log."""
 
     label: str
     head: bytes

@@ -15,10 +15,10 @@ _meter = metrics.get_meter("reshard")
 _seconds = _meter.create_histogram(
     "reshard.duration",
     unit="s",
-    description="How long calls took, with what they did in the background",
+    description="Duration of calls, including their work in the background",
     explicit_bucket_boundaries_advisory=[0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000, 3000],
 )
-_bytes = _meter.create_counter("reshard.bytes", unit="By", description="What calls read, wrote or moved on this rank")
+_bytes = _meter.create_counter("reshard.bytes", unit="By", description="Bytes that calls read, wrote, or moved here")
 
 
 def tell(call: Span) -> None:

@@ -27,7 +27,7 @@ class Span(msgspec.Struct):
 
     @property
     def seconds(self) -> float:
-        """How long it took, including work that continues in the background after a call."""
+        """Duration, including work that continues in the background after a call."""
         return (max([self.ended_ns, *(span.ended_ns for span in self.inner)]) - self.began_ns) / 1e9
 
     def by_phase(self) -> dict[str, float]:

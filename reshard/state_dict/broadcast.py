@@ -100,7 +100,7 @@ def expect_model(
 
 
 def receive_optimizer(live: LiveOptimizers, given: Mapping[str, Any], options: StateDictOptions) -> OptimizerWrites:
-    """What sets the optimizers to the state dict of rank 0, restricted to this rank's parameters.
+    """Return what sets the optimizers to the state dict of rank 0, restricted to this rank's parameters.
     Its tensors are in new memory, and sharded as the parameters are where they have their shape.
     Collective; raises like `expect_model`."""
     data, sources = _share_outline(given)
@@ -288,7 +288,7 @@ def _filling(
     strict: bool,
     shared: _Shared,
 ) -> Callable[[], None]:
-    """What writes into each target the elements that it holds of the tensor of that path on rank 0.
+    """Return what writes into each target the elements that it holds of the tensor of that path on rank 0.
     Both are collective.
 
     Args:

@@ -115,7 +115,7 @@ def _state_of_all_ranks(
 
 def _optimizer_chunks(state: dict[str, Any], live: LiveOptimizers) -> dict[str, Any]:
     filled = fill_absent(state["state"], live.pieces)
-    # in one order on all ranks: what gathers them goes by it
+    # in the same order on all ranks, because they are gathered in this order
     names = dict.fromkeys([*(name for name in live.by_name if name in filled), *filled])
     chunks = as_chunks(_tensors_in(filled))
     return {**state, "state": _with_tensors({name: filled[name] for name in names}, chunks)}

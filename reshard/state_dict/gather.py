@@ -135,7 +135,7 @@ def _along_axes(
         return None  # another replica group has the goal
     kept = {axis for axis, (line, group) in enumerate(lines) if group == line}
     for axis in reversed(cut):
-        line, group = lines[axis]  # the group along this axis that I am in; who is at the goal's coordinate collects
+        line, group = lines[axis]  # this rank's group along the axis; the rank at the goal's coordinate collects
         later = [a for a in cut if a > axis]
         sizes = _sizes(tensor.dtype, form, shape, [_collected(grid, rank, later, kept) for rank in group])
         goal_rank = None if to_rank is None else line[goal[axis]]
@@ -196,8 +196,7 @@ def _exchange(data: torch.Tensor, sizes: Sequence[int], group: Any, to_rank: int
 
 
 MESSAGES_BYTES = 64 << 20
-"""Of one tensor after another, until each rank holds about so much of them, what crosses is sent
-together."""
+"""Tensors are sent together until each rank would hold about this many bytes of them."""
 
 _Ranges = tuple[Range, ...]
 _Pair = tuple[LiveTensor, LiveTensor]

@@ -93,7 +93,7 @@ class StateEntry(NamedTuple):
         return whole_shape(self.value) if is_partitioned(self.value) else tuple(self.value.shape)
 
     def after_write(self, reader: ModuleReader) -> Callable[[], object] | None:
-        """What to call when the tensor's elements were written, under FSDP."""
+        """Return what to call when the tensor's elements were written, under FSDP."""
         if self.piece is not None:
             return self.piece.free_gathered
         if not is_dtensor(self.value) or not reader.touched(self.owner):
@@ -123,7 +123,7 @@ class SelfLoadingModule:
     """
     reader: ModuleReader
     offsets: Mapping[str, int]
-    """Those of its stage."""
+    """The offsets of its stage."""
 
     def canonical(self, key: str) -> str:
         """Return the canonical name of a key of `module.state_dict()`. Unknown segments are

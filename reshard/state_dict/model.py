@@ -77,7 +77,7 @@ class RegionWrite(NamedTuple):
 
     region: SelfLoadingModule
     state: dict[str, Any]
-    """By the module's own keys."""
+    """The state by the module's own keys."""
     slots: dict[str, StateEntry]
     """Where these go, as far as known, by the same keys."""
     forgiven: frozenset[str]
@@ -379,7 +379,7 @@ def _is_quantized(value: Any) -> bool:
 def _message(live: LiveModel | None, missing: list[str], unexpected: list[str], faults: list[str], strict: bool) -> str:
     lines = [f"the state dict does not fit the model{where()}:"]
     if strict:
-        lines += listed("Missing key", missing)  # torch's words, as far as they go
+        lines += listed("Missing key", missing)  # torch's text, with more below
         lines += listed("Unexpected key", unexpected, missing)
     lines += listed("Mismatched", faults)
     fixes = []
@@ -511,7 +511,7 @@ def write_all(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], p
 
 
 def is_shard_like(value: Any, model: Any) -> bool:
-    """Whether both are DTensors, placed in the same way on the same mesh."""
+    """Return whether both are DTensors, placed in the same way on the same mesh."""
     return (
         is_dtensor(value)
         and is_dtensor(model)
@@ -579,7 +579,7 @@ def _place(
     for key, slot in slots.items():
         value, model = state[key], slot.value
         if model is None or not isinstance(value, torch.Tensor) or global_shape(value) != slot.shape:
-            continue  # what the module makes of it is its own business
+            continue  # the module decides what to do with it
         models[key] = model
         if model.is_meta and not is_meta(value):
             state[key] = _materialized(value, slot, made)
@@ -746,7 +746,7 @@ def overwritten(targets: Sequence[Any], values: Sequence[Any]) -> list[int]:
 
 
 ALIGNED_BYTES = 16
-"""Of the largest element."""
+"""Alignment: the size of the largest element."""
 
 
 def _have_own_storages(tensors: Sequence[Any]) -> bool:

@@ -308,7 +308,7 @@ def _other_keys(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def _new_keys(live: LiveOptimizers, saved: SavedOptimizer) -> list[Any]:
-    """The same of a fresh optimizer: keys that no saved group lists."""
+    """Return the same of a fresh optimizer: keys that no saved group lists."""
     if not live.may_have_own:
         return []
     known = (saved.fields, live.by_name, live.live.by_name)
@@ -494,7 +494,7 @@ class _Copies:
         return new
 
     def _note_placed(self, one: OptimizedParameter, values: Mapping[Any, Any]) -> None:
-        """Who gives some state as shards of the parameter means the rest of it to be as it is."""
+        """If some state was given as shards of the parameter, keep the rest of it as given."""
         if self._is_placed or any(is_shard_like(value, one.parameter) for value in leaves_of(values).values()):
             self._placed.add(id(one.parameter))
 
@@ -584,7 +584,8 @@ class _Copies:
 
 
 def _has_form(old: Any, value: torch.Tensor) -> bool:
-    """Whether an optimizer holds a tensor or a DTensor of the shape of a `value`, which its next step expects again."""
+    """Return whether an optimizer holds a tensor or a DTensor of the shape of a `value`, which its
+    next step expects again."""
     return (
         (type(old) is torch.Tensor or is_dtensor(old))
         and not old.is_meta

@@ -35,9 +35,9 @@ class OptimizedParameter(NamedTuple):
     optimizer: int
     group: int
     position: int
-    """In its group."""
+    """Position in its group."""
     id: int
-    """In `optimizer.state_dict()`."""
+    """Id in `optimizer.state_dict()`."""
     piece: FlatPiece | None = None
     """Set for a parameter inside a flat parameter, which several of these may share."""
 
@@ -82,9 +82,9 @@ class LiveOptimizers:
             live.refuse_partitioned(WHOSE_OPTIMIZERS)
         self.live = live
         self.by_name: dict[str, OptimizedParameter] = {}
-        """By every name, aliases too."""
+        """Parameters by every name, including aliases."""
         self.outside: list[OptimizedParameter] = []
-        """Those that the model does not have."""
+        """Parameters that the model does not have."""
         self.parameters = [list(self._parameters(k, optimizer)) for k, optimizer in enumerate(self.optimizers)]
         """Per optimizer, in the order of its ids."""
         for found in self.parameters:
@@ -116,7 +116,7 @@ class LiveOptimizers:
 
     @functools.cached_property
     def loads_itself(self) -> list[bool]:
-        """Of each optimizer, whether its class or its user has a say in how its state is loaded."""
+        """For each optimizer, whether its class or hooks of its user take part in loading its state."""
         return [loads_itself(optimizer) for optimizer in self.optimizers]
 
     @property

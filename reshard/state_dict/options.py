@@ -25,7 +25,7 @@ class StateDictOptions:
         cpu_offload: get: return tensors on the CPU. With `full_state_dict`, only one rank returns
             each tensor: rank 0 or, if pipeline stages have different FQNs, the lowest rank that holds
             it. The other ranks get an empty dict.
-        ignore_frozen_params: get: leave out frozen parameters. Set: do not report them as missing.
+        ignore_frozen_params: get: omit frozen parameters. Set: do not report them as missing.
         keep_submodule_prefixes: with `submodules`: True keeps FQNs relative to the model. False
             makes them relative to the submodule.
         strict: set: True makes missing and unexpected FQNs an error. False only reports them.
@@ -137,9 +137,9 @@ class OptimizerReport:
     """Parameters without saved state whose state is now zeros, because they share an FSDP1 flat
     parameter with others that have state. With `use_orig_params=True`, they do not share one."""
     untied: tuple[str, ...] = ()
-    """State, as "<parameter>.<key>", that no longer shares memory with other state or with the model.
-    It shared memory in the dict, or in the optimizer before, if the dict has different values. Each
-    has its value in its own memory."""
+    """State that no longer shares memory with other state or with the model, as
+    "<parameter>.<key>". It shared memory in the dict, or it did in the optimizer and the dict has
+    different values for it."""
     kept_fields: tuple[str, ...] = ()
     """Group fields that the dict lacks, as "<optimizer>.<group>.<field>". They keep their values."""
     added_fields: tuple[str, ...] = ()

@@ -38,7 +38,7 @@ def extra_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_zero_redundancy(optimizer: Any) -> bool:
-    """Whether this is a ZeroRedundancyOptimizer: each rank of its process group has the state of
+    """Return whether this is a ZeroRedundancyOptimizer: each rank of its process group has the state of
     some parameters."""
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer) and hasattr(optimizer, "optim")
@@ -59,7 +59,7 @@ def saved_by(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def elsewhere_of(live: LiveOptimizers, state: Mapping[str, Any], options: StateDictOptions) -> dict[str, Any]:
-    """What `PartialState` needs to know of the state that this rank has."""
+    """Return what `PartialState` needs to know of the state that this rank has."""
     pieces = {} if options.in_chunks else live.pieces
     found: dict[str, Any] = {name: piece for name, piece in pieces.items() if piece.lacks_ranks}
     found |= {
@@ -74,7 +74,7 @@ def elsewhere_of(live: LiveOptimizers, state: Mapping[str, Any], options: StateD
 
 
 def _is_beside(values: Any, parameter: torch.Tensor) -> bool:
-    """Whether an optimizer keeps unsharded tensors, though the parameter is a DTensor."""
+    """Return whether an optimizer keeps unsharded tensors, though the parameter is a DTensor."""
     kept = leaves_of(values).values() if is_dtensor(parameter) else ()
     return any(isinstance(value, torch.Tensor) and value.dim() and not is_sharded(value) for value in kept)
 
@@ -691,7 +691,7 @@ def misshapen(
 
 
 def _are_dims_of_parameters(shapes: list[tuple[Shape, Shape]]) -> bool:
-    """Whether each size of a state is that of one dim of its parameter, the same for all of them:
+    """Return whether each size of a state is that of one dim of its parameter, the same for all of them:
     [rows, rows], as of a preconditioner, fits a square parameter, too."""
     (own, first), *_ = shapes
     return all(len(shape) == len(first) for _, shape in shapes) and all(

@@ -1,8 +1,9 @@
 """What a storage is: a folder of named objects, byte ranges in and whole objects out.
 
-Names are relative and '/'-separated ("step-10/rank-0.safetensors"), whatever the storage beneath. Every error is a
-`StorageError`, or a `CheckpointNotFoundError` where an object is absent, and says which object of which storage.
-A third-party storage implements the abstract methods here and hands an instance to `open_storage`.
+Names are relative and '/'-separated ("step-10/rank-0.safetensors"), whatever the storage beneath.
+Every error is a `StorageError`, or a `CheckpointNotFoundError` where an object is absent, and says
+which object of which storage. A third-party storage implements the abstract methods here and hands
+an instance to `open_storage`.
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ NOTHING = "nothing"
 class Storage(ABC):
     """A folder of named objects, on a disk, in an object store or in memory.
 
-    Methods may be called from several threads at once. Objects that are read must not be rewritten meanwhile, except
-    through `publish`, which readers see as either the old object or the new one.
+    Methods may be called from several threads at once. Objects that are read must not be rewritten
+    meanwhile, except through `publish`, which readers see as either the old object or the new one.
 
     Attributes:
         url: where it is, for messages.
-        max_gap_bytes: reading up to this many bytes that were not requested is cheaper than one more request.
-        is_common: whether all processes of a machine that open this URL see the same objects, so that one may read for
-            another.
-        supports_shared_write: whether several processes of a machine can write one object together, see `open_shared`.
+        max_gap_bytes: reading up to this many bytes that were not requested is cheaper than one
+            more request.
+        is_common: whether all processes of a machine that open this URL see the same objects, so
+            that one may read for another.
+        supports_shared_write: whether several processes of a machine can write one object together,
+            see `open_shared`.
         requests: how many requests should be in flight at once; 1 if answers come without delay.
     """
 
@@ -51,9 +54,11 @@ class Storage(ABC):
 
     @abstractmethod
     def list(self, prefix: str = "") -> dict[str, int]:
-        """Names that start with `prefix` (any text, "step-1" finds "step-10/x" too) and their sizes in bytes, sorted.
+        """Names that start with `prefix` (any text, "step-1" finds "step-10/x" too) and their sizes
+        in bytes, sorted.
 
-        A folder that does not exist holds nothing. What a killed writer left behind is listed too: see `is_temporary`.
+        A folder that does not exist holds nothing. What a killed writer left behind is listed too:
+        see `is_temporary`.
         """
 
     def names(self, prefix: str = "") -> builtins.list[str]:
@@ -99,9 +104,9 @@ class Storage(ABC):
         )
 
     def without_new_folders(self) -> Storage:
-        """The same objects, where no folder is made for a new one: who comes late cannot write
-        where another process has removed everything. Without effect where a folder is only a part
-        of names."""
+        """Return the same objects, but without creation of folders for new ones, so that a late
+        process cannot write where another one has removed everything. No effect on storage whose
+        folders are only parts of names."""
         return self
 
     @abstractmethod
@@ -124,9 +129,11 @@ class Storage(ABC):
         self.delete(name)
 
     def temporary(self, name: str, token: str) -> str:
-        """The name under which to write an object that must not be seen yet; `commit` gives it its own name.
+        """The name under which to write an object that must not be seen yet; `commit` gives it its
+        own name.
 
-        It is `name` itself where an object can only be seen when it is whole; else one that `is_temporary`.
+        It is `name` itself where an object can only be seen when it is whole; else one that
+        `is_temporary`.
         """
         return name
 
@@ -145,10 +152,11 @@ class Storage(ABC):
         return False
 
     def empty_folders(self, prefix: str = "") -> builtins.list[str]:
-        """Names of the folders that hold nothing, left by killed writers; none where a folder is only a part of names.
-        With `prefix`, only of those at the top whose names start with it.
+        """Names of the folders that hold nothing, left by killed writers; none where a folder is
+        only a part of names. With `prefix`, only of those at the top whose names start with it.
 
-        `delete` of `NOTHING` in one of them removes it, unless another process has put an object there meanwhile.
+        `delete` of `NOTHING` in one of them removes it, unless another process has put an object
+        there meanwhile.
         """
         return []
 
@@ -169,7 +177,8 @@ class Storage(ABC):
     def mapped(self, name: str) -> memoryview | None:
         """A read-only view of the whole object without a copy where the storage has one, else None.
 
-        The view stays valid as long as it is referenced, also after the object was deleted or published again.
+        The view stays valid as long as it is referenced, also after the object was deleted or
+        published again.
         """
         return None
 
@@ -178,10 +187,11 @@ class Storage(ABC):
 
 
 class Writer(ABC):
-    """An object being written: `with storage.create(name) as out: out.write(data)`. One thread at a time calls it, but
-    not always the same one.
+    """An object being written: `with storage.create(name) as out: out.write(data)`. One thread at a
+    time calls it, but not always the same one.
 
-    A clean exit makes it durable; an exit by an exception, a failed write included, leaves nothing behind.
+    A clean exit makes it durable; an exit by an exception, a failed write included, leaves nothing
+    behind.
 
     Attributes:
         nbytes: how many bytes were written so far.
@@ -206,8 +216,9 @@ class Writer(ABC):
         self.nbytes += view.nbytes
 
     def reserve(self, nbytes: int) -> Callable[[memoryview], None] | None:
-        """Skip the next bytes, and return what writes them: once, on any thread, before the object is whole. An error
-        must end the `with` block. None where objects can only be written from front to end."""
+        """Skip the next bytes, and return what writes them: once, on any thread, before the object
+        is whole. An error must end the `with` block. None where objects can only be written from
+        front to end."""
         return None
 
     @abstractmethod
@@ -248,9 +259,11 @@ class Writer(ABC):
 
 
 class PlacedWriter(Writer):
-    """A writer that puts bytes where they belong: what is written next goes to `at`, which moves on by its length.
+    """A writer that puts bytes where they belong: what is written next goes to `at`, which moves on
+    by its length.
 
-    A clean exit makes what this process wrote durable. An exit by an exception removes the object, also for the other
+    A clean exit makes what this process wrote durable. An exit by an exception removes the object,
+    also for the other
     processes: without this one's bytes it is of no use.
 
     Attributes:

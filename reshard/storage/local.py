@@ -97,7 +97,7 @@ class LocalStorage(Storage):
     def version(self, name: str) -> object:
         try:
             found = os.stat(f"{self.url}/{name}")
-        except OSError:  # it is gone: who has it open can still read it
+        except OSError:  # it was deleted: processes that have it open can still read it
             return None
         return found.st_size, found.st_mtime_ns
 
@@ -215,7 +215,7 @@ class LocalStorage(Storage):
         with self._errors("publish", name), suppress(FileNotFoundError):
             with suppress(FileNotFoundError):
                 os.replace(self._path(temporary), path)
-            sync_folder(path.parent)  # also of one who was killed before
+            sync_folder(path.parent)  # also that of a process that was killed before
 
     def link(self, name: str, other: str) -> bool:
         path, beside = self._path(name), self._path(other)
@@ -245,7 +245,7 @@ class LocalStorage(Storage):
             while folder != self.root and folder.is_relative_to(self.root):
                 try:
                     folder.rmdir()
-                except OSError:  # it holds something else, or is gone already
+                except OSError:  # it has other contents, or was deleted
                     break
                 folder = folder.parent
 
@@ -254,7 +254,7 @@ class LocalStorage(Storage):
         with self._errors("delete", name), suppress(FileNotFoundError):
             with suppress(FileNotFoundError):
                 path.unlink()
-            sync_folder(path.parent)  # also of one who was killed before
+            sync_folder(path.parent)  # also that of a process that was killed before
 
     def _path(self, name: str) -> Path:
         return self.root / check_name(name, self.url)

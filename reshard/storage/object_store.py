@@ -33,7 +33,8 @@ _PARALLEL = 8
 _SMALL_BYTES = 64 << 10
 """An answer of up to this many bytes takes hardly longer than its first byte."""
 _TRIES = 4
-"""Of ours, around those of obstore, which does not repeat every request that is safe for us to repeat."""
+"""Number of tries here, in addition to those of obstore, which does not repeat every request that
+is safe to repeat."""
 FIRST_PAUSE_S = 0.2
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|specified bucket does not exist")
 _FORBIDDEN = re.compile("status code: 40[13]")
@@ -43,7 +44,8 @@ RETRY: Any = {"max_retries": 6, "retry_timeout": timedelta(seconds=60)}
 
 
 def open_objects(url: str) -> ObjectStorage:
-    """The folder of a bucket: "s3://bucket/folder", "gs://bucket/folder", "az://..." as obstore reads it.
+    """The folder of a bucket: "s3://bucket/folder", "gs://bucket/folder", "az://..." as obstore
+    reads it.
 
     Raises:
         MissingPackageError: obstore is not installed.
@@ -79,8 +81,10 @@ class ObjectStorage(Storage):
     Args:
         store: the store.
         url: for messages.
-        part_bytes: size of an upload's part and of one range request, in bytes; at most 10,000 parts make an object.
-        parallel: how many parts one read or one writer has in flight; its memory is parallel x part_bytes.
+        part_bytes: size of an upload's part and of one range request, in bytes; at most 10,000
+            parts make an object.
+        parallel: how many parts one read or one writer has in flight; its memory is parallel x
+            part_bytes.
     """
 
     is_common = True
@@ -141,8 +145,8 @@ class ObjectStorage(Storage):
         return self._seen.get(name)
 
     def _saw(self, name: str, meta: Mapping[str, Any]) -> None:
-        """Note the version of an object, which each answer of the store has. It is a later one if the tag differs and
-        the time is later: some stores write one of them in two ways."""
+        """Note the version of an object, which each answer of the store has. It is a later one if
+        the tag differs and the time is later: some stores write one of them in two ways."""
         tag, at = (meta["e_tag"] or "").removeprefix("W/").strip('"'), int(meta["last_modified"].timestamp())
         before = self._seen.get(name, ("", 0))
         if tag != before[0] and at > before[1]:
@@ -243,7 +247,7 @@ class ObjectStorage(Storage):
                 self.publish(name, data)
             elif not isinstance(error.__cause__, AlreadyExistsError | PreconditionError):
                 raise
-            elif self.read(name) != bytes(data):  # else the answer to a first try that had arrived was lost
+            elif self.read(name) != bytes(data):  # otherwise, the answer to an earlier try that succeeded was lost
                 raise StorageError(f"{name} in {self.url} was published by another process in the meantime") from error
 
     def delete(self, name: str) -> None:
@@ -312,7 +316,7 @@ class ObjectStorage(Storage):
             self.max_gap_bytes = choose_gap_bytes(seconds)
 
     def _call(self, verb: str, name: str, function: Callable[..., _T], *arguments: object, **options: object) -> _T:
-        """What a function of obstore does about an object."""
+        """Return what a function of obstore does about an object."""
         with self._errors(verb, name):
             return self._again(lambda: function(self._store, name, *arguments, **options))
 
@@ -366,7 +370,7 @@ def _first_line(error: BaseException) -> str:
 
 
 MAX_PARTS = 10_000
-"""Of one multipart upload; the limit of S3, the lowest of them."""
+"""Most parts of one multipart upload: the limit of S3, which is the lowest."""
 
 
 class _Abandoned(Exception):
@@ -374,7 +378,8 @@ class _Abandoned(Exception):
 
 
 class ObjectWriter(Writer):
-    """Hands parts to a thread that uploads them; a caller who is faster than the network waits in `write`.
+    """Hands parts to a thread that uploads them; a caller who is faster than the network waits in
+    `write`.
 
         write ──► gathered to one part ──► queue of one ──► thread: multipart upload, several parts in flight
 

@@ -88,5 +88,5 @@ def is_known(path: StoragePath) -> bool:
 
 
 def place_of(storage: Storage) -> str:
-    """The same text for all paths by which one folder can be reached."""
+    """Return the same text for all paths by which one folder can be reached."""
     return storage.url.rstrip("/") if "://" in storage.url else os.path.realpath(storage.url)

@@ -132,8 +132,8 @@ class Checking:
                 self._unfinished[key] = source
 
     def words(self, nbytes: int, total: int) -> str:
-        """Say in words what was left unchecked of a read of `total` bytes of elements, of which `nbytes` were not
-        compared; empty if nothing was."""
+        """Say in words what was left unchecked of a read of `total` bytes of elements, of which
+        `nbytes` were not compared; empty if nothing was."""
         if not self.enabled:
             return "unchecked: check=False"
         if self.unchecked == NO_CHECKSUMS or not nbytes:
@@ -172,7 +172,8 @@ class Checksums(ABC):
 
     @abstractmethod
     def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[Ints, Ints, int]:
-        """The blocks that some reads touch, (n, 2), how many bytes of each are wanted, and how many are in no block.
+        """The blocks that some reads touch, (n, 2), how many bytes of each are wanted, and how many
+        are in no block.
 
         Args:
             ranges: what is read without gaps, in order and disjoint.
@@ -198,8 +199,8 @@ class Checksums(ABC):
             return sum(self._owed.pop(blocks, 0) for blocks in right)
 
     def note(self, start: int, data: memoryview) -> Range | None:
-        """Bytes of a block that is too large to be read at once pass by. Returns the block if all of it has passed by
-        now and it is wrong; it is not pending any more if it is right."""
+        """Add bytes of a block that is too large to be read at once. When all of it has been added,
+        return the block if it is wrong. If it is right, it is no longer pending."""
         return None
 
 
@@ -235,8 +236,7 @@ class BlockChecksums(Checksums):
         return np.asarray(np.frombuffer(self._seen, np.uint8)[blocks[:, 0] // self.block_bytes] == 0)
 
     def compare(self, view: memoryview, blocks: Ints) -> list[Range]:
-        """Compare blocks, (n, 2), of a file that can be seen; those that are right are not pending any more. Returns
-        those that are wrong."""
+        """Compare blocks, (n, 2), of a mapped file. Return those that are wrong. The others are no longer pending."""
         numbers = blocks[:, 0] // self.block_bytes
         if self._are_right(view, blocks, numbers):
             np.frombuffer(self._seen, np.uint8)[numbers] = 1
@@ -247,8 +247,8 @@ class BlockChecksums(Checksums):
         return list(map(tuple, blocks[~right].tolist()))
 
     def _are_right(self, view: memoryview, blocks: Ints, numbers: Ints) -> bool:
-        """Return whether the compiled loop is there and finds all of these blocks right. It runs without the
-        interpreter's lock, so that threads hash at the same time."""
+        """Return whether the compiled loop is there and finds all of these blocks right. It runs
+        without the interpreter's lock, so that threads hash at the same time."""
         loop = kernel()
         if loop is None or not len(blocks):
             return False
@@ -290,8 +290,7 @@ class BlockChecksums(Checksums):
         return np.stack((starts, np.minimum(starts + self.block_bytes, self.nbytes)), axis=1)
 
     def mark_right(self, ranges: Ints) -> int:
-        """All blocks within some ranges, (n, 2), were found to be right. Returns the bytes of those that were
-        pending."""
+        """Mark all blocks within some ranges, (n, 2), as right. Return the bytes of those that were pending."""
         seen = np.frombuffer(self._seen, np.bool_)
         right = self.within(ranges) & ~seen
         seen |= right
@@ -313,12 +312,12 @@ class BlockChecksums(Checksums):
         return True
 
     def around(self, start: int, stop: int) -> Range:
-        """The bytes of all blocks that share some with [start, stop)."""
+        """Return the bytes of all blocks that overlap [start, stop)."""
         size = self.block_bytes
         return start // size * size, min(-(-stop // size) * size, self.nbytes)
 
     def inside(self, start: int, stop: int) -> Range:
-        """The bytes of all blocks that are completely within [start, stop); empty if there are none."""
+        """Return the bytes of all blocks that are completely within [start, stop). Empty if there are none."""
         size = self.block_bytes
         first = -(-start // size) * size
         return first, max(first, stop if stop >= self.nbytes else stop // size * size)
@@ -348,9 +347,11 @@ def touched_ranges(window: Window) -> list[Range]:
 
 
 def add_touched(counts: Ints, size: int, windows: Iterable[Window], nbytes: int, grain_bytes: int) -> None:
-    """Add what reading some windows of a file of `nbytes` touches to the counts of its blocks of `size` bytes.
+    """Add what reading some windows of a file of `nbytes` touches to the counts of its blocks of
+    `size` bytes.
 
-    Runs with gaps smaller than the grain touch everything between them; those with larger ones each touch whole grains.
+    Runs with gaps smaller than the grain touch everything between them; those with larger ones each
+    touch whole grains.
     """
     alike = grouped(
         ((it.sizes, it.strides, it.itemsize, it.offset % grain_bytes), it.offset - it.offset % grain_bytes)

@@ -119,7 +119,7 @@ class Contents(State[StoredTensor]):
     """Newer steps of the run, by the names of their folders, and why none of them was opened
     instead. `warnings` has these sentences, too."""
     damaged_steps: tuple[str, ...] = ()
-    """Those of `skipped` whose save had ended, so that they have lost something."""
+    """Steps in `skipped` whose save had ended, so that they have lost something."""
     left_out: tuple[str, ...] = ()
     """Keys of what was opened that have no place here, such as each rank's own values among
     canonical names."""
@@ -129,7 +129,7 @@ class Contents(State[StoredTensor]):
         return self.facts if isinstance(self.facts, kind) else None
 
     def known(self, kind: type[F]) -> F:
-        """The same of contents that have facts of this kind."""
+        """Return the same of contents that have facts of this kind."""
         assert isinstance(self.facts, kind)
         return self.facts
 
@@ -340,7 +340,7 @@ def unknown_class(value: Any) -> str | None:
 
 
 def are_equal(a: Any, b: Any) -> bool:
-    """Whether two values of checkpoints are the same.
+    """Return whether two values of checkpoints are the same.
 
     Records are if their classes are, and all that they hold is plain data and the same.
     """

@@ -59,17 +59,17 @@ class Source(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """How many bytes there are."""
+        """Number of bytes."""
 
     @property
     def overflowed(self) -> int:
-        """Elements that a cast put out of range when they were computed, so far; those that were computed again or in
-        the gaps of what was requested count, too."""
+        """Elements that a cast put out of range when they were computed, so far; those that were
+        computed again or in the gaps of what was requested count, too."""
         return 0
 
     @abstractmethod
     def view(self) -> memoryview | None:
-        """All bytes, read-only and without a copy, where that costs nothing; else None."""
+        """Return all bytes, read-only and without a copy, where that costs nothing; else None."""
 
     @abstractmethod
     def _fill(self, start: int, buffer: memoryview) -> None:
@@ -107,7 +107,8 @@ class Source(ABC):
     def read_into(self, start: int, buffer: memoryview, *, passing: bool = False) -> None:
         """Fill the writable `buffer` with the bytes from `start`, compared with any checksums.
 
-        `passing`: what surrounds them is read before or after, so that a large block is compared piece by piece.
+        `passing`: what surrounds them is read before or after, so that a large block is compared
+        piece by piece.
 
         Raises CorruptCheckpointError if they end early or were changed.
         """
@@ -159,7 +160,7 @@ class _FileVersion:
     label: str
     was: object
     first: _FileVersion | None
-    """Of the file that was opened first, which may have the metadata."""
+    """The version of the file that was opened first, which may have the metadata."""
     confirmed_until_s: float = 0.0
     """Until then, `Source.check` does not `confirm` again, which would take long for each of many small tensors."""
 
@@ -181,9 +182,9 @@ class _FileVersion:
 class FileSource(Source):
     """An object of a storage. Mapped into memory at first use where the storage can.
 
-    Readers of it, by `read`, `read_into` or, if there is a view, after `compare`, get bytes that have the
-    checksums that were saved, or an error; what has none, or would cost more than `most_to_check`, counts as
-    unchecked in `checking`.
+    Readers of it, by `read`, `read_into` or, if there is a view, after `compare`, get bytes that
+    have the checksums that were saved, or an error; what has none, or would cost more than
+    `most_to_check`, counts as unchecked in `checking`.
 
     `listed` is its size, if that is known already, where the storage has no view of it: a request less.
     """
@@ -195,7 +196,7 @@ class FileSource(Source):
         self.name = name
         self.checking = Checking() if checking is None else checking
         self.checksums: Checksums | None = None
-        """Of its blocks, if the format has any: the reader of the format sets them."""
+        """Checksums of its blocks. The reader of the format sets them, if the format has any."""
         self.label = f"{storage.url.rstrip('/')}/{name}"
         self._key = id(storage), name
         self.max_gap_bytes = storage.max_gap_bytes
@@ -298,7 +299,8 @@ class FileSource(Source):
             del error
 
     def compare_data(self, start: int, data: memoryview) -> int:
-        """Compare the blocks that are within `data`, the bytes from `start`; returns how many bytes these have.
+        """Compare the blocks that are within `data`, the bytes from `start`; returns how many bytes
+        these have.
 
         Raises CorruptCheckpointError.
         """
@@ -344,7 +346,8 @@ class FileSource(Source):
         return blocks if sum(b - a for a, b in blocks) <= most_to_check(stop - start) else None
 
     def _compare_read(self, start: int, data: memoryview, blocks: list[Range] | None, wanted: int) -> None:
-        """Compare blocks of which `data`, the bytes from `start`, has at least a part; the rest of each is read.
+        """Compare blocks of which `data`, the bytes from `start`, has at least a part; the rest of
+        each is read.
 
         `wanted`: how many bytes of elements were asked for.
         """
@@ -382,7 +385,7 @@ class FileSource(Source):
 
     @property
     def owed_bytes(self) -> int:
-        """How much `finish_comparing` would read."""
+        """Number of bytes that `finish_comparing` would read."""
         return sum(stop - start for start, stop in self.checksums.deferred()) if self.checksums is not None else 0
 
     def finish_comparing(self) -> None:
@@ -426,11 +429,11 @@ class FileSource(Source):
     def release(self) -> None:
         """Give the mapped pages that were read back: they count as this process's memory until
         then."""
-        self.unmap(0, self.nbytes)  # what is needed again comes from the page cache
+        self.unmap(0, self.nbytes)  # repeated reads come from the page cache
 
     def touch_s(self, start: int, length: int) -> float | None:
-        """CPU seconds that it takes to touch each page of these bytes, as a copy from the view does, and to give them
-        back. None where there is no view, or they cannot be read."""
+        """CPU seconds that it takes to touch each page of these bytes, as a copy from the view
+        does, and to give them back. None where there is no view, or they cannot be read."""
         self.check(start, start + length)
         view = self.view()
         if view is None or self._file is None:
@@ -481,7 +484,7 @@ class Files:
         return source
 
     def some(self, names: Listing) -> Files:
-        """The same files, of which only these are to be looked at."""
+        """Return the same files, of which only these are to be looked at."""
         return replace(self, listed=names)
 
 
@@ -519,7 +522,7 @@ class DecodedSource(Source):
     direct_bytes = sys.maxsize
 
     class Kept:
-        """What was decoded last, of a checkpoint's items: shared by them."""
+        """The item of a checkpoint that was decoded last, shared by all its items."""
 
         def __init__(self) -> None:
             self._lock = threading.Lock()

@@ -55,7 +55,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 PIECE_BYTES = 16 << 20
 """The most that is read at once."""
 NEAR_PIECE_BYTES = 4 << 20
-"""The same, of a file that is mapped: then a read is a short call, and no request."""
+"""Size of a piece of a mapped file, for which a read is a short call and not a request."""
 _SMALL_BYTES = 64 << 10
 """Pieces up to this size are read without a thread, and written together."""
 _SUMMED_TOGETHER = 512
@@ -103,7 +103,7 @@ class Region:
     @cached_property
     def _covered(self) -> StoredTensor:
         """The tensor. Raises CorruptCheckpointError unless its chunks hold every element of the box once."""
-        check_cover(self.stored, self.box)  # twice, if two threads come at once: no harm
+        check_cover(self.stored, self.box)  # twice if two threads get here at once, which does no harm
         return self.stored
 
     def read(self, box: Box, out: Array) -> set[FileSource]:
@@ -128,12 +128,12 @@ class StreamedRows:
     """Some rows of a region."""
 
     box: Box
-    """In the coordinates of the full tensor."""
+    """The box, in the coordinates of the full tensor."""
     data: memoryview
     """The elements, row-major."""
     dtype: str
     digest: int | None
-    """Of `data`, if the region wants one."""
+    """Digest of `data`, if the region wants one."""
 
     def tensor(self) -> torch.Tensor:
         """The elements as a tensor that shares the piece's memory."""
@@ -161,8 +161,8 @@ def windows(shape: Sequence[int], itemsize: int, max_bytes: int = PIECE_BYTES) -
 
 
 class Feed:
-    """Reads the pieces of regions on several threads, and passes them on in order. A context, which ends when all is
-    done."""
+    """Reads the pieces of regions on several threads, and passes them on in order. A context, which
+    ends when all is done."""
 
     def __init__(self, *, is_near: bool, on_bytes: OnBytes = lambda nbytes: None) -> None:
         """`is_near`: what is read is in files of this machine.
@@ -188,8 +188,8 @@ class Feed:
     def run(
         self, first: Callable[[], T], then: Callable[[T], object], nbytes: int = 0, *, is_short: bool = False
     ) -> None:
-        """Call `first` on a thread, and there `then` with what it returned, once everything before is done.
-        Afterwards, `on_bytes` is called with `nbytes`.
+        """Call `first` on a thread, and there `then` with what it returned, once everything before
+        is done. Afterwards, `on_bytes` is called with `nbytes`.
 
         Work that is short is done at once, if nothing is before it. Raises what earlier work raised.
         """
@@ -298,7 +298,7 @@ class FilePlan:
     name: str
     parts: tuple[FilePart, ...]
     rank: int = 0
-    """As if this rank had written it."""
+    """The rank that the file is attributed to."""
 
     @property
     def nbytes(self) -> int:
@@ -325,7 +325,7 @@ class Target:
     name: str
     """The last part of the path: of the file, or of the folder."""
     job_id: str
-    """In hex: it is in the names of files that are not to be taken for those of another job."""
+    """Id in hex. Names of unfinished files contain it, so that other jobs do not take them for theirs."""
     max_shard_bytes: int
     onto: StateLayout | None
     """The files are those of the ranks of this layout; without it, of at most `max_shard_bytes` of tensors."""
@@ -337,10 +337,10 @@ class Publication:
 
     storage: Storage
     done: Mapping[str, WrittenFile]
-    """By the file's name in the plan."""
+    """Written files by their name in the plan."""
     check: Callable[[], None]
-    """Raises where another process has taken the work over. Called before each step, since this process may be paused
-    between any two."""
+    """Raises where another process has taken the work over. Called before each step, since this
+    process may be paused between any two."""
     left: Collection[str]
     """Temporary objects that were there before this conversion, of processes that are gone."""
 
@@ -365,7 +365,8 @@ class Publication:
 
 
 class FormatWriter(ABC):
-    """Writes one state in one format: a plan of files, each of which can be written independently of the others.
+    """Writes one state in one format: a plan of files, each of which can be written independently
+    of the others.
 
     writer = SafetensorsWriter(contents, Target(name, job_id))
     done = {file.name: writer.write(storage, file, on_bytes) for file in writer.files}
@@ -398,7 +399,7 @@ class FormatWriter(ABC):
 
     @abstractmethod
     def finish(self, out: Publication) -> None:
-        """From now on the target is a checkpoint."""
+        """Make the target a checkpoint."""
 
     @abstractmethod
     def occupied(self, names: Listing) -> str | None:
@@ -409,7 +410,7 @@ class FormatWriter(ABC):
         return None
 
     def whole(self, name: str) -> FilePart:
-        """All of a tensor as a part of a file."""
+        """Return a full tensor as a part of a file."""
         spec = self.stored(name).spec
         return FilePart(spec, Box.full(spec.shape))
 
@@ -494,10 +495,11 @@ def fingerprint_parts(done: Iterable[WrittenFile]) -> dict[str, Partial]:
 
 
 class HashingWriter:
-    """A new file, put together in order of literal bytes and of the elements of regions, and the digest of all of it.
+    """A new file, put together in order of literal bytes and of the elements of regions, and the
+    digest of all of it.
 
-    Small parts are written together. Where the storage can, large ones are written by the threads that read them, side
-    by side.
+    Small parts are written together. Where the storage can, large ones are written by the threads
+    that read them, side by side.
     """
 
     def __init__(self, out: Writer, feed: Feed, seen: Callable[[Region, StreamedRows], None]) -> None:

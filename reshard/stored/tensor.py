@@ -36,7 +36,7 @@ from reshard.stored.source import FileSource, Source
 
 
 _MANY_CHUNKS = 8
-"""With more of them, those that meet a box are searched for in order."""
+"""Above this number, chunks are sorted to find those that meet a box."""
 
 
 class Extent(NamedTuple):
@@ -97,7 +97,7 @@ class StoredChunk:
 
     @property
     def source(self) -> Source:
-        """What the window's offsets count in."""
+        """The source that the window's offsets refer to."""
         return self.place.source
 
     @property
@@ -117,7 +117,7 @@ class StoredChunk:
         return self.derived(region, lambda w: w.crop(inner))
 
     def shift(self, by: Sequence[int]) -> StoredChunk:
-        """The same elements, `by` further on in each dim."""
+        """Return the same elements, shifted by `by` in each dim."""
         return self.derived(self.box.shift(by), lambda w: w)
 
     def __repr__(self) -> str:
@@ -140,11 +140,11 @@ class LazyChunks:
         return None
 
     def near(self, box: Box) -> Iterable[StoredChunk]:
-        """At least the chunks that share an element with a box."""
+        """Return at least the chunks that share an element with a box."""
         return self.every()
 
     def every(self) -> Iterable[StoredChunk]:
-        """All chunks."""
+        """Return all chunks."""
         raise NotImplementedError
 
 
@@ -173,7 +173,7 @@ class StoredTensor:
 
     @cached_property
     def chunks(self) -> Sequence[StoredChunk]:
-        """All chunks that hold it."""
+        """All chunks of the tensor."""
         return tuple(self.found.every()) if isinstance(self.found, LazyChunks) else self.found
 
     @property
@@ -210,7 +210,7 @@ class StoredTensor:
         return Sweep(enumerate(self.boxes))
 
     def renamed(self, fqn: str) -> StoredTensor:
-        """The same tensor under another name."""
+        """Return the same tensor under another name."""
         spec = TensorSpec(fqn, self.spec.shape, self.spec.dtype)
         layout = None if self.layout is None else TensorLayout.of(spec, self.layout.form)
         return StoredTensor(spec, self.found, layout)
@@ -272,8 +272,8 @@ _READ_FIRST = "read it with [...] first, such as checkpoint[name][...]"
 
 
 class LazyTensor:
-    """A tensor of a checkpoint. Indexing reads the elements that you ask for, and nothing of
-    other chunks.
+    """A tensor of a checkpoint. Indexing reads only from the chunks that contain the requested
+    elements.
 
     `t[...]` reads the full tensor. Ints, slices with positive steps, and Ellipsis work as on a
     torch tensor. Functions of torch raise TypeError: index the tensor first.
@@ -282,7 +282,7 @@ class LazyTensor:
     __array_ufunc__ = None  # numpy leaves operators to this class
 
     def __init__(self, stored: StoredTensor, refuse: Callable[[CheckpointError], None] | None = None) -> None:
-        """`refuse` gets an error first, to raise another one that says more."""
+        """`refuse` is called with each error of a read first, and may raise a clearer one."""
         self.stored = stored
         self._refuse = refuse
 
@@ -343,7 +343,8 @@ class LazyTensor:
         Raises:
             IndexError: an index out of bounds, or too many.
             TypeError: anything but ints, slices, and Ellipsis; a step < 1 is a ValueError.
-            CorruptCheckpointError: elements that no file holds, or two hold, or bytes that are not there.
+            CorruptCheckpointError: elements that no file holds, or two hold, or bytes that are not
+                there.
             CheckpointReplacedError: a later save replaced the checkpoint since it was opened.
         """
         try:
@@ -365,7 +366,8 @@ def _refuse(lazy: LazyTensor, *_: Any, **__: Any) -> NoReturn:
 
 
 def _refuse_values(lazy: LazyTensor, other: Any) -> Any:
-    """Of what is no number or tensor, such as None, it differs as any object does."""
+    """Raise for a comparison with numbers and tensors. From other values, such as None, it differs
+    as any object does."""
     if lazy is not other and isinstance(other, torch.Tensor | np.ndarray | int | float | LazyTensor):
         _refuse(lazy, other)
     return NotImplemented
@@ -531,14 +533,14 @@ def empty(shape: Sequence[int], dtype: str) -> tuple[torch.Tensor, Array]:
 
 
 def read_place(place: Extent, dtype: str) -> torch.Tensor:
-    """All elements at `place` as a new contiguous tensor. Raises what `copy_place` raises."""
+    """Return all elements at `place` as a new contiguous tensor. Raises what `copy_place` raises."""
     tensor, out = empty(place.window.sizes, dtype)
     copy_place(place, out)
     return tensor
 
 
 def same_bytes(a: Extent, b: Extent, dtype: str) -> bool:
-    """Whether two places of one shape hold the same bytes.
+    """Return whether two places of one shape hold the same bytes.
 
     Of two whole records, the checksums are compared.
     """
@@ -550,7 +552,7 @@ def same_bytes(a: Extent, b: Extent, dtype: str) -> bool:
 
 
 def is_near(a: Extent, b: Extent, dtype: str, drift: float) -> bool:
-    """Whether floats at two places differ by at most `drift` times the largest one."""
+    """Return whether floats at two places differ by at most `drift` times the largest one."""
     x, y = (read_place(place, dtype) for place in (a, b))
     if not (drift and x.is_floating_point()):
         return False
@@ -577,7 +579,8 @@ def copy_place(
     of a tensor is `passing` by, a large record is compared in pieces.
 
     Raises:
-        CorruptCheckpointError: if the source ends before the window does, or was changed; `out` is undefined then.
+        CorruptCheckpointError: if the source ends before the window does, or was changed; `out` is
+            undefined then.
         StorageError: if the storage fails.
     """
     if place.window.numel:

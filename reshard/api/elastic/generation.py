@@ -48,7 +48,7 @@ from reshard.stored.source import OnBytes
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-# this host has some files, and all of the manifest once the generation counts.
+# A host has some of the files, and the manifest once the generation is complete.
 #
 #     /dev/shm/run1/node3/                                       the folder of the host node3
 #         owner.json                                             which process of which job writes here
@@ -62,8 +62,7 @@ if TYPE_CHECKING:
 Ranges = list[Range]
 """Bytes [start, stop) of a file, in order."""
 Held = dict[str, Ranges]
-"""By the number of a rank before, as text: the bytes of its file that have the right checksums.
-A file that is not there has no entry."""
+"""Rank that saved (as text) -> the bytes of its file that match their checksums. Missing files have no entry."""
 
 _NAME = re.compile(r"(\d{8,})-step-(\d+)-([0-9a-f]{12}-[0-9a-f]{12})")
 _FETCHED = "fetched-"
@@ -75,8 +74,9 @@ class GenerationFolder(NamedTuple):
     """A generation, as the name of its folder says."""
 
     number: int
-    """Each is larger than all that was there when it began; so newer generations of one incarnation
-    of a job have larger ones. Those of others may have any: see `lineage`."""
+    """Larger than the numbers of all generations that existed when its incarnation of the job
+    began, and than those of earlier generations of this incarnation. Other incarnations may have
+    any number: see `lineage`."""
     step: int
     save_id: str
 
@@ -145,8 +145,8 @@ def _made(storage: Storage) -> ManifestStamp | None:
 
 
 def remove(folder: Path, keep: Sequence[GenerationFolder] = ()) -> None:
-    """Remove all generations except these from the folder of a host, and fetched files. Manifests are removed first
-    and lineages last, so a generation that counts never lacks its lineage."""
+    """Remove all generations except these from the folder of a host, and fetched files. Manifests
+    are removed first and lineages last, so a generation that counts never lacks its lineage."""
     storage, kept = LocalStorage(folder), {one.folder for one in keep}
     names = [name for name in storage.list() if name.partition("/")[0] not in kept]
     ours = [name for name in names if is_temporary(name) or _OURS.match(name)]
@@ -195,8 +195,7 @@ def good_ranges(storage: Storage, record: FileRecord, block_bytes: int, threads:
 
 
 def lost_boxes(native: NativeFacts, held: Mapping[str, Sequence[Held]]) -> dict[str, list[tuple[int, Box]]]:
-    """Of every tensor that does not survive completely: the regions that no host has, each with the rank
-    that wrote it.
+    """Return the regions that no host has, by tensor, each with the rank that wrote it.
 
     Args:
         held: by host, what its ranks have found.
@@ -238,14 +237,14 @@ class Incarnation(msgspec.Struct, frozen=True):
     first: int
     """Number of its first generation: larger than all that it could see when it began."""
     earlier: dict[str, int]
-    """By the id of each incarnation that it knew to have been before: the number of the generation
-    up to which this one continues it; 0 if it recovered nothing of it. Incarnations that it knew
-    were over when it began: their hosts were its own."""
+    """Id of each earlier incarnation that this one knew -> the number of its last generation that
+    this one continues, or 0 if it recovered nothing of it. An incarnation that this one knew had
+    ended when this one began, because both use the same hosts."""
 
     @classmethod
     def read(cls, storage: Storage) -> Incarnation | None:
-        """Return the incarnation of the generation in `storage`; None if the file is missing or unreadable, as in
-        earlier releases."""
+        """Return the incarnation of the generation in `storage`; None if the file is missing or
+        unreadable, as in earlier releases."""
         try:
             return decode_sealed(storage.read(LINEAGE), cls)
         except (CheckpointError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -354,7 +353,7 @@ def blocks_of(window: Window, block_bytes: int, nbytes: int) -> Ranges:
 
 
 Places = dict[str, dict[int, Ranges]]
-"""By file and rank: the bytes that it holds, or wants."""
+"""File -> rank -> the bytes that the rank holds, or wants."""
 
 
 class Moves(NamedTuple):
@@ -363,7 +362,7 @@ class Moves(NamedTuple):
     held: Places
     wanted: Places
     sizes: dict[str, int]
-    """Of the files, in bytes."""
+    """Sizes of the files, in bytes."""
 
     def add(
         self, record: FileRecord, block_bytes: int, held: Mapping[int, Ranges], wanted: Mapping[int, Ranges]
@@ -492,11 +491,11 @@ class Hosts:
     """The hosts of a job. The same on every rank, except for `place`."""
 
     names: tuple[str, ...]
-    """Of each rank, by its place in the group."""
+    """The host of each rank, by the rank's number in the group."""
     place: int
-    """Of this rank in the group."""
+    """This rank's number in the group."""
     folder: Path
-    """Of this rank's host."""
+    """The folder of this rank's host."""
     owner: liveness.WriterLease | None = None
     """The process that acts for this rank's host, as the claim in the folder names it."""
 
@@ -505,8 +504,8 @@ class Hosts:
         found = liveness.read_lease(LocalStorage(self.folder), _OWNER)
         if found is not None and self.owner is not None and not found.is_of(self.owner):
             raise StorageError(
-                f"{found} has taken {self.folder} over from {self.owner}: nothing is kept or deleted there by this "
-                "job any more. Give each job its own folder"
+                f"{found} has taken {self.folder} over from {self.owner}, so this job no longer keeps or deletes "
+                "anything there. Give each job its own folder"
             )
 
     @cached_property
@@ -530,8 +529,8 @@ class Hosts:
         return self.mine[0] == self.place
 
     def gather_kept(self, group: Group) -> list[dict[GenerationFolder, Recorded]] | None:
-        """Collective: what is in the folder of each rank's host, reported by the host's first rank. For the first
-        rank of all, None for the others."""
+        """Collective: what is in the folder of each rank's host, reported by the host's first rank.
+        For the first rank of all, None for the others."""
         mine = list(kept_in(self.folder).items()) if self.leads else []
         told = group.gather(mine, kind=list[tuple[GenerationFolder, Recorded]])
         return None if told is None else [dict(rows) for rows in told]
@@ -561,7 +560,7 @@ def meet(folder: Path, host: str, group: Group) -> Hosts:
         ranks = format_ranks(group.ranks[place] for place in rows)
         raise StorageError(
             f"{ranks} have host={host!r}, but see different folders {hosts.folder}: ranks of one host must share "
-            "the folder, and hosts must have different names. If another job has just taken it, end that job"
+            "the folder, and hosts must have different names. If another job has just taken the folder, end it"
         )
     return replace(hosts, owner=owner)
 
@@ -613,9 +612,9 @@ class TierRestoreReport(HostsReport):
     """Tensors that survived on no host. They were read from the fallback, whose saved fingerprints
     of them are equal."""
     skipped: tuple[str, ...]
-    """Generations that were not loaded, and why: newer ones, those from which the job did not
-    continue, and those that are older than the fallback if that was loaded. And a fallback that
-    cannot be used."""
+    """What was not loaded, and why: newer generations, generations from which the job did not
+    continue, a fallback that cannot be used, and, if the complete fallback was loaded, all older
+    generations."""
     bytes_checked: int
     """Bytes of blocks that this rank compared with their checksums. Data that it received from other
     hosts was compared on both sides, and counts on both."""
@@ -642,8 +641,8 @@ class GatherReport(Tabled):
     nbytes: int
     """Size of the data files in bytes."""
     skipped: tuple[str, ...] = ()
-    """Folders that are not a host's folder. Generations that are not earlier states of this one, and why they were not
-    used."""
+    """What was not used, and why: folders that are not a host's folder, and generations that are
+    not earlier states of this one."""
 
     def __repr__(self) -> str:
         """One line."""

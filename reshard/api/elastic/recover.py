@@ -99,8 +99,8 @@ class _Verdict(NamedTuple):
 def recover(
     settings: Settings, state: Any, fallback: Any, step: int | None, options: LoadOptions, group: Group, hosts: Hosts
 ) -> tuple[TierRestoreReport, Incarnation | None]:
-    """Collective: load the newest complete generation. Generations that were not loaded, and fetched files, are
-    removed once all ranks have loaded.
+    """Collective: load the newest complete generation. Generations that were not loaded, and
+    fetched files, are removed once all ranks have loaded.
 
     Returns the incarnation of the job that begins with this, too, on the first rank.
     """
@@ -218,7 +218,7 @@ def _report(
     hosts: Hosts,
     keep: list[GenerationFolder],
 ) -> TierRestoreReport:
-    group.barrier()  # no rank needs what it requested from others any more
+    group.barrier()  # no rank still needs what it requested from others
     if hosts.leads:
         hosts.check_owner()
         remove(hosts.folder, keep)
@@ -245,7 +245,7 @@ def _candidates(
     its place in time. With a step, only those of that step. The first rank also gets what the hosts
     have."""
     if hosts.leads:
-        remove(hosts.folder, list(kept_in(hosts.folder)))  # what an earlier recovery had fetched
+        remove(hosts.folder, list(kept_in(hosts.folder)))  # files that an earlier recovery fetched
     rows = hosts.gather_kept(group)
     found, chosen, why = None, None, ""
     if rows is not None:
@@ -286,8 +286,8 @@ def _rank_of(fallback: Any, newest_first: list[ManifestStamp]) -> tuple[int, str
 
 
 def _manifest_of(kept: GenerationFolder, place: int, group: Group, hosts: Hosts) -> bytes:
-    """Collective: the text of a manifest, which the rank at `place` has. It is sent once to each host that lacks
-    it."""
+    """Collective: the text of a manifest, which the rank at `place` has. It is sent once to each
+    host that lacks it."""
     here, fetched = LocalStorage(hosts.folder / kept.folder), LocalStorage(hosts.folder / fetched_folder(kept))
     record = kept_in(hosts.folder).get(kept)
     has_it = record is not None and record.made is not None
@@ -312,7 +312,7 @@ class _CheckedGeneration:
     storage: Survivors
     native: NativeFacts
     by_host: dict[str, list[Held]] = field(default_factory=dict)
-    """On the first rank: what the ranks of each host have found."""
+    """On the first rank, what the ranks of each host found. Empty on other ranks."""
     received: int = 0
     checked: int = 0
 
@@ -373,8 +373,8 @@ class _CheckedGeneration:
         return _Verdict("", tuple(lost))
 
     def load(self, state: Any, fallback: Any, lost: tuple[str, ...], options: LoadOptions) -> LoadReport:
-        """Collective: fill the state. Each rank reads by its own plan from the files of its host, to which
-        `_prefetch` has brought what they need."""
+        """Collective: fill the state. Each rank reads by its own plan from the files of its host,
+        to which `_prefetch` has brought what they need."""
         others, checkpoint = None, self.checkpoint
         if lost:
             others = open_among(fallback, self.group.rank, self.group.world_size)
@@ -410,8 +410,8 @@ class _CheckedGeneration:
             self.group.barrier()
 
     def _wants(self, plan: ReadPlan) -> Held:
-        """Return the blocks that this rank reads of files that are not complete on its host, by the rank that wrote
-        them."""
+        """Return the blocks that this rank reads of files that are not complete on its host, by the
+        rank that wrote them."""
         block, wants = self.native.manifest.block_bytes, Held()
         ranks = {record.name: (rank, record) for rank, record in self.native.manifest.files.items()}
         for source, ranges in _blocks_read(plan, block).items():
@@ -509,15 +509,15 @@ def gather(
     Args:
         folders: one folder per host: `<folder of the Tier>/<name of the host>`.
         out: path of the new checkpoint.
-        step: the step of the generation. Default: the newest, as `Tier.restore` decides. If the newest is not complete,
-            pass the step of an older one.
+        step: the step of the generation. Default: the newest, as `Tier.restore` decides. If the newest is not
+            complete, pass the step of an older one.
         overwrite: replace an existing checkpoint.
         executor: compares and writes in tasks. All workers need access to all folders.
 
     Raises (nothing is written then):
-        CheckpointNotFoundError: no folder has a generation that counts, or one of this step.
-        CorruptCheckpointError: the remaining data is not complete. The message names the missing boxes of each tensor,
-            damaged files, and an older generation that is complete.
+        CheckpointNotFoundError: no folder has a complete generation, or none of this step.
+        CorruptCheckpointError: the remaining data is not complete. The message names the missing boxes of each
+            tensor, damaged files, and an older generation that is complete.
         CheckpointError: there are two candidates for the last generation. To choose one, pass `step`.
         CheckpointExistsError: there is already a checkpoint at `out`.
     """
@@ -549,7 +549,7 @@ def gather(
         raise CheckpointExistsError(f"{storage.url} has {wanted} already: open it, or delete it first")
     commit.replaced_by_save(storage, names, overwrite)
     files, nbytes = look.write(storage, absolute(out), executor)
-    empty = (f"{place} has nothing that a host kept{_no_host(place)}" for place in places if not kept_in(place))
+    empty = (f"{place} has no data of a host{_no_host(place)}" for place in places if not kept_in(place))
     left = found.left_behind(wanted, (), step)
     return GatherReport(storage.url, wanted.number, wanted.step, files, nbytes, (*empty, *left))
 
@@ -654,8 +654,8 @@ class _Look:
         return missing_text(self.lost, damaged)
 
     def write(self, storage: Storage, out: Any, executor: Executor | None) -> tuple[int, int]:
-        """Write the checkpoint, which counts when it is complete. Return the number of data files and of their
-        bytes."""
+        """Write the checkpoint, which counts when it is complete. Return the number of data files
+        and of their bytes."""
         manifest = self.native.manifest
         commit.claim(storage, manifest.save_id)
         try:

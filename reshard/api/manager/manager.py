@@ -318,7 +318,7 @@ class CheckpointManager:
             self._asked_for.clear()
             if self._claim is not None:
                 _log.warning("step %d was saved in %s, as requested by %s", step, self.root, due.preempted)
-        self._before = step  # what has failed may be tried again
+        self._before = step  # a failed save may be tried again
         return StepReport(step, *due[:3], is_saved, unranked)
 
     def _checked(self, step: int) -> int:
@@ -560,7 +560,7 @@ class CheckpointManager:
             f"{path} was not saved by a manager" for path, step in foreign.items() if step > max(steps, default=-2)
         ]
         passed += [
-            f"step {step}: the run continued from an earlier step when it could not be read"
+            f"step {step}: it could not be read, so the run continued from an earlier step"
             for step in aside
             if step > max(steps, default=-1)
         ]
@@ -575,7 +575,7 @@ class CheckpointManager:
                     return self._newest_whole(now, wanted, state, options, tries - 1)
             passed.append(found if one is None else f"step {one}: {found}")
             if self._group().rank == 0:
-                level = logging.WARNING if steps else logging.INFO  # nothing at all is where a run begins
+                level = logging.WARNING if steps else logging.INFO  # an empty root is the beginning of a run
                 _log.log(level, "%s: skipped %s", self.root, passed[-1])
         if wanted is None and not steps and not foreign:
             return None, steps

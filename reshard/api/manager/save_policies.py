@@ -188,6 +188,6 @@ def checked_metrics(metrics: Mapping[str, Any] | None, wanted: str = "") -> dict
         raise OptionError(
             f"keep ranks steps by the metric {wanted!r}, but metrics= has only "
             f"{', '.join(map(repr, found))}: pass {wanted!r}. Nothing was saved at this step. At steps without it, "
-            "leave metrics= out"
+            "omit metrics="
         )
     return {name: number for name, number in found.items() if not math.isnan(number)}

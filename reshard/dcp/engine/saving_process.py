@@ -150,7 +150,7 @@ class _SavingProcess:
 _lock = threading.Lock()
 _process: _SavingProcess | None = None
 _of_parent: list[_SavingProcess] = []
-"""In a forked child: references to the parent's pipes, which would be closed without them."""
+"""In a forked child, references that keep the parent's pipes open."""
 
 
 def _end() -> None:

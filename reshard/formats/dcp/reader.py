@@ -1,8 +1,10 @@
-"""Checkpoints of torch.distributed.checkpoint: a pickle `.metadata` and `__<rank>_<n>.distcp` files of items.
+"""Checkpoints of torch.distributed.checkpoint: a pickle `.metadata` and `__<rank>_<n>.distcp` files
+of items.
 
-`.metadata` says the boxes of each tensor and the byte range of each item. An item is an archive of `torch.save`
-(`torch_save.zip_archive`), perhaps compressed, or its file as a whole is a safetensors file. Only archives that are
-read are looked into, and what they really hold is compared with what `.metadata` promised.
+`.metadata` says the boxes of each tensor and the byte range of each item. An item is an archive of
+`torch.save` (`torch_save.zip_archive`), perhaps compressed, or its file as a whole is a safetensors
+file. Only archives that are read are looked into, and what they really hold is compared with what
+`.metadata` promised.
 """
 
 from __future__ import annotations
@@ -54,16 +56,16 @@ def open(files: Files) -> Contents:
 
 @dataclass
 class DcpIndex:
-    """What all `.metadata` files of a checkpoint say together."""
+    """The contents of all `.metadata` files of a checkpoint."""
 
     tensors: dict[str, list[Record]] = field(default_factory=dict)
     objects: dict[str, None] = field(default_factory=dict)
     items: dict[str, dict[Shape | None, Item]] = field(default_factory=dict)
-    """By key and the offsets of its chunk, None for an object: where it is stored."""
+    """Key -> offsets of a chunk, or None for an object -> where it is stored."""
     paths: dict[str, KeyPath] = field(default_factory=dict)
     save_id: str | None = None
     version: str | None = None
-    """Of torch's planner."""
+    """Version of torch's planner."""
     mcore_data: Any = None
     """What Megatron-core puts into `.metadata`: how tensors were reshaped before they were saved."""
 
@@ -73,7 +75,7 @@ class DcpFacts(Facts):
     """What a DCP checkpoint knows beyond its contents."""
 
     object_file: Callable[[str], TorchFile]
-    """Of the key of an object: its item as a file of `torch.save`, whose tensors are not read."""
+    """Returns the item of an object, by its key, as a file of `torch.save`. Does not read its tensors."""
     index: DcpIndex
 
 
@@ -81,8 +83,8 @@ def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents
     """The checkpoint in `folder`, "" or ending in "/"; `undo`: see `_Items`.
 
     Raises:
-        CorruptCheckpointError: there is no `.metadata` (the save did not end), it is unreadable, or a file that it
-            names is missing or too short.
+        CorruptCheckpointError: there is no `.metadata` (the save did not end), it is unreadable, or
+            a file that it names is missing or too short.
         UnsafeDataError: `.metadata` asks for something that could run code.
     """
     storage, names = files.storage, files.listed
@@ -288,8 +290,8 @@ def _dtype_named(dtype: Any) -> str:
 
 
 Undo = Callable[[tuple[str, ...], int, bytes], bytes]
-"""(descriptors of transforms, as they are to be undone; the most bytes that may come out; the bytes of an item) -> what
-was transformed."""
+"""(descriptors of transforms, as they are to be undone; the most bytes that may come out; the bytes
+of an item) -> what was transformed."""
 
 _MOST_BYTES = 1 << 28
 """The most that an object, or what surrounds a tensor, may have once it is decompressed."""
@@ -322,7 +324,7 @@ class _Items:
         self._headers: dict[str, Header | None] = {}
 
     def locate(self, spec: TensorSpec, box: Box, item: Item) -> Extent:
-        """Where the elements of the chunk `box` of a tensor are."""
+        """Return where the elements of the chunk `box` of a tensor are."""
         try:
             dtype_from_name(spec.dtype)  # which the item asks for by name, and this torch may not have
             place, dtype = self._locate(spec, box, item)

@@ -157,15 +157,16 @@ def paths_of(keys: Iterable[str], paths: Mapping[str, KeyPath]) -> dict[str, tup
 
 
 def as_torch_nests(contents: Contents) -> tuple[Contents, dict[str, tuple[str, str]]]:
-    """The state with the keys that torch gives it, which its `load` looks for; and by key, the classes of containers
-    that are lost by that, and what is in their place.
+    """The state with the keys that torch gives it, which its `load` looks for; and by key, the
+    classes of containers that are lost by that, and what is in their place.
 
-    torch takes mappings apart, and lists that hold tensors or mappings. Any other sequence is one object:
+    torch takes mappings apart, and lists that hold tensors or mappings. Any other sequence is one
+    object:
 
         group.betas.0: 0.9, group.betas.1: 0.95    ->    group.betas: (0.9, 0.95)
 
-    A tuple that holds tensors is one object for torch, too, pickled with its tensors. So it is here if it is in a param
-    group and each is one number, such as betas; else it becomes a list.
+    A tuple that holds tensors is one object for torch, too, pickled with its tensors. So it is here
+    if it is in a param group and each is one number, such as betas; else it becomes a list.
     """
     paths = contents.paths_in_order()
     kinds, changed_classes = builtin_kinds(contents.containers, {*paths.values()})
@@ -228,5 +229,6 @@ def _taken_apart(paths: Iterable[KeyPath], tensors: Iterable[KeyPath], kinds: Ma
 
 
 def _object_at(path: KeyPath, apart: Collection[KeyPath]) -> KeyPath:
-    """Where the object is that holds what is at `path`: at the first sequence on the way that is not taken apart."""
+    """Return where the object is that holds what is at `path`: at the first sequence on the way
+    that is not taken apart."""
     return next((path[:i] for i in range(1, len(path)) if type(path[i]) is int and path[:i] not in apart), path)

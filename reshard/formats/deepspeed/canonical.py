@@ -62,7 +62,7 @@ class _ModelParallelRank:
     """The files of one model parallel rank, which without pipelines and tensor parallelism is the only one."""
 
     models: dict[int, TorchFile] = field(default_factory=dict)
-    """By data parallel rank; only 0 unless ZeRO-3."""
+    """Files by data-parallel rank. Only rank 0 has one, except in ZeRO-3."""
     optims: dict[int, tuple[str, TorchFile]] = field(default_factory=dict)
 
     @property
@@ -72,7 +72,7 @@ class _ModelParallelRank:
 
     @property
     def head(self) -> dict[str, Any]:
-        """What the first model file says."""
+        """The contents of the first model file."""
         return self.first.entries if self.models else {}
 
     def shapes(self) -> list[Shapes]:
@@ -145,7 +145,7 @@ def _stages(files: Mapping[str, TorchFile]) -> dict[int, _ModelParallelRank]:
     stages = defaultdict[int, _ModelParallelRank](_ModelParallelRank)
     for stem, file in files.items():
         if match := _MODEL.fullmatch(stem):
-            # what we wrote has that of rank 0 under two names, the second one without tensors
+            # reshard writes the file of rank 0 under two names, the second without tensors
             stages[int(match["mp"])].models.setdefault(int(match["dp"] or 0), file)
         elif match := _OPTIM.fullmatch(stem):
             stages[int(match["mp"])].optims[int(match["dp"])] = (stem, file)

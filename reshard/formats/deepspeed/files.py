@@ -53,9 +53,9 @@ class DeepSpeedFacts(Facts):
     """What `normalized` puts parameters together from."""
 
     files: Mapping[str, TorchFile]
-    """By the path below the checkpoint's folder, without `.pt`."""
+    """Files by path below the checkpoint's folder, without `.pt`."""
     missing: tuple[str, ...]
-    """In a sentence each, files of ranks that are not there."""
+    """One sentence for each missing file of a rank."""
 
     def problems(self) -> tuple[str, ...]:
         return self.missing
@@ -110,7 +110,7 @@ def beside(contents: Contents) -> Iterator[str]:
 
 
 def _counts(files: Iterable[TorchFile]) -> tuple[int, int, bool]:
-    """How many ranks the files of a checkpoint speak of, 0 where none does: those that share an
+    """Return how many ranks the files of a checkpoint speak of, 0 where none does: those that share an
     optimizer, with a file each; those of model parallelism, with files of their own. And whether
     each of the first has a file of the model, too, as of stage 3."""
     partitions, models, shards_models = [0], [0], False

@@ -38,7 +38,7 @@ _VERSION = "0.19.8"
 
 @dataclass(frozen=True)
 class DeepSpeedState(Facts):
-    """All values beside tensors."""
+    """All values that are not tensors."""
 
     groups: tuple[Mapping[str, Any], ...]
     """Settings, and the names of the trained parameters in "params"."""
@@ -221,7 +221,7 @@ def _check(found: Canonical, trained: list[str], groups: Groups, what: str) -> N
             )
         if fqn not in placed:
             raise FormatError(f"{what}: {fqn!r} has states but no param group: the hint 'param_groups' gives them")
-    # frozen ones, too: a slash is what distinguishes files of states
+    # frozen ones, too, because a slash distinguishes files of states
     for fqn in found.model:
         if "/" in fqn:
             raise FormatError(f"{what}: {fqn!r} cannot be the name of a folder, because it contains '/'")

@@ -171,7 +171,7 @@ def _sharers(ranks: Sequence[Rank], g: int, group: Shapes) -> list[tuple[Sequenc
 
 
 _Held = list[tuple[int, int, int, int]]
-"""Of a parameter: (rank, start in the rank's piece, length, start in the flattened parameter)."""
+"""The pieces of a parameter: (rank, start in the rank's piece, length, start in the flattened parameter)."""
 _Parts = dict[str, _Held]
 
 
@@ -248,7 +248,7 @@ def _gather(fqn: str, shape: Shape, flats: Sequence[Value], held: _Held) -> Stor
 
 
 def cut_stage3(ranks: Sequence[Rank], shapes: Sequence[Shapes]) -> States:
-    """The same for stage 3: sub-groups follow one another as the parameters of all groups do."""
+    """Return the same for stage 3: sub-groups follow one another as the parameters of all groups do."""
     _check_ranks(ranks, 0)
     world = len(ranks)
     out: States = {}

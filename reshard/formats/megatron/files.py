@@ -95,8 +95,8 @@ def beside(contents: Contents) -> Iterator[str]:
 
 
 def _is_of_fsdp(sharded: Contents) -> bool:
-    """Return True if Megatron-FSDP saved this: a nest as torch's DCP keeps it, with the settings of each
-    parameter."""
+    """Return True if Megatron-FSDP saved this: a nest as torch's DCP keeps it, with the settings of
+    each parameter."""
     return any(path[:2] == ("optimizer", "param_to_group_meta") for path in sharded.paths.values())
 
 
@@ -109,7 +109,8 @@ def _description(storage: Storage, folder: str) -> dict[str, Any]:
 
 
 def open(files: Files) -> Contents:
-    """The checkpoint of the latest iteration, or the one in this folder; the keys of `common.pt` begin with "common.".
+    """The checkpoint of the latest iteration, or the one in this folder; the keys of `common.pt`
+    begin with "common.".
 
     Raises:
         FormatError: the files are of another of Megatron's backends.
@@ -119,7 +120,7 @@ def open(files: Files) -> Contents:
 
 
 def open_folder(files: Files, folder: str) -> Contents:
-    """The same of the checkpoint in `folder`, "" or ending in "/"."""
+    """Return the same of the checkpoint in `folder`, "" or ending in "/"."""
     storage, names = files.storage, files.listed
     described = _description(storage, folder) if folder + "metadata.json" in names else {}
     backend = described.get("sharded_backend", "torch_dist")
@@ -174,8 +175,8 @@ def _only_here(common: Contents, sharded: Contents, where: str) -> Contents:
 
 
 def _is_same(a: Contents, key: str, b: Contents, twin: str) -> bool:
-    """Return True if two values are equal. Large tensors of one shape and dtype are taken to be, without reading
-    them."""
+    """Return True if two values are equal. Large tensors of one shape and dtype are taken to be,
+    without reading them."""
     if key in a.tensors and twin in b.tensors:
         x, y = a.tensors[key], b.tensors[twin]
         alike = (x.spec.shape, x.spec.dtype) == (y.spec.shape, y.spec.dtype)
@@ -219,7 +220,7 @@ class RankFiles:
     ep: int
     model: TorchFile
     optimizer: TorchFile | None
-    """Of the distributed optimizer."""
+    """The file of the distributed optimizer."""
 
 
 @dataclass(frozen=True)
@@ -302,7 +303,8 @@ def _experts_tp(ranks: list[RankFiles], tp: int) -> int:
 
 
 def _check_optimizers(ranks: list[RankFiles], files: Files) -> None:
-    """Raises CorruptCheckpointError if some ranks have files of the distributed optimizer, and others lack theirs.
+    """Raises CorruptCheckpointError if some ranks have files of the distributed optimizer, and
+    others lack theirs.
 
     Of further expert ranks, only those with experts have one.
     """

@@ -130,7 +130,7 @@ class _Naming:
 
     def __init__(self, ranks: Sequence[RankModel], hints: Hints) -> None:
         self._offsets: dict[tuple[str, int, int], int] = {}
-        """By container of layers, stage and chunk: the number of its layer 0."""
+        """(container of layers, stage, chunk) -> the number of its layer 0 in the model."""
         self._hints = hints
         self._spread = any(rank.files.ep for rank in ranks)
         self._experts = max((self._count_experts(rank) for rank in ranks), default=0)
@@ -226,7 +226,7 @@ class _Joining:
 
     experts_tp: int
     shapes: Shapes
-    """Of the shards."""
+    """Shapes of the shards."""
     hints: Hints
 
     def count(self, name: str, by_tp: Mapping[int, Any]) -> int:

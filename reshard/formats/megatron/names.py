@@ -176,7 +176,7 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """How many groups of ranks."""
+        """Number of groups of ranks."""
         return self.tp * self.ep * self.pp
 
     def coordinates(self, group: int) -> tuple[int, int, int]:
@@ -184,7 +184,8 @@ class Grid:
         return group % self.tp, group // self.tp % self.ep, group // (self.tp * self.ep)
 
     def layers(self, stage: int, chunk: int, chunks: int, count: int) -> range:
-        """Numbers of the layers that chunk `chunk` (of `chunks` a stage) of a stage has, of `count` in all.
+        """Numbers of the layers that chunk `chunk` (of `chunks` a stage) of a stage has, of `count`
+        in all.
 
         Raises NormalizationError if they cannot be divided so, and no hint says how they are.
         """
@@ -264,7 +265,8 @@ def is_buffer(name: str) -> bool:
 
 
 def orders(names: Sequence[str], hints: Hints, grouped: bool | None = None) -> Iterator[list[str]]:
-    """Orders of registration to try: the hint's, that of the file, then those of Megatron's two kinds of layers.
+    """Orders of registration to try: the hint's, that of the file, then those of Megatron's two
+    kinds of layers.
 
     Where `grouped` says how the layers' experts are registered, only orders that agree; stacks in
     a file do not say it.
@@ -293,7 +295,8 @@ def _rank(name: str, fused: bool, by_expert: bool, copy_last: bool) -> tuple[int
     """Return where a parameter stands. With `fused` norms, a norm is a part of the linear layer
     that follows it.
 
-    Experts are registered one after the other, or (`by_expert` False) all first and then all second matrices.
+    Experts are registered one after the other, or (`by_expert` False) all first and then all second
+    matrices.
     """
     match, further = LAYER.fullmatch(name), _MTP.fullmatch(name)
     if match is None and _is_embedding(name):
@@ -358,8 +361,8 @@ _FC2 = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
 def tp_dim(name: str, hints: Hints, tp: int) -> int | None:
     """The dim of a parameter that is sharded; None if every rank has all of it.
 
-    Raises NormalizationError, asking for the hint "tp_dims", for a name that is not known here, if it matters, and
-    FormatError for one that no such hint describes.
+    Raises NormalizationError, asking for the hint "tp_dims", for a name that is not known here, if
+    it matters, and FormatError for one that no such hint describes.
     """
     for pattern, dim in _hinted(name, hints).items():
         if dim is not None and (type(dim) is not int or dim < 0):

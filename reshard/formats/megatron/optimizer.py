@@ -122,7 +122,8 @@ _Buffers = dict[BufferKey, _Buffer]
 
 
 def cut_buckets(contents: Contents, model: Tensors, args: Mapping[str, Any], hints: Hints) -> States:
-    """The states of all parameters in buckets; {} if there are none. `model` is in the order in which it was saved.
+    """The states of all parameters in buckets; {} if there are none. `model` is in the order in
+    which it was saved.
 
     Raises NormalizationError if no known order fits, and CorruptCheckpointError if ranks are missing.
     """
@@ -300,7 +301,8 @@ def place_params(params: Sequence[tuple[str, int]], lengths: Sequence[int]) -> l
     """Return where parameters of these numbers of elements are in buckets of these lengths; None if
     they do not fill them.
 
-    Every parameter begins at a multiple of `ALIGNMENT`, and a bucket ends where its last parameter does.
+    Every parameter begins at a multiple of `ALIGNMENT`, and a bucket ends where its last parameter
+    does.
 
         >>> place_params([("b", 24), ("a", 100)], [164])
         [BufferSlot(name='b', bucket=0, start=0, stop=24), BufferSlot(name='a', bucket=0, start=64, stop=164)]
@@ -326,10 +328,11 @@ def _is_full(end: int, length: int) -> bool:
 
 
 def place_joined(params: Sequence[tuple[str, int]], total: int, limit: int) -> Iterator[list[BufferSlot]]:
-    """The same for buckets that were joined without the padding at their ends; every way in which they fill `total`.
+    """Yield the same for buckets that were joined without the padding at their ends; every way in
+    which they fill `total`.
 
-    A bucket is full when it has `limit` elements (see `bucket_limit`), or there is only one; an embedding that the last
-    stage shares with the first has one to itself there, and comes first.
+    A bucket is full when it has `limit` elements (see `bucket_limit`), or there is only one; an
+    embedding that the last stage shares with the first has one to itself there, and comes first.
 
         >>> list(place_joined([("b", 24), ("a", 100)], 124, 10))
         [[BufferSlot(name='b', bucket=0, start=0, stop=24), BufferSlot(name='a', bucket=0, start=24, stop=124)]]
@@ -395,7 +398,8 @@ def _search(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def assign_groups(result: Canonical, settings: Groups, own_rate: Any) -> None:
-    """Put the groups into the result, each with the parameters that belong to it, and its `step` into their states.
+    """Put the groups into the result, each with the parameters that belong to it, and its `step`
+    into their states.
 
     Args:
         own_rate: the learning rate that the program uses for embeddings and the output layer.
@@ -415,8 +419,8 @@ def assign_groups(result: Canonical, settings: Groups, own_rate: Any) -> None:
 
 
 def _has_own_rate(group: Mapping[str, Any], own_rate: Any) -> bool:
-    """Return True if a group is that of embeddings and the output layer; newer versions only say that it is no
-    default."""
+    """Return True if a group is that of embeddings and the output layer; newer versions only say
+    that it is no default."""
     told = own_rate is not None and group.get("default_config") is False and group.get("max_lr") == own_rate
     return bool(group.get("is_decoupled_lr")) or told
 
@@ -455,8 +459,8 @@ _KINDS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 def groups_to_save(found: Canonical, own_experts: bool) -> tuple[Groups, list[str]]:
     """The settings of Megatron's groups, and what is to be known of them.
 
-    Groups of other programs are made by Megatron's rules: with and without weight decay, and with `own_experts`
-    those of experts by themselves.
+    Groups of other programs are made by Megatron's rules: with and without weight decay, and with
+    `own_experts` those of experts by themselves.
 
     Raises FormatError if parameters that Megatron has in one group have different settings.
     """

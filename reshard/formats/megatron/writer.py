@@ -44,10 +44,10 @@ _COMMON = {"common_backend": "torch", "common_backend_version": 1}
 
 @dataclass(frozen=True)
 class MegatronState(Facts):
-    """All values beside tensors."""
+    """All values that are not tensors."""
 
     common: Mapping[str, Any]
-    """All of `common.pt`."""
+    """The contents of `common.pt`."""
     empty: tuple[str, ...]
     """Keys of objects that modules ask for and that hold nothing."""
 
@@ -77,7 +77,7 @@ class MegatronWriter(DcpWriter):
     def finish(self, out: Publication) -> None:
         """Publish what describes the files, then the file that names their folder."""
         out.check()
-        out.storage.delete(f"{self.folder}.metadata")  # of other arguments than those that come now
+        out.storage.delete(f"{self.folder}.metadata")  # for other arguments than the current ones
         out.publish(f"{self.folder}metadata.json", json.dumps({**_BACKEND, **_COMMON}).encode())
         out.publish(f"{self.folder}common.pt", object_to_bytes(dict(self.common)))
         self.publish(out, None, self.folder)
@@ -134,10 +134,11 @@ _NO_NAME = (
 def megatron_form(
     found: Canonical, contents: Contents, hints: Mapping[str, Any] | None, widen: Widen, what: str
 ) -> Contents:
-    """`contents`, which normalizes to `found`, with the keys, stacks and common state of Megatron's format.
+    """`contents`, which normalizes to `found`, with the keys, stacks and common state of Megatron's
+    format.
 
-    Raises FormatError where it cannot hold the state: layers that are missing, an optimizer without param groups, steps
-    that differ.
+    Raises FormatError where it cannot hold the state: layers that are missing, an optimizer without
+    param groups, steps that differ.
     """
     if not found.model:
         raise FormatError(
@@ -299,7 +300,7 @@ _STATELESS = re.compile(r".*(embeddings?|router|conv1d|mixer)")
 
 @dataclass(frozen=True)
 class _ParameterSite:
-    """Where a parameter stands: in which block, layer and expert, and what it is called there."""
+    """Where a parameter is: its block, layer, and expert, and its name there."""
 
     block: str
     layer: int
@@ -381,7 +382,7 @@ class Stacks:
             latent = f"{front}{match['before']}self_attention.linear_kv_down_proj.weight" in self.shapes
             if held and sure and not latent:
                 return (within,)
-            if held or norm == "pre_mlp_layernorm":  # before experts each kind of layer has it otherwise
+            if held or norm == "pre_mlp_layernorm":  # in front of experts, each kind of layer has another name for it
                 return (site.tail, within)
         return (site.inner,)
 

@@ -42,7 +42,7 @@ class TorchCheckpointingWriter(NestsWriter):
         )
 
     def _held(self, keys: Iterable[str]) -> dict[str, str]:
-        """Each tensor of an item, and the one that holds its elements there: itself, or a tied one."""
+        """Return each tensor of an item, and the one that holds its elements there: itself, or a tied one."""
         aliases, first = self.contents.aliases, dict[str, str]()
         tensors = [key for key in sorted(keys, key=aliases.__contains__) if key not in self.contents.objects]
         return {key: first.setdefault(aliases.get(key, key), key) for key in tensors}
@@ -96,7 +96,7 @@ def _items(contents: Contents) -> dict[str, dict[str, KeyPath]]:
     for key, path in paths.items():
         item, *inner = (_MODEL, *path) if key in bare else path
         items.setdefault(_checked(item), {})[key] = tuple(inner)
-    for path in contents.containers:  # what is empty has no keys
+    for path in contents.containers:  # empty containers have no keys
         if path and path[0] not in (*bare, _MODEL if bare else ""):
             items.setdefault(_checked(path[0]), {})
     return items

@@ -33,7 +33,7 @@ _DESCRIPTOR = b"PK\x07\x08"
 _DESCRIPTORS = (struct.Struct("<4sIQQ"), struct.Struct("<4sIII"))
 """What stands behind a record: with sizes of 64 bits or of 32."""
 _MOST_EXTRA_BYTES = 128
-"""Of a local header: 20 bytes of long sizes at most, and padding to 64 bytes."""
+"""Most extra bytes of a local header: up to 20 for long sizes, and padding to 64 bytes."""
 _HEAD_BYTES = 4096
 """Enough for the headers and the pickle of an item that is one tensor."""
 _COMPRESSED = "its records are compressed, which torch.save never does"
@@ -53,8 +53,7 @@ class TorchArchive:
         self.sums: dict[str, int] = {}
         """CRC-32 of each record's data, by name."""
         self.records = self._directory()
-        """By name without the folder: offset of the record's header, its size, and its
-        full name."""
+        """Name without the folder -> offset of the record's header, size, and full name."""
         if "data.pkl" not in self.records:
             raise FormatError(f"{self.label}: a zip archive without data.pkl, so not one of torch.save")
         if "byteorder" in self.records and self.read("byteorder") not in (b"little", b""):
@@ -162,13 +161,13 @@ class TorchArchive:
 
 
 _REPEATED_BYTES, _MOST_REPEATS = 256 << 20, 64
-"""A tensor whose elements overlap, as `expand` makes them, may have this many bytes in any case, and this multiple
-of the bytes of its storage: work is bounded by what is stored."""
+"""A tensor whose elements overlap, as `expand` makes them, may have this many bytes in any case,
+and this multiple of the bytes of its storage: work is bounded by what is stored."""
 
 
 def add_record(source: Source, start: int, nbytes: int, crc: Callable[[], int | None]) -> None:
-    """Reads of a record of a file are compared with the CRC-32 that was written with it. torch writes 0 if its
-    CRC-32 is switched off."""
+    """Reads of a record of a file are compared with the CRC-32 that was written with it. torch
+    writes 0 if its CRC-32 is switched off."""
     if isinstance(source, FileSource):
         if source.checksums is None:
             source.checksums = RecordChecksums()
@@ -177,8 +176,8 @@ def add_record(source: Source, start: int, nbytes: int, crc: Callable[[], int | 
 
 
 def written_beside(source: Source, at: int, nbytes: int) -> int | None:
-    """The CRC-32 that stands behind a record of `nbytes` bytes, at `at`; None if there is none. torch writes 0 if its
-    CRC-32 is switched off."""
+    """The CRC-32 that stands behind a record of `nbytes` bytes, at `at`; None if there is none.
+    torch writes 0 if its CRC-32 is switched off."""
     for form in _DESCRIPTORS:
         if at + form.size <= source.nbytes:
             mark, crc, *sizes = form.unpack(source.raw(at, form.size))
@@ -206,8 +205,9 @@ def make_place(source: Source, ref: TensorRef, storage_at: int, *, is_record: bo
 
 
 def _read_end(read: Callable[[int, int], bytes | memoryview], at: int) -> tuple[int, int, int, int] | None:
-    """Of the end of an archive at `at`: how many entries its directory has, how many bytes, where it says that it
-    begins, and where it ends. None if there is half a zip64 end before it."""
+    """Return, from the end of an archive at `at`, the number of entries of its directory, its
+    bytes, where it says that it begins, and where it ends. None if the zip64 end before it is
+    incomplete."""
     _, _, _, _, count, size, offset, _ = _END.unpack(read(at, _END.size))
     locator_at, end = at - _LOCATOR64.size, at - _LOCATOR64.size - _END64.size
     if end < 0 or bytes(read(locator_at, 4)) != b"PK\x06\x07":
@@ -217,7 +217,7 @@ def _read_end(read: Callable[[int, int], bytes | memoryview], at: int) -> tuple[
 
 
 def _record_start(head: bytes | memoryview, name: bytes) -> int | None:
-    """Where data begins behind the local header in `head`; None if it is not this record's.
+    """Return where data begins behind the local header in `head`; None if it is not this record's.
 
     torch aligns data by a last field, "FB", whose own length leads to the same place.
     """
@@ -296,7 +296,8 @@ def locate_item(source: Source, start: int, length: int, head: bytes) -> tuple[E
 
 
 def _scan_head(head: bytes) -> tuple[int, bytes, int, int] | None:
-    """Where the pickle begins, the pickle, its CRC-32, and where storage "0" begins; None if the head is too short."""
+    """Return where the pickle begins, the pickle, its CRC-32, and where storage "0" begins; None if
+    the head is too short."""
     if len(head) < _LOCAL.size or head[:4] != ZIP_MAGIC:
         return None
     fields = _LOCAL.unpack_from(head)
@@ -309,7 +310,7 @@ def _scan_head(head: bytes) -> tuple[int, bytes, int, int] | None:
         header = _LOCAL.unpack_from(head, order - _LOCAL.size)
         at = order + header[9] + header[10]
         if header[0] == ZIP_MAGIC and head[at : at + 6] != b"little":
-            return None  # the full reader says what is wrong
+            return None  # the full reader reports the problem
     wanted = folder + b"/data/0"
     header_at = head.find(wanted, pickle_at) - _LOCAL.size
     if header_at < 0:
@@ -356,8 +357,8 @@ def is_archive(source: FileSource) -> bool:
 
 
 def changed_records(files: Iterable[FileSource]) -> Iterator[tuple[str, int, int]]:
-    """For each record of the archives in `files` whose bytes have another CRC-32 than was written with them a text,
-    its first byte, and one past the last; 0 and 0 where that is not known.
+    """For each record of the archives in `files` whose bytes have another CRC-32 than was written
+    with them a text, its first byte, and one past the last; 0 and 0 where that is not known.
 
     Files that do not begin as zip archives are skipped.
     """

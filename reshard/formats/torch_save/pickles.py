@@ -65,10 +65,10 @@ class TensorRef:
 
     storage: StorageRef
     offset: int
-    """In elements."""
+    """Offset in the storage, in elements."""
     size: Shape
     stride: Shape
-    """In elements."""
+    """Strides in elements."""
     dtype: str
     conjugate: bool = False
     __setstate__ = _sealed
@@ -95,8 +95,8 @@ def plain(value: Any, tensor: Callable[[TensorRef], Any] | None = None) -> Any:
     """The value with records of well-known data classes (numpy arrays and numbers, paths,
     namespaces) made plain.
 
-    Others stay records. Containers are new. `tensor` returns a replacement for each tensor; None keeps the
-    references. Raises CorruptCheckpointError for a container that contains itself.
+    Others stay records. Containers are new. `tensor` returns a replacement for each tensor; None
+    keeps the references. Raises CorruptCheckpointError for a container that contains itself.
     """
     try:
         return _plain(value, tensor, {}, set())
@@ -198,7 +198,8 @@ def load_pickle(data: bytes | memoryview, *, where: str) -> Any:
     """The value of a pickle. Bytes behind its end are ignored. `where` names it in messages.
 
     Raises:
-        UnsafeDataError: it names something that is not allowed, or uses an opcode that no checkpoint needs.
+        UnsafeDataError: it names something that is not allowed, or uses an opcode that no
+            checkpoint needs.
         CorruptCheckpointError: it is truncated or is no pickle.
     """
     return load_pickle_at(data, 0, where=where)[0]

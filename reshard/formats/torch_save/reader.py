@@ -84,7 +84,8 @@ _UNREADABLE: dict[str, Any] = {}
 
 
 def read_torch_file(source: Source, *, numbered: bool = True, others: Collection[str] = ()) -> TorchFile:
-    """Read what a file holds, without its tensors. Of a damaged file that is only listed, this is an empty dict.
+    """Read what a file holds, without its tensors. Of a damaged file that is only listed, this is
+    an empty dict.
 
     `numbered`: numbers in its name say what it holds. `others`: names, without suffix, of files that hold other things.
 
@@ -203,8 +204,8 @@ def flat_leaves(file: TorchFile, prefix: KeyPath = ()) -> Flat:
 
 
 def _is_leaf(value: Any, memo: dict[int, bool]) -> bool:
-    """Return True if a container is a value of its own: an empty one, or a sequence of plain values, such as
-    `betas`."""
+    """Return True if a container is a value of its own: an empty one, or a sequence of plain
+    values, such as `betas`."""
     if isinstance(value, dict):
         return not value
     if type(value) not in (list, tuple):
@@ -278,11 +279,11 @@ _ONE_OF_SEVERAL = re.compile(r"-\d+-of-(?!0*1\.)\d+\.bin$")
 
 
 def detect(storage: Storage, names: Listing) -> bool:
-    """Return True if the top folder holds files of torch.save, by their suffix; a single file also by its first
-    bytes."""
+    """Return True if the top folder holds files of torch.save, by their suffix; a single file also
+    by its first bytes."""
     if at_top(names, _SUFFIXES) or indexes_in(names, _INDEX):
         return True
-    if len(names) != 1 or has_dcp(names):  # what is left of DCP's files is a damaged checkpoint of its own format
+    if len(names) != 1 or has_dcp(names):  # leftover files of DCP are a damaged checkpoint in DCP's format
         return False
     ((only, nbytes),) = names.items()
     return "/" not in only and looks_like_torch_file(bytes(storage.read(only, 0, min(nbytes, 20))))
@@ -310,7 +311,7 @@ def open(files: Files) -> Contents:
 
 
 def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Contents:
-    """Of a nest, the index may list the outermost keys."""
+    """Open files by an index, which may list the outermost keys of a nest."""
     held: dict[str, str] = {}
     parts = []
     for file in sorted({*weight_map.values()}):

@@ -135,7 +135,7 @@ def needs_code(objects: Mapping[str, Any]) -> list[str]:
 
 
 def with_sums(regions: Iterable[Region]) -> list[tuple[Region, int | None]]:
-    """Each region and the CRC-32 that came with it; one that has none is summed by the threads that read it."""
+    """Return each region and the CRC-32 that came with it; one that has none is summed by the threads that read it."""
     known = ((region, written_crc(region)) for region in regions)
     return [(replace(region, digest=crc32) if crc is None else region, crc) for region, crc in known]
 
@@ -172,7 +172,7 @@ _ALIGNMENT = 64
 _MARK32 = 0xFFFFFFFF
 """Stands where a number of 32 bits would be too small: the right one is in an extra field."""
 LIMIT32 = _MARK32
-"""From here on numbers are written in 64 bits."""
+"""From this number on, numbers are written in 64 bits."""
 _FLAGS = 0x0808
 """Sizes and checksum follow the data; names are UTF-8."""
 _DATE = 0x0021
@@ -200,7 +200,7 @@ _STORAGES = {
 
 @dataclass(frozen=True)
 class _ArchiveEntry:
-    """Of the central directory."""
+    """An entry of the central directory."""
 
     before: bytes
     crc: Callable[[], int]
@@ -223,7 +223,8 @@ class ArchiveWriter:
         write_later: Callable[[int, Callable[[], bytes]], Any] | None = None,
         path: str = "",
     ) -> None:
-        """`write` appends bytes. `write_later` appends this number of bytes that are made when everything before is
+        """`write` appends bytes. `write_later` appends this number of bytes that are made when
+        everything before is
         read: without it, everything is read when it is appended."""
         self._write = write
         self._write_later = write_later or (lambda nbytes, make: write(make()))
@@ -231,7 +232,7 @@ class ArchiveWriter:
         self._folder = name if name.isascii() and name else "archive"  # as torch.save calls it
         self._entries: list[_ArchiveEntry] = []
         self._record = b"", 0, 0
-        """Of the record that began last: its name, where it is, and its length."""
+        """The record that began last: name, position, and length."""
         self.nbytes = 0
         """How many bytes were written so far."""
 
@@ -323,7 +324,7 @@ def begin_archive(
 
 
 def end_archive(archive: ArchiveWriter) -> None:
-    """What follows the tensors' data."""
+    """Return the bytes that follow the tensors' data."""
     archive.record("version", 2, [b"3\n"])
     archive.record(".data/serialization_id", 40, [b"0" * 40])
     archive.close()
@@ -345,8 +346,8 @@ class _StubStorage:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles stubs as `torch.save` pickles the tensors that they stand for, and tensors within objects as stubs that
-    are numbered from `first`."""
+    """Pickles stubs as `torch.save` pickles the tensors that they stand for, and tensors within
+    objects as stubs that are numbered from `first`."""
 
     def __init__(self, file: io.BytesIO, first: int) -> None:
         super().__init__(file, protocol=2)
@@ -391,8 +392,8 @@ def pickled_state(value: Any) -> bytes:
 
 
 def pickled_with_tensors(value: Any, first: int) -> tuple[bytes, list[torch.Tensor]]:
-    """The same of a nest with tensors in places that only objects have, such as the key 1.5 of a dict: they are the
-    records from `data/<first>` on."""
+    """Return the same of a nest with tensors in places that only objects have, such as the key 1.5 of a
+    dict: they are the records from `data/<first>` on."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, first)
     try:
@@ -439,7 +440,8 @@ def refused_objects(objects: Mapping[str, Any]) -> dict[str, str]:
 
 
 def written_crc(region: Region) -> int | None:
-    """CRC-32 of a region's bytes in row-major order, out of those that stand in the files beside its chunks.
+    """CRC-32 of a region's bytes in row-major order, out of those that stand in the files beside
+    its chunks.
 
     None unless there is one beside each of its chunks, and these follow one another as they are.
     """

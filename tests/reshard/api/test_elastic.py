@@ -423,7 +423,7 @@ def test_folders_of_no_host_are_named_where_the_others_suffice(tmp_path: Path) -
 
     report = reshard.elastic.gather(places, tmp_path / "out")
 
-    assert report.skipped == (f"{tmp_path}/run/d has nothing that a host kept (no such folder)",)
+    assert report.skipped == (f"{tmp_path}/run/d has no data of a host (no such folder)",)
 
 
 def test_a_gathering_that_replaces_a_checkpoint_leaves_no_index_of_it(tmp_path: Path) -> None:

@@ -988,7 +988,7 @@ def test_metrics_without_that_of_the_policy_are_refused_and_a_step_without_metri
     with reshard.CheckpointManager(tmp_path, every=Every(steps=2), keep=keep) as manager:
         words = (
             r"keep ranks steps by the metric 'val_loss', but metrics= has only 'loss': pass 'val_loss'. "
-            r"Nothing was saved.*At steps without it, leave metrics= out"
+            r"Nothing was saved.*At steps without it, omit metrics="
         )
         with pytest.raises(OptionError, match=words):
             manager.save(1, state, {"loss": 1.0})  # though the step is not due: the first call says it
@@ -1312,7 +1312,7 @@ def test_a_step_that_could_not_be_read_for_a_while_is_not_lost(tmp_path: Path) -
         report = one.restore(state)
         assert (report.step, report.skipped) == (
             25,
-            ("step 30: the run continued from an earlier step when it could not be read",),
+            ("step 30: it could not be read, so the run continued from an earlier step",),
         )
         assert reshard.verify(root / "step-30").ok
         keep = Keep(last=1)

@@ -298,7 +298,7 @@ def test_a_blank_line_before_a_text_is_printed(terminal: bool) -> None:
 def test_words_of_functions_are_those_of_options() -> None:
     for said, told in [
         ("choose another folder, or pass overwrite=True", "choose another folder, or pass --overwrite"),
-        ("Give it as a hint: normalized(hints={'shard_ranks': 1}) (how many)", "--hint shard_ranks=1 (how many)"),
+        ("Pass it as a hint: normalized(hints={'shard_ranks': 1}) (how many)", "--hint shard_ranks=1 (how many)"),
         ("normalized(hints={'param_names': ['a', ...]}) (x)", """--hint 'param_names=["a", ...]' (x)"""),
         ("or keep them: normalized(hints={'keep_x': True})", "or keep them: --hint keep_x=true"),
         ("the hint 'prefix' takes it away", "--hint prefix takes it away"),
