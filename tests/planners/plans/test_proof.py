@@ -162,10 +162,10 @@ def test_save_plans():
 
 
 def test_a_plan_proves_itself_and_prints_what_each_rank_does():
-    for plan in (PLAN, plan_writes(state_of(ROWS))):
+    for plan, ranks in ((PLAN, "s 0-2 read "), (plan_writes(state_of(ROWS)), "s 0-1 write ")):
         assert plan.verify() == verify(plan)
         assert str(plan) == format_plan(plan, items=False)
-        assert str(plan).startswith(f"{plan!r}\n  rank     0 ")
+        assert str(plan).startswith(f"{plan!r}\n  rank{ranks}")
         assert plan.verify().subject == repr(plan)
     assert not PLAN.with_items({1: []}).verify().ok
 
