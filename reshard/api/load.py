@@ -92,7 +92,7 @@ def load(
         check: True or "before": compare with checksums before writing. "during": compare each block after writing it.
             That is faster, but damage leaves targets undefined. The error names them. False: do not compare.
         read_once: True or "job": one rank of the job reads each byte and sends it to others that need it. Not with
-            dtype_policy "saved". None or "host": ranks of one host read for each other if that reads less: see
+            dtype_policy "saved". None or "host": ranks on one host share reads if that reads less: see
             docs/reading.md. False or "rank": each rank reads for itself.
         process_group: the ranks that load together. A key is unexpected if no rank's target has it.
         alone: only this process loads, even in a running job. It fills its own shards of sharded tensors.
