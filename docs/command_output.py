@@ -33,9 +33,8 @@ def filled(text: str) -> str:
 
 def _checkpoint() -> None:
     """A small Llama, saved under FSDP 2 and TP 2."""
-    shapes = {"attention.wq": (128, 128), "attention.wo": (128, 128), "attention_norm": (128,)}
-    model = {f"layers.{i}.{name}.weight": torch.zeros(shape) for i in range(32) for name, shape in shapes.items()}
-    model["tok_embeddings.weight"] = torch.zeros(1000, 128)
+    model = {f"layers.{i}.{name}.weight": torch.zeros(128, 128) for i in range(32) for name in ("wq", "wo")}
+    model |= {"tok_embeddings.weight": torch.zeros(1000, 128), "norm.weight": torch.zeros(128)}
     reshard.save({"model": model, "step": 1000}, "full")
     reshard.convert("full", "CHECKPOINT", onto=planners.fsdp_tp(2, 2))
 

@@ -125,7 +125,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the commands of the pages name."""
     folder = tmp_path_factory.mktemp("commands")
     model = {"model.embed_tokens.weight": torch.ones(16, 8), "layers.0.moe.experts.w1": torch.ones(4, 8, 8)}
-    model |= {f"layers.0.{name}.weight": torch.ones(8, 8) for name in ("attention.wq", "attention.wo", "wo")}
+    model |= {"layers.0.attention.wq.weight": torch.ones(8, 8), "layers.0.wo.weight": torch.ones(8, 8)}
     model["norm.bias"] = torch.ones(8)
     for name in (
         "CHECKPOINT",

@@ -201,17 +201,15 @@ def async_save(
 ) -> PendingSave[SaveReport]:
     """Save in the background: like `save`, but return as soon as this rank's part is copied.
 
-    The checkpoint has the values at the time of the call. If an earlier save failed, the call
-    raises its error on all ranks, unless all ranks have called its `result()` or `exception()`.
-    Saves to the same path run one after another.
+    The checkpoint has the values at the time of the call. If an earlier save failed, the call raises its error on
+    all ranks, unless all ranks have called its `result()` or `exception()`. Saves to the same path run one after
+    another. All other arguments, and the errors, are those of `save`.
 
     Args:
         max_in_flight: limit for the saves of this process that run at once. Another call first waits for the oldest.
-        stage: where this rank copies tensors that are on a device. "host": to pinned host memory, on a separate
-            stream, after the pending work of the current stream. The call waits for these copies, and the next save
-            reuses the memory. "device": on the device, without waiting, if it has enough memory.
-
-    All other arguments, and the errors, are those of `save`.
+        stage: where this rank copies tensors that are on a device. "host": to pinned host memory, on a separate stream,
+            after the pending work of the current stream. The call waits for these copies, and the next save reuses
+            the memory. "device": on the device, without waiting, if it has enough memory.
 
     Returns:
         a `PendingSave`, whose `result()` waits for the save, and returns its report or raises its error.
