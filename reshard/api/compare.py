@@ -503,11 +503,12 @@ def _differences(
     left: _Side, right: _Side, names: Sequence[str], how: _How, executor: Executor | None, step: Phase
 ) -> list[tuple[str, Shape, Shape, _Difference]]:
     """Return the differences of all elements that this process has on both sides, box by box."""
-    asked = shares(
+    boxes = (
         (name, box, max(side.tensors[name].dtype.itemsize for side in (left, right)))
         for name in names
         for box in _boxes_of(name, left.tensors[name], right.tensors[name])
     )
+    asked = shares(boxes, left.checkpoint, right.checkpoint)
     found: list[tuple[str, Shape, Shape, _Difference]] = []
 
     def on_done(share: Share, differences: list[_Difference]) -> None:
