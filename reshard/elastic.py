@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from reshard.api.elastic import *  # noqa: F403
+from reshard.api.elastic import __all__ as __all__
 from reshard.errors import renamed_in
 
 if not TYPE_CHECKING:

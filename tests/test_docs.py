@@ -174,11 +174,11 @@ def test_the_package_is_described_and_its_versions_are_given_the_same_everywhere
 
     assert project["description"] == first
     assert f"\nsite_description: {first}\n" in site
-    assert classified == ["3.11", "3.12", "3.13", "3.14"]
-    assert tested == (classified[1], classified[-1])
-    assert [version for version in classified if f'"{version}"' not in workflow] == []
     searched = re.findall(r"python(3\.\d+)", (ROOT / "Makefile").read_text(encoding="utf-8").split("; do")[0])
-    assert searched == classified
+    assert searched == ["3.11", "3.12", "3.13", "3.14"]
+    assert classified == searched[:1]  # others once CI has run on them
+    assert tested == (searched[1], searched[-1])
+    assert [version for version in searched if f'"{version}"' not in workflow] == []
 
 
 def test_the_changelog_has_each_category_of_keep_a_changelog_once() -> None:

@@ -41,7 +41,7 @@ def test_every_promised_python_and_the_oldest_and_newest_torch_are_tested() -> N
     matrix = JOBS["test"]["strategy"]["matrix"]["include"]
     torches = {row["torch"] for row in matrix}
 
-    assert promised == {row["python"] for row in matrix}
+    assert promised <= {row["python"] for row in matrix}
     (oldest,) = [line.partition(">=")[2] for line in project["dependencies"] if line.startswith("torch>=")]
     assert f"{oldest}.0" in torches
     assert "" in torches  # the repository's own

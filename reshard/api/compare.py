@@ -58,7 +58,7 @@ from reshard.errors import (
     format_ranks,
     option_error,
 )
-from reshard.live.differences import close, differing, number, same_bytes, wide
+from reshard.live.differences import close, differing, largest, number, same_bytes, shown, wide
 from reshard.live.dtypes import dtype_name, resolved
 from reshard.live.fingerprints import comparable
 from reshard.live.garbage_collection import gc_paused
@@ -212,6 +212,7 @@ def compare_sides(
         (left.label, right.label),
         {name: one.error for name, one in found.totals.items() if one.is_damage} | {**found.errors},
         is_empty,
+        {name: one.apart for name, one in found.totals.items() if one.first},
     )  # fmt: skip
 
 
@@ -278,6 +279,9 @@ class CompareReport(Report):
     """key -> error of values that were not compared because one side is damaged. `findings` has them too."""
     is_empty: bool = False
     """True if neither side has a tensor or another value, so that there was nothing to compare."""
+    largest: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """key -> the largest difference of two elements, absolute and relative to that of `b`, for tensors whose values
+    differ. Elements that are NaN or infinite do not count."""
 
     @property
     def _problem(self) -> str:
@@ -332,6 +336,8 @@ class _Difference:
     error: str = ""
     is_damage: bool = False
     """Whether the error is damage."""
+    apart: tuple[float, float] = (0.0, 0.0)
+    """See `differences.largest`."""
     largest: float = 0.0
     squares: float = 0.0
     """The sum of squared differences of finite elements."""
@@ -344,7 +350,8 @@ class _Difference:
         firsts = [one.first for one in (self, other) if one.first]
         return _Difference(
             self.count + other.count, min(firsts, default=None), self.error or other.error,
-            self.is_damage or other.is_damage, max(self.largest, other.largest),
+            self.is_damage or other.is_damage,
+            (max(self.apart[0], other.apart[0]), max(self.apart[1], other.apart[1])), max(self.largest, other.largest),
             self.squares + other.squares, self.norm + other.norm, self.odd + other.odd,
         )  # fmt: skip
 
@@ -362,17 +369,17 @@ class _Difference:
         finite = x.isfinite() & y.isfinite()
         odd = int((~finite & ~close(x, y)).sum())
         distance, size = apart[finite], y[finite].abs()
-        largest = float(distance.max()) if len(distance) else 0.0
+        most = float(distance.max()) if len(distance) else 0.0
         squares, norm = float(distance.square().sum()), float(size.square().sum())
-        return self + _Difference(largest=largest, squares=squares, norm=norm, odd=odd)
+        return self + _Difference(largest=most, squares=squares, norm=norm, odd=odd)
 
     def measure(self, elements: int) -> Measure:
         """Return how much the sides differ, for this number of elements."""
         from planners.reports.checkpoint_pages import Measure
 
         ratio = math.sqrt(self.squares / self.norm) if self.norm else math.inf if self.squares else 0.0
-        largest, ratio = (min(value, sys.float_info.max) for value in (self.largest, ratio))
-        return Measure(elements, min(self.count, elements), largest, ratio, self.odd)
+        most, ratio = (min(value, sys.float_info.max) for value in (self.largest, ratio))
+        return Measure(elements, min(self.count, elements), most, ratio, self.odd)
 
     def text(self, numel: int) -> tuple[str, Shape | None]:
         """Return the difference in words, "" if there is none, and the first element that differs."""
@@ -380,12 +387,6 @@ class _Difference:
             return self.error, None
         element, x, y = self.first
         return f"{self.count} of {numel} elements differ; the first: {x} -> {y}", element
-
-
-def _shown(x: Any, y: Any) -> tuple[str, str]:
-    """Two values, with six digits if that shows how they differ."""
-    short = [f"{value:.6g}" if isinstance(value, float) else str(value) for value in (x, y)]
-    return (str(x), str(y)) if short[0] == short[1] else (short[0], short[1])
 
 
 class _RankFindings(msgspec.Struct):
@@ -504,11 +505,12 @@ def _differences(
     left: _Side, right: _Side, names: Sequence[str], how: _How, executor: Executor | None, step: Phase
 ) -> list[tuple[str, Shape, Shape, _Difference]]:
     """Return the differences of all elements that this process has on both sides, box by box."""
-    asked = shares(
+    boxes = (
         (name, box, max(side.tensors[name].dtype.itemsize for side in (left, right)))
         for name in names
         for box in _boxes_of(name, left.tensors[name], right.tensors[name])
     )
+    asked = shares(boxes, left.checkpoint, right.checkpoint)
     found: list[tuple[str, Shape, Shape, _Difference]] = []
 
     def on_done(share: Share, differences: list[_Difference]) -> None:
@@ -784,9 +786,9 @@ def _difference(left: _Side, right: _Side, name: str, within: Box, how: _How) ->
             local = torch.nonzero(differs.reshape(differs.shape or (1,)))[0].tolist() if differs.ndim else []
             element = tuple(o + i for o, i in zip(box.offsets, local))
             at = Box.of(element, (1,) * len(element))
-            values = _shown(*(number(side.elements(name, at).reshape(-1)[0]) for side in (left, right)))
+            values = shown(*(number(side.elements(name, at).reshape(-1)[0]) for side in (left, right)))
             total += _Difference(first=(element, *values))
-        total += _Difference(count)
+        total += _Difference(count, apart=largest(*pieces) if count else (0.0, 0.0))
         if is_measured:
             total = total.measured(*pieces)
     return total

@@ -142,7 +142,8 @@ def _of_checkpoint(checkpoint: Checkpoint, key: Key, executor: Executor | None) 
             totals[name] += Partial.from_bytes(found)
 
     work = FingerprintWork(Opening.of(checkpoint), key) if executor is not None else None
-    asked = shares((name, Box.full(tensor.shape), tensor.dtype.itemsize) for name, tensor in tensors.items())
+    boxes = ((name, Box.full(tensor.shape), tensor.dtype.itemsize) for name, tensor in tensors.items())
+    asked = shares(boxes, checkpoint)
     with unless_replaced("read", checkpoint):
         run_tasks(work, asked, executor, on_done, here=functools.partial(_sums, checkpoint, key))
     return {name: totals[name].digest(tensor.dtype, tensor.shape, key=key) for name, tensor in tensors.items()}

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, TypeVar, Unpack
 
 import msgspec
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from planners.units import format_bytes, format_count, format_some
 from reshard.api import background_saves, save_job
 from reshard.api.options import SaveKeywords, SaveOptions
 from reshard.api.reports import WrittenReport
-from reshard.api.staging import Stage, ToWrite, check_stage, staged
+from reshard.api.staging import ToWrite, check_stage, staged
 from reshard.arguments import check_arguments, check_options, no_attribute, options_of, renamed, with_options
 from reshard.errors import CheckpointError, LayoutError, OptionError, ReshardError, StorageError, format_ranks
 from reshard.formats.detect import BECOMES_FOLDER, FILE_SUFFIXES, refuse_first_step, refuse_run
@@ -196,7 +196,7 @@ def async_save(
     alone: bool = False,
     timeout: float | timedelta = DEADLINE_S,
     max_in_flight: int = 1,
-    stage: Stage = "host",
+    stage: Literal["host", "device"] = "host",
     **options: Unpack[SaveKeywords],
 ) -> PendingSave[SaveReport]:
     """Save in the background: like `save`, but return as soon as this rank's part is copied.

@@ -17,10 +17,6 @@ from reshard.live.fingerprints import Partial, partials
 from reshard.native.data_file import Entry
 from reshard.ranks.progress import phase
 
-Stage = Literal["host", "device"]
-"""Where an `async_save` copies tensors of devices: into pinned host memory, or on the device
-itself."""
-
 _log = logging.getLogger("reshard")
 _host = HostMemory()
 _LARGE_BYTES = 64 << 10
@@ -95,7 +91,7 @@ def check_stage(stage: str) -> None:
         raise OptionError(f"stage must be 'host' or 'device', got {stage!r:.80}")
 
 
-def staged(entries: Sequence[Entry], stage: Stage, *, fingerprints: bool) -> ToWrite:
+def staged(entries: Sequence[Entry], stage: Literal["host", "device"], *, fingerprints: bool) -> ToWrite:
     """Copies of `entries`: the caller may change its tensors once this returns.
 
     Tensors on a device are copied to the host beside the caller's stream, and awaited; or, by

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from planners.geometry.box import Box
 from reshard.checkpoint import Checkpoint, open_damaged
 from reshard.errors import CorruptCheckpointError, StorageError
 from reshard.formats.detect import local_path
+from reshard.native.reader import NativeFacts
 from reshard.stored.streaming import windows
 
 SHARE_BYTES = 256 << 20
@@ -25,14 +27,19 @@ Share = tuple[tuple[str, Box], ...]
 """Boxes of tensors, by name."""
 
 
-def shares(boxes: Iterable[tuple[str, Box, int]]) -> Iterator[Share]:
+def shares(boxes: Iterable[tuple[str, Box, int]], *sides: Checkpoint | None) -> Iterator[Share]:
     """Yield all elements of boxes, given by name, box, and bytes per element, in order. Large boxes
-    are divided in row-major order, and small ones are joined."""
+    are divided in row-major order, and small ones are joined.
+
+    In other formats than the native one, a checksum may cover a tensor, and only a task that reads
+    all of the tensor can compare it. There, boxes are not divided.
+    """
+    is_native = all(side is None or side.contents.details(NativeFacts) for side in sides)
     share: list[tuple[str, Box]] = []
     room = SHARE_BYTES
     for name, outer, itemsize in boxes:
         parts = windows(outer.sizes, itemsize, SHARE_BYTES)
-        is_one = 0 < outer.numel * itemsize <= SHARE_BYTES
+        is_one = 0 < outer.numel * itemsize <= (SHARE_BYTES if is_native else sys.maxsize)
         for box in (outer,) if is_one else (part.shift(outer.offsets) for part in parts):
             nbytes = box.numel * itemsize
             if share and (nbytes > room or len(share) == _SHARE_TENSORS):

@@ -464,7 +464,8 @@ def _read_findings(
 
     work = ReadWork(opening) if opening is not None else None
     here = partial(_sums_or_errors, checkpoint, prints)
-    asked = shares((name, Box.full(tensor.shape), tensor.dtype.itemsize) for name, tensor in checkpoint.items())
+    boxes = ((name, Box.full(tensor.shape), tensor.dtype.itemsize) for name, tensor in checkpoint.items())
+    asked = shares(boxes, checkpoint)
     run_tasks(work, asked, executor, on_done, here=here)
     findings = []
     for name, tensor in checkpoint.items():

@@ -89,7 +89,8 @@ def diff(
     """Compare two checkpoints of any format and topology.
 
     Reads both, and compares names, shapes, dtypes, objects, and values. For each tensor that differs, prints the index
-    of the first different element in the full tensor. --by-fingerprint is fast, but cannot find damage since the save.
+    of the first different element in the full tensor, and the largest absolute and relative difference.
+    --by-fingerprint is fast, but cannot find damage since the save.
 
     Exits with 0 if both are the same, 1 if they differ or one is damaged, and 3 if there is nothing to compare.
     """
@@ -178,13 +179,22 @@ def _print(
     if different:
         print_text(_summary(different), style="red")
     if different or report.ok:
-        shown = dataclasses.replace(report, findings=tuple(different))
+        shown = dataclasses.replace(report, findings=tuple(_with_size(it, report) for it in different))
         right = _verdict(covered, is_within) if report.ok else ""
         print_report(shown, right=right, of=" in common", limit=limit, more="--limit or --json")
         if _may_have_other_types(sides, report):
             print_text("lists and tuples count as equal, and so do 1 and 1.0", "note", "yellow")
     if covered.unchecked:
         print_text(covered.unchecked, "note", "yellow")
+
+
+def _with_size(finding: Finding, report: CompareReport) -> Finding:
+    """Say by how much a tensor differs, if its elements were compared."""
+    if finding.element is None or (found := report.largest.get(finding.fqn or "")) is None:
+        return finding
+    far, ratio = found
+    words = f"{finding.message}; largest difference: {far:.3g} absolute, {ratio:.3g} relative"
+    return dataclasses.replace(finding, message=words)
 
 
 def _may_have_other_types(sides: list[Any], report: CompareReport) -> bool:

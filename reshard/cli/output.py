@@ -212,6 +212,10 @@ def report_as_json(report: Report, path: str | None = None) -> dict[str, Any]:
         "findings": [asdict(finding) for finding in report.findings],
         "problems": [*map(str, report.findings)],
         "hint": in_words_of_the_command_line(report.hint),
+        "largest_differences": {
+            name: {"absolute": far, "relative": ratio}
+            for name, (far, ratio) in getattr(report, "largest", {}).items()  # of a comparison
+        },
     }
 
 

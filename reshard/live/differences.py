@@ -21,6 +21,31 @@ def number(element: torch.Tensor) -> Any:
         return f"{raw_elements(element).item():#x}"
 
 
+def shown(x: Any, y: Any) -> tuple[str, str]:
+    """Two numbers, with six digits if that shows how they differ."""
+    short = [f"{value:.6g}" if isinstance(value, float) else str(value) for value in (x, y)]
+    return (str(x), str(y)) if short[0] == short[1] else (short[0], short[1])
+
+
+def largest(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
+    """The largest absolute difference of finite elements, and the largest one relative to the second element. Packed
+    numbers, such as float4, have none."""
+    try:
+        if x.is_floating_point() and y.is_floating_point() and max(x.itemsize, y.itemsize) <= 4:
+            x, y = x.float(), y.float()  # in a third of the time that exact distances take
+            apart = (x - y).abs_()
+        else:
+            x, y, apart = wide(x, y)
+    except (FormatError, NotImplementedError):
+        return 0.0, 0.0
+    if not (most := apart.max()).isfinite():
+        most = apart.nan_to_num_(0.0, 0.0).max()
+    ratio = apart.div_(y.abs())
+    if (relative := ratio.max()).isnan():  # where both are 0, or one is NaN
+        relative = ratio.nan_to_num_(0.0, torch.inf).max()
+    return float(most), float(relative)
+
+
 def wide(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Both in a wide dtype, and their exact distances. Raises FormatError for packed numbers, such as float4."""
     dtype = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import reshard
-from reshard.api import tasks
+from reshard.api import task_shares, tasks
 from reshard.api.tasks import Processes, run_tasks
 from reshard.cli.app import run
 from reshard.errors import CheckpointError, CorruptCheckpointError, OptionError, StorageError
@@ -434,3 +434,21 @@ def test_no_process_starts_for_a_single_task(source: Path, tmp_path: Path, monke
 
     assert reshard.verify(one, workers=2).ok
     assert reshard.compare(one, one, workers=2).ok
+
+
+def test_workers_compare_a_checksum_that_covers_more_than_a_task_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record of torch.save has one, which no task compared if several of them read its tensor."""
+    monkeypatch.setattr(task_shares, "SHARE_BYTES", 4 << 20)
+    torch.save({"w": torch.zeros(20 << 20, dtype=torch.uint8)}, tmp_path / "w.pt")
+    with open(tmp_path / "w.pt", "r+b") as file:
+        file.seek(10 << 20)
+        file.write(b"x")
+
+    with Processes(2) as executor:
+        report = reshard.compare(tmp_path / "w.pt", tmp_path / "w.pt", executor=executor)
+        assert [*report.damaged] == ["w"]
+        assert not reshard.verify(tmp_path / "w.pt", executor=executor).ok
+        with pytest.raises(CorruptCheckpointError):
+            reshard.fingerprint(tmp_path / "w.pt", executor=executor)

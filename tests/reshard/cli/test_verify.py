@@ -567,7 +567,10 @@ def test_diff_for_people(say, checkpoint, other) -> None:
     assert said.out.startswith(
         "different: 1 tensor with different values, 2 names only on one side, 1 other difference\n"
     )
-    assert "1 of 24 elements differ; the first: 12 -> 12.5" in say("diff", checkpoint, other).out
+    words = "1 of 24 elements differ; the first: 12 -> 12.5; largest difference: 0.5 absolute, 0.04 relative"
+    assert words in say("diff", checkpoint, other).out
+    told = json.loads(say("diff", checkpoint, other, "--json").out)
+    assert told["largest_differences"] == {"model.layers.1.w": {"absolute": 0.5, "relative": pytest.approx(0.04)}}
     assert "and 2 more" in said.out
 
 
