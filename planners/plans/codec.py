@@ -10,7 +10,7 @@ from planners.errors import CodecError
 from planners.geometry.layout import LAYOUT_KINDS, MALFORMED, Kind
 
 VERSION = 1
-"""Version of the JSON form; texts of a higher one are refused."""
+"""Version of the JSON form. Texts of a higher version are refused."""
 
 
 def to_json(value: object) -> dict[str, Any]:

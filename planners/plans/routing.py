@@ -362,7 +362,7 @@ class PairGroup:
 
     names: tuple[str, ...]
     positions: tuple[int, ...]
-    """Where each name stands among those that were grouped."""
+    """Index of each name among those that were grouped."""
     before: TensorLayout
     """The layout of the first of them, on the side that gives."""
     after: TensorLayout
@@ -413,7 +413,7 @@ class Route:
         holders = self.intersection.holders
         self._alone = bool(holders.counts.max(initial=0) <= 1)
         self.order = holders.ranks
-        """The holders of each source, least loaded first; otherwise like `Holders.ranks`."""
+        """The holders of each source, least loaded first. Otherwise as `Holders.ranks`."""
         if not self._alone:
             order = np.lexsort((holders.ranks, loads[holders.ranks], holders.source_of))
             self.order = holders.ranks[order]

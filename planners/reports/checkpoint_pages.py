@@ -60,7 +60,7 @@ class Histogram(NamedTuple):
     mean: float
     std: float
     odd: int
-    """How many are NaN or infinite; they are in nothing else of this."""
+    """Number of values that are NaN or infinite. All other fields exclude them."""
 
 
 class Measure(NamedTuple):

@@ -500,8 +500,8 @@ class _MismatchVote(msgspec.Struct, frozen=True, array_like=True):
     """What each rank sends about its matches."""
 
     used: dict[bytes, bytes]
-    """A bit for each name of the checkpoint, compressed, by a digest of what they load from: who
-    loads from something else has no say about its names."""
+    """A compressed bit for each name of the checkpoint, by a digest of what ranks load from. A rank
+    that loads from something else does not vote on its names."""
     saves: list[tuple[str, str]]
     """A path, or ranks that share tensors, and the save that was opened."""
     fits: bool

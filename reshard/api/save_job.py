@@ -190,8 +190,7 @@ class Choice(NamedTuple):
     """What the first rank found in the folder."""
 
     folder: str = ""
-    """Name of the earlier checkpoint's folder beside the new one; empty for the one that the save
-    replaces."""
+    """Name of the earlier checkpoint's folder beside the new one. Empty for the one that the save replaces."""
     save_id: str | None = None
     """None if there is none to be based on."""
     by_print: bool = False

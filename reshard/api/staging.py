@@ -51,8 +51,7 @@ class ToWrite:
     beside: CopyStreams
     """For fingerprints, which are computed where the elements are, while others are written."""
     prints: dict[str, Partial] = field(default_factory=dict)
-    """Of entries that were summed up before, by name of the tensor: these are no more where they
-    were."""
+    """Fingerprints that were computed before, by name of the tensor. These elements may have moved since."""
     summed: frozenset[int] = frozenset()
     """Numbers of those entries."""
     release: Callable[[], None] = _nothing

@@ -18,7 +18,7 @@ from reshard.formats.detect import local_path
 from reshard.stored.streaming import windows
 
 SHARE_BYTES = 256 << 20
-"""What a task reads of tensors, of each side; a window at a time."""
+"""Bytes of tensors that a task reads of each side, one window at a time."""
 _SHARE_TENSORS = 2000
 
 Share = tuple[tuple[str, Box], ...]

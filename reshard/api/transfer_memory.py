@@ -44,8 +44,8 @@ class Steps:
     works: tuple[RankWork, ...]
     """This rank's part in each step."""
     places: Mapping[str, tuple[HeldPlace, ...]]
-    """Transfer -> where the local tensors of the plans are in those that the transfer
-    wants; not for transfers whose plans use the complete local tensors."""
+    """Transfer -> where the local tensors of the plans are within those that the transfer wants. No
+    entry if its plans use complete local tensors."""
     repeats: tuple[tuple[str, str, Repeat], ...]
     """(transfer, transfer, what this rank copies from the one to the other), when all has been
     moved."""

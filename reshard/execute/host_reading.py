@@ -60,7 +60,7 @@ from reshard.stored.source import FileSource, OnBytes
 
 
 LOCAL_SLOTS = 2
-"""Slots of a rank: one is filled while others take from that before; more where requests take long."""
+"""Slots of a rank: it fills one while others take from the one before. More if requests take long."""
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -85,7 +85,7 @@ class HostReading:
     reads: _Ranges
     """What this rank reads for all."""
     read_for_all: _Ranges
-    """What this or another rank reads for all; who reads it checks it."""
+    """What this or another rank reads for all. The rank that reads it checks it."""
     checks: _Ranges
     """What every rank reads for itself, and this one checks for all."""
     checked_by_others: _Ranges
@@ -325,7 +325,7 @@ _READ, _COMPARE, _BY_HAND = 1, 2, 2
 _MOST_ENTRIES = 1 << 15
 """Most entries of one list. The next list is made when this one is done."""
 _OWN, _RECEIVED = 0, 2
-"""Tallies; one more of each for what was not compared with checksums."""
+"""Tallies, each with a second one for bytes that were not compared with checksums."""
 
 
 class _HostRun:
@@ -645,7 +645,7 @@ class HostSlots:
             self.slots_of.append(np.frombuffer(mmap.mmap(file, nbytes), np.uint8))
         self._slots, self._slot_bytes = ints([(each.slots, each.slot_bytes) for each in addresses]).T
         self.slots = own.slots
-        """Of this rank; others may have more or fewer, or larger ones."""
+        """This rank's slots. Other ranks may have another number or size of slots."""
         taken = _COUNTER_STEP * TAKEN
         self._taken = self.slots_of[0][taken : taken + self.step * len(addresses)].view(np.uint32)[:: self.step // 4]
 

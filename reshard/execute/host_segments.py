@@ -77,7 +77,7 @@ class FileFootprint(msgspec.Struct, frozen=True, array_like=True):
     segment_bytes: int
     piece_bytes: int
     first: int
-    """The first segment that is touched; of it and those behind it we have numbers."""
+    """The first segment that is touched. Numbers begin with this one."""
     touched: bytes
     """Little-endian numbers of 4 bytes."""
 
@@ -207,8 +207,8 @@ TAIL_BYTES, TAIL_PAGE_BYTES = 64, 4096
 memory has a page for that."""
 
 Check = Callable[[FileSource, int, memoryview], int]
-"""Compares bytes of a file, from a position on, with their checksums, if there are any; returns
-of how many. Raises CorruptCheckpointError."""
+"""Compares bytes of a file, from a position, with their checksums, if it has any. Returns the
+number of bytes compared. Raises CorruptCheckpointError."""
 
 
 class SegmentPart(NamedTuple):

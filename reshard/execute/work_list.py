@@ -75,7 +75,7 @@ class Ending(IntEnum):
 
     DONE = 0
     LATER = 1
-    """The turn is over; what comes with it is the counter that is still waited for, or -1."""
+    """The turn is over. Comes with the counter that is still awaited, or -1."""
     CALLS = 2
     OUTSIDE = 3
     """An entry leaves the memory that it names, or makes no sense: nothing was done that would. Of
@@ -83,9 +83,9 @@ class Ending(IntEnum):
     ENDED = 4
     """A file ended early."""
     FAILED = 5
-    """The system refused to read; what comes with it is its errno."""
+    """The system refused to read. Comes with its errno."""
     CHANGED = 6
-    """A block has another digest; what comes with it is the block's number within the entry."""
+    """A block has another digest. Comes with the block's number within the entry."""
 
 
 class Memory:

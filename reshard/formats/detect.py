@@ -43,7 +43,7 @@ _OF_TREES = {tree for row in FORMATS for tree in row.trees}
 """Files of formats that have folders of their own below them, of any names."""
 
 _MARKERS = (MANIFEST, ".metadata")
-"""The path of such a file is that of its checkpoint, whatever other files are there."""
+"""Files whose path may stand for their checkpoint, regardless of other files beside them."""
 
 _MOST_REASONS = 3
 """Steps of a run of which an error says why they cannot be opened."""
@@ -53,7 +53,7 @@ _ATTEMPTS = 100
 FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".gguf", ".nemo", ".json")
 
 JOB_FOLDER = re.compile(r"convert-[0-9a-f]{32}/")
-"""What holds the records of a conversion while it writes beside it."""
+"""The folder with the records of a conversion in progress."""
 
 BECOMES_FOLDER = "%s becomes a folder. Only the format torch_save writes a file at the path that you give"
 """What to log where a folder is about to get a file's name."""
@@ -67,9 +67,9 @@ class _Run(NamedTuple):
     """The folder of a run."""
 
     steps: list[RunStep]
-    """The oldest first; none where the folder is a checkpoint by itself."""
+    """The steps, the oldest first. Empty if the folder is itself a checkpoint."""
     beside: list[str]
-    """Files of checkpoints that are beside them."""
+    """Files of checkpoints beside the steps."""
 
     def not_opened(self, path: AnyPath) -> list[str]:
         """Return what to say of the latter."""
@@ -623,8 +623,9 @@ _OWNED = re.compile(
     rf"\.metadata|__\d+\.metadata|{DATA_FILE.pattern}|.*\.index\.json"
     r"|(?:model|adapter_model|pytorch_model|diffusion_pytorch_model|consolidated)(?:[-._].*)?\.(?:safetensors|bin|pth)"
 )
-"""Files that are of a checkpoint right there: of DCP, and what Hugging Face's tools look for. Those
-of other names may be anything that a user keeps beside a run."""
+"""Names of files that belong to a checkpoint in the same folder: those of DCP, and those that
+Hugging Face tools look for. Files with other names may be anything that a user keeps beside a
+run."""
 
 _MOST_FOLDERS = 256
 """The number of folders that are searched if the top shows nothing."""
@@ -648,7 +649,7 @@ class RunStep:
 
 
 LEDGER = "manager.json"
-"""What a `CheckpointManager` knows of the steps beside it."""
+"""What a `CheckpointManager` records about the steps beside it."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):

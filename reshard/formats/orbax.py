@@ -255,7 +255,7 @@ def _read_chunk(label: str, array: Any, box: Box) -> memoryview:
 
 _MODEL = "params"
 _OPTAX = {"mu": "exp_avg", "nu": "exp_avg_sq", "trace": "momentum_buffer"}
-"""Moments of optax, and what torch calls them. A `count` beside them is the number of steps."""
+"""Moments of optax and their names in torch. A `count` beside them is the number of steps."""
 _OPTIMIZER = ("opt_state", "opt", "optimizer", "optim")
 
 

@@ -75,8 +75,8 @@ def wait_for(device: torch.device) -> None:
 
 
 _unused: defaultdict[torch.device, list[Any]] = defaultdict(list)
-"""Streams of lanes that are no more. Allocators keep freed memory for the stream that it was made
-on: with a new stream for each lane, as much as a lane ever took would stay with each of them."""
+"""Streams of lanes that have ended. Allocators keep freed memory for the stream on which it was
+allocated. If each lane made a new stream, the memory of each would stay allocated."""
 
 
 class CopyStream:

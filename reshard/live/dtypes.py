@@ -36,7 +36,7 @@ SHORT_NAMES = {
     "float8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }
-"""Common short names of dtypes; fp8 alone is the one that weights are stored in."""
+"""Common short names of dtypes. "fp8" is the one in which weights are stored."""
 
 
 _POWERS = "float8_e8m0fnu"

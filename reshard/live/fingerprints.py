@@ -492,11 +492,11 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     shape: Shape
     place: bytes
-    """8 bytes that are equal for ranks that hold the same elements; empty for none."""
+    """8 bytes that are equal for ranks that hold the same elements. Empty if it holds none."""
     sums: bytes
     """`Partial.to_bytes()` of them."""
     holders: int = 0
-    """How many ranks hold them, this one included; 0 if it is not known."""
+    """Number of ranks that hold them, including this one. 0 if unknown."""
 
     @classmethod
     def nothing(cls, spec: TensorSpec) -> Holding:

@@ -525,8 +525,8 @@ is_sharded_tensor = _named("ShardedTensor")
 is_sharded = _named("DTensor", "ShardedTensor")
 """Whether a value may hold only a part of its tensor."""
 is_strided_shard = _named("_StridedShard")
-"""Whether a placement of a DTensor is what FSDP2 over tensor parallelism uses, for which torch has
-no public name; a kind of `Shard` in some of its releases."""
+"""Returns whether a placement is that of FSDP2 over tensor parallelism, for which torch has no
+public name. In some releases of torch, it is a subclass of `Shard`."""
 is_pending = _named("Partial")
 """Whether a placement of a DTensor is a reduction that was not done yet."""
 

@@ -267,7 +267,7 @@ class CustomValue:
     name: str
     """Module and class."""
     value: Any
-    """The plain value; of a member of an enum, its name and value."""
+    """The plain value. For a member of an enum, its name and value."""
 
 
 def typed(value: Any) -> CustomValue | None:

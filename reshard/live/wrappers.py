@@ -32,7 +32,7 @@ _WRAPPERS = {
     ("lightning.fabric.wrappers", "_FabricModule"): "_forward_module",
 }
 """(module, class name) of each wrapper, and the child that it stands for. By name, because
-importing the classes costs seconds; an instance can only exist where its class was imported."""
+importing the classes takes seconds, and instances exist only if their class was imported."""
 
 WRAPPER_SEGMENTS = frozenset(_WRAPPERS.values())
 """The segments that wrappers add to names."""

@@ -67,7 +67,7 @@ class Written(msgspec.Struct, frozen=True):
     linked: tuple[LinkedRecord, ...] = ()
     """The files of earlier saves, and how much of each belongs to this rank."""
     ranks: tuple[int, ...] = ()
-    """Whose arrays its data file has, if several ranks wrote it; those others have no record of it."""
+    """Ranks with arrays in its data file, if several ranks wrote it. The others have no record of the file."""
 
 
 @dataclass(frozen=True)
@@ -256,13 +256,13 @@ class Generation:
 
 
 CLAIMING_S = 60.0
-"""So long a save is taken to be about to make its claim."""
+"""For this time, a new save is assumed to be about to make its claim."""
 LINKED, LINKED_ENDS = "from-", ("", ".sums", ".blocks")
-"""How second names of files of earlier saves begin, and of what is beside them end."""
+"""Prefix of second names of files of earlier saves, and suffixes of the files beside them."""
 _OF_RANK = (".safetensors", ".safetensors.sums", ".safetensors.blocks", ".parts")
 """How the names of what a rank wrote end, behind its number."""
 _VISIBLE_S = 2.0
-"""So long a network file system may take to show on one machine what was written on another."""
+"""Longest time until a network file system shows on one machine what another one wrote."""
 
 
 def new_save_id() -> str:

@@ -465,8 +465,7 @@ class ArrayPart(NamedTuple):
     array: Box
     """The region that an array of a file holds, of which the box is a part."""
     file: str = ""
-    """Relative to the checkpoint's folder; empty for the rank's own, in which the box is an array
-    by itself."""
+    """Path relative to the checkpoint's folder. Empty for the rank's own file, in which the box is one array."""
     start: int = 0
     """The first byte of the array in that file."""
 

@@ -37,8 +37,8 @@ class _DescribedTensor(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     shape: list[int]
     forms: list[int]
-    """Where among the forms those stand that the tensor may have, by what the rank holds of it:
-    mostly one. None for a plain tensor, whole on each rank that has it."""
+    """Indices of the forms that the tensor may have, by what the rank holds of it. Usually one.
+    None for a plain tensor, which is full on each rank that has it."""
 
 
 class Described(msgspec.Struct, frozen=True, dict=True):

@@ -54,7 +54,7 @@ class PeerWatch:
         self._key = f"machines/{here}" if here else ""
         self._watched: tuple[int, int, str] | None = None
         self.knows_whom = not self._key
-        """For good: the store need not be asked any more."""
+        """True once the answer is final, so that the store need not be asked again."""
         if self._key:
             self._index = store.add(self._key, 1) - 1
             self._refuse_reused(store)

@@ -662,7 +662,7 @@ class Spans(NamedTuple):
     """The bytes from the first to behind the last element of each of many tensors."""
 
     starts: Sequence[int] = ()
-    """Addresses; 0 if there is no memory, or if its address is unknown."""
+    """Addresses. 0 if there is no memory, or if its address is unknown."""
     sizes: Sequence[int] = ()
 
 

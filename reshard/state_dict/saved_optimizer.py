@@ -28,7 +28,7 @@ from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedPar
 from reshard.state_dict.options import StateDictOptions
 
 EXTRA = "extra_state"
-"""Field of each group with what the optimizer's own state dict has beside its state and groups."""
+"""Field of each group for entries of the optimizer's own state dict besides state and groups."""
 
 
 def extra_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,8 +86,7 @@ class SavedOptimizer:
     state: Mapping[Any, Mapping[str, Any]]
     """State of each parameter that has any."""
     fields: Mapping[str, Mapping[str, Any]]
-    """Group fields of each parameter that is in a group; parameters of one group share one
-    object."""
+    """Group fields of each parameter in a group. Parameters of one group share one object."""
     empty: Sequence[Mapping[str, Any]]
     """Fields of the groups without parameters, in order."""
     stateless: frozenset[str] | None = None
@@ -210,8 +209,8 @@ class _FlatReader:
         self.fields: dict[str, dict[Any, Any]] = {}
         self.stateless: set[str] = set()
         self.singly: dict[int, set[str]] = {id(self.state): set(), id(self.fields): set()}
-        """Of both, the parameters of which keys were read one by one; the others have no nested
-        state, and parameters of one group share their fields."""
+        """For both dicts, the parameters whose keys were read one by one. All others have no nested
+        state, and share the fields of their group."""
         self._known = live.live.by_name | live.by_name
         self._places: dict[str, dict[Any, Any]] = {}
         """The dict that a key's front leads to, where the front is a known name."""

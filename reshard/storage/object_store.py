@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 _PART_BYTES = 16 << 20
 _PARALLEL = 8
 _SMALL_BYTES = 64 << 10
-"""An answer of up to this many bytes takes hardly longer than its first byte."""
+"""Answers of up to this many bytes take hardly longer than their first byte."""
 _TRIES = 4
 """Number of tries here, in addition to those of obstore, which does not repeat every request that
 is safe to repeat."""

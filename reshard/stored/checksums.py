@@ -65,7 +65,7 @@ class Checking:
     enabled: bool = True
     """Off, nothing is compared, and all that is read counts as unchecked."""
     bytes_compared: int = 0
-    """Bytes that were compared with checksums, headers and the rests of blocks included; each once."""
+    """Bytes that were compared with checksums, each once, including headers and the rest of blocks."""
     bytes_checked: int = 0
     """Bytes of elements that were asked for and are covered by checksums that were compared."""
     bytes_unchecked: int = 0

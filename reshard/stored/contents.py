@@ -121,8 +121,7 @@ class Contents(State[StoredTensor]):
     damaged_steps: tuple[str, ...] = ()
     """Steps in `skipped` whose save had ended, so that they have lost something."""
     left_out: tuple[str, ...] = ()
-    """Keys of what was opened that have no place here, such as each rank's own values among
-    canonical names."""
+    """Keys of the opened checkpoint that are not represented here, such as per-rank values under canonical names."""
 
     def details(self, kind: type[F]) -> F | None:
         """Return what the format knows, if that is of this kind."""

@@ -50,7 +50,8 @@ class Source(ABC):
     direct_bytes: int = DIRECT_BYTES
     """Runs of at least this many bytes are better read by a call than copied from the view."""
     _file: mmap.mmap | None = None
-    """What it is a view of. If that is shorter by now, touching what is gone would end the process."""
+    """The mapped file behind the view. If the file has become shorter, touching the missing part
+    would end the process."""
     _opened: _FileVersion | None = None
     """What it was when it was opened, if it is a file."""
     _key: Hashable = None

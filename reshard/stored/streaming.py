@@ -310,7 +310,7 @@ class WrittenFile(msgspec.Struct, frozen=True):
     """A file that is written, whole and durable."""
 
     name: str
-    """The name under which it is written; it may be renamed when all are done."""
+    """The name under which it is written. It may be renamed when all files are complete."""
     nbytes: int
     digest: str
     """XXH3-128 of the whole file, in hex."""
@@ -328,7 +328,7 @@ class Target:
     """Id in hex. Names of unfinished files contain it, so that other jobs do not take them for theirs."""
     max_shard_bytes: int
     onto: StateLayout | None
-    """The files are those of the ranks of this layout; without it, of at most `max_shard_bytes` of tensors."""
+    """Write the files of the ranks of this layout. None: files of at most `max_shard_bytes` of tensors."""
 
 
 @dataclass(frozen=True)

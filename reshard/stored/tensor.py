@@ -48,8 +48,8 @@ class Extent(NamedTuple):
     """Whether the value is the complex conjugate of what is stored (torch stores `x.conj()` as x
     and a flag)."""
     descriptor_at: int | None = None
-    """Where a zip archive's descriptor of a record stands, if the window has the first byte and
-    the size of the record: with row-major strides it is the record."""
+    """Position of a zip archive's descriptor of a record, if the window begins with the record and
+    has its size. With row-major strides, it is the record."""
 
     def with_window(self, window: Window) -> Extent:
         """Another window of the same source."""

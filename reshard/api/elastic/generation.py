@@ -94,7 +94,7 @@ class ManifestStamp(NamedTuple):
 
     unix_s: float
     state: str
-    """A digest of all fingerprints: equal where all tensors are, whatever the layouts; empty if there are none."""
+    """A digest of all fingerprints. Equal if all tensors are equal, in any layouts. Empty without fingerprints."""
 
     @classmethod
     def of(cls, manifest: Manifest) -> ManifestStamp:

@@ -174,9 +174,9 @@ def _first_whole(
 
 class _FallbackEnd(NamedTuple):
     why: str
-    """Why it cannot be used; empty if it can, or on a rank that does not know."""
+    """Why the fallback cannot be used. Empty if it can, or on a rank that does not know."""
     is_final: bool
-    """Whether something else is wrong, or the state was written to."""
+    """True if there is another error, or if the state was already written to."""
 
     @staticmethod
     def join(ends: list[_FallbackEnd]) -> _FallbackEnd:

@@ -45,7 +45,7 @@ OWN = frozenset(
     + ("frozen_param_fragments", "ds_config", "ds_version", "dp_world_size", "mp_world_size")
     + ("checkpoint_parallel_dimensions", "universal_checkpoint_info")
 )
-"""What a file of model states says of the model, the optimizer, and their sharding, beside a program's own values."""
+"""What a file of model states records of the model, the optimizer, and their sharding. All else is the program's."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Rank:
     """Stages 1 and 2: elements between a parameter of each group and the next."""
     stage: int = 0
     unread: list[str] = field(default_factory=list)
-    """Names of states that are no flat ones: a rank has its own, such as factors of its piece."""
+    """Names of states that are not flat: each rank has its own, such as factors of its piece."""
 
 
 def read_rank(stem: str, file: TorchFile, rank: int) -> Rank:

@@ -116,7 +116,7 @@ _PARAM = "optimizer.state.param."
 _NARROW = ("bfloat16", "float16")
 """Dtypes of parameters that have masters."""
 _VERSION = 3.0
-"""What newer programs write as `checkpoint_version`; 0, where there is none, means other orders of rows."""
+"""The `checkpoint_version` of newer programs. 0, or none, means another order of rows."""
 
 
 _OF_MEGATRON = re.compile(
@@ -295,7 +295,7 @@ _NORMS = (
 )
 """A norm, the projection that follows, and whether it is saved within that wherever attention is not latent."""
 _STATELESS = re.compile(r".*(embeddings?|router|conv1d|mixer)")
-"""Modules that keep no state beside their parameters."""
+"""Modules without state besides their parameters."""
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,7 @@ class Stacks:
     layers: dict[str, int] = field(default_factory=dict)
     """Layers of each block that is a stack."""
     experts: dict[str, int] = field(default_factory=dict)
-    """How many experts there are, by what stands before them."""
+    """Number of experts, by the part of the name before them."""
     shapes: dict[str, Shape] = field(default_factory=dict)
 
     @classmethod

@@ -194,7 +194,7 @@ _STORAGES = {
     "complex128": "ComplexDoubleStorage",
     "complex64": "ComplexFloatStorage",
 }
-"""Storages of a dtype of their own; all other dtypes are kept in untyped ones."""
+"""Storages with a dtype. All other dtypes are kept in untyped ones."""
 
 
 @dataclass(frozen=True)
