@@ -14,7 +14,7 @@ VERSION = 1
 
 
 def to_json(value: object) -> dict[str, Any]:
-    """`value` as plain data: what `dumps` writes. Raises CodecError for what has no JSON form."""
+    """Return `value` as plain data, as `dumps` writes it. Raises CodecError for values without a JSON form."""
     for name, kind in _kinds():
         if type(value) is kind.type:
             return {"reshard": name, "version": VERSION, **kind.encode(value)}

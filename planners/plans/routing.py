@@ -76,7 +76,7 @@ class Holders:
         )
 
     def hold(self, sources: Ints, ranks: Ints) -> Flags:
-        """Return whether each rank holds the source beside it."""
+        """Return whether each rank holds the source at the same position."""
         begin, end = self.between(sources, ranks, ranks + 1)
         return end > begin
 
@@ -422,8 +422,8 @@ class Route:
     # --- one rank ---
 
     def senders(self, source: int, receiver: int) -> list[int]:
-        """Return who sends the part of `source` that `receiver` needs, for each tensor of the
-        group: itself if it holds the part."""
+        """Return which rank sends the part of `source` that `receiver` needs, for each tensor of
+        the group: the receiver itself if it holds the part."""
         holders = self.intersection.holders
         begin, end = int(holders.indptr[source]), int(holders.indptr[source + 1])
         if self._holds(source, receiver):

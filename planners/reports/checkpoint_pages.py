@@ -1,5 +1,4 @@
-"""Pages of what is saved: of one checkpoint, and of how two differ. Everything is inside, and
-nothing is fetched."""
+"""Pages of one checkpoint, and of how two differ. They are self-contained."""
 
 from __future__ import annotations
 

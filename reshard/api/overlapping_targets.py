@@ -1,4 +1,4 @@
-"""Targets that share memory: tied ones are filled once, and whatever else overlaps is refused."""
+"""Targets that share memory: tied ones are filled once, and all other overlaps are refused."""
 
 from __future__ import annotations
 

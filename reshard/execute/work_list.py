@@ -125,11 +125,9 @@ def copy_row(window: Window, region: int, out: Array) -> list[int] | None:
 
 @dataclass
 class WorkList:
-    """Entries, and what they name.
-
-    `tallies` count the bytes that entries copied. Where `call` has something for an entry, that
-    does the same in another way: alone what a CALL does, and for the others what they are tried
-    again by where they fail, so that it says why.
+    """Entries, and the memory and files that they name. `tallies` count the bytes that entries
+    copied. `call` has Python functions for entries: for a CALL, its only work, and for others, the
+    same work in another way, which is tried if they fail, to report why.
     """
 
     memory: Memory

@@ -129,11 +129,10 @@ def open_contents(
 
 
 def steps_at(path: StoragePath, *, is_sure: bool = False) -> list[RunStep]:
-    """The checkpoints of the run at `path`, the oldest first; none where it is no folder of a run
-    or, unless it `is_sure` that a run is meant, a checkpoint of its own.
-
-    Raises FormatError for a local folder that holds much, and nothing of any checkpoint, and for
-    what is both a run and a checkpoint.
+    """Return the checkpoints of the run at `path`, the oldest first. None if it is not the folder
+    of a run or, unless it `is_sure` that a run is meant, if it is a checkpoint. Raises FormatError
+    for a local folder with many entries and no checkpoint, and for a folder that is both a run and
+    a checkpoint.
     """
     return _run_at(path, _find(path) if local_path(path) is None else None, None, is_sure=is_sure).steps
 
@@ -225,8 +224,8 @@ def _begun(path: AnyPath, step: RunStep) -> float | None:
 
 
 def _owns_all(storage: Storage, names: Listing, preferred: Format | None) -> bool:
-    """Return True if what the top shows is of a format that has folders of its own below it,
-    whatever these are called; or of the one that is preferred."""
+    """Return True if the names at the top belong to a format with folders of its own, of any names,
+    or to the preferred format."""
     if preferred is not None and preferred.detect(storage, names):
         return True
     if not _OF_TREES & set(names):
@@ -284,7 +283,7 @@ def refuse_first_step(path: StoragePath) -> None:
 
 
 def _marker_in(storage: Storage) -> str:
-    """The file that shows that there is a native checkpoint right there, or one of DCP; else ""."""
+    """Return the file that marks a native checkpoint, or one of DCP, in this folder. "" if there is none."""
     for name in _MARKERS:
         with suppress(CheckpointNotFoundError):
             if native.detect(storage, {name: storage.size(name)}) or name != MANIFEST:
@@ -675,10 +674,8 @@ class StepRecords(msgspec.Struct, frozen=True):
 
 
 def records_in(storage: Storage, below: str = "") -> dict[int, StepRecord]:
-    """Return what the file says, in the folder of a run; nothing if there is none.
-
-    Raises CheckpointError if it cannot be read, or is of a newer version: which steps count is not
-    known then.
+    """Return the records in the folder of a run, or none without the file. Raises CheckpointError
+    if it cannot be read or has a newer version, because it is then unknown which steps count.
     """
     where = path_below(storage.url, below + LEDGER)
     try:
@@ -725,10 +722,10 @@ def look_in(names: Collection[str], below: str) -> tuple[list[str], list[str]]:
 
 
 def steps_seen(look: Look) -> list[RunStep]:
-    """Return what is called as checkpoints of a run, the oldest first, at the top or in one
+    """Return the entries with names of checkpoints of a run, the oldest first, at the top or in one
     folder below.
 
-    Raises FormatError where two folders below hold a run each.
+    Raises FormatError if two folders below hold a run each.
     """
     runs: dict[str, list[RunStep]] = {}
     for below in ("", *(f"{name}/" for name in look("")[0] if _BELOW.fullmatch(name))):
@@ -749,9 +746,9 @@ def marks_in(names: Iterable[str]) -> list[str]:
 
 
 def is_certain(look: Look, step: RunStep) -> bool:
-    """Return True if it is a step by more than a number for a name, which other things have, too:
-    the folders of ranks, of processes' logs, of items in a list. So its name says it, or it holds
-    what is called as files of a checkpoint."""
+    """Return True if more than a number as its name shows that it is a step: its name says so, or
+    it has files with names of a checkpoint's. Folders of ranks, of logs, and of items in a list
+    have numbers as names, too."""
     last = step.name.rpartition("/")[2]
     if not last.isdigit():
         return step.step is not None
@@ -761,8 +758,8 @@ def is_certain(look: Look, step: RunStep) -> bool:
 
 
 def shows_nothing(look: Look) -> bool:
-    """Return True if a folder holds much, and neither it nor those in it a file that is called as
-    one of a checkpoint."""
+    """Return True if a folder has many entries, and neither it nor its subfolders have a file with
+    the name of a checkpoint's."""
     folders, files = look("")
     if any(map(_is_mark, files)):
         return False

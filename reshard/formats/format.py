@@ -89,7 +89,7 @@ class Format:
 
 
 def as_shape(values: Iterable[Any]) -> Shape:
-    """Offsets or sizes as a file has them. Raises ValueError for what are none."""
+    """Return offsets or sizes from a file. Raises ValueError for other values."""
     result = tuple(values)
     if any(type(v) is not int or v < 0 for v in result):
         raise ValueError(f"{result} should be integers >= 0")
@@ -102,16 +102,16 @@ def at_top(names: Iterable[str], ends: str | tuple[str, ...]) -> list[str]:
 
 
 def indexes_in(names: Collection[str], ending: str) -> list[str]:
-    """The indexes of the top folder whose names end so. One that was opened by its path may be of a variant, such as
-    `model.safetensors.index.fp16.json`."""
+    """The indexes of the top folder whose names end so. One that was opened by its path may be of a
+    variant, such as `model.safetensors.index.fp16.json`."""
     if len(names) > 1:
         return at_top(names, ending)
     return fnmatch.filter(at_top(names, ".json"), f"*{ending.removesuffix('json')}*json")
 
 
 def read_index(files: Files, ending: str) -> tuple[Files, str, dict[str, str]] | None:
-    """Return the files to look at, the path of the index at the top whose name ends so, and key -> file; None if there
-    is no index. An index that was opened by its path has its files beside it.
+    """Return the files to look at, the path of the index at the top whose name ends so, and key ->
+    file; None if there is no index. An index that was opened by its path has its files beside it.
 
     Raises FormatError if there are several; CorruptCheckpointError if it is none, or a file that
     it names is missing.

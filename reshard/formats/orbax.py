@@ -55,7 +55,7 @@ def _folders(names: Listing) -> list[str]:
 def open(files: Files) -> Contents:
     """The checkpoint. The keys of an item begin with its name where there are several that have arrays.
 
-    Raises FormatError where the folder is not local, MissingPackageError where tensorstore is not
+    Raises FormatError if the folder is not local, MissingPackageError where tensorstore is not
     installed, CorruptCheckpointError for a tree that is unreadable.
     """
     storage, names = files.storage, files.listed

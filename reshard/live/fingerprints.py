@@ -181,7 +181,7 @@ def _small_partials(
 
 
 class _Begun(NamedTuple):
-    """One fingerprint in progress: what is known of it, and what a device was asked."""
+    """One fingerprint in progress: the sums so far, and those that a device is computing."""
 
     sums: Sums
     terms: list[Term]
@@ -301,7 +301,7 @@ def local_parts(tensor: torch.Tensor, positions: Positions, shape: Sequence[int]
 
 
 def _boxes(positions: object) -> list[Box]:
-    """The boxes, if that is what they are, else none."""
+    """Return the boxes, or none if these are not boxes."""
     if isinstance(positions, Box):
         return [positions]
     return [p for p in positions if isinstance(p, Box)] if isinstance(positions, Sequence) else []

@@ -121,8 +121,8 @@ class FlatPiece:
         return self.cut().tensor(local.detach())
 
     def free_gathered(self) -> None:
-        """Free what a forward pass has gathered and no backward pass has freed: the next one would
-        use it again, whatever has been written to the shards."""
+        """Free what a forward pass has gathered and no backward pass has freed. The next forward
+        pass would use it again, even if the shards have been written to since."""
         is_idle = self.sharded and self.handle._training_state.name == "IDLE"
         if is_idle and hasattr(self.flat, "_full_param_padded") and not self.handle.needs_unshard():
             self.handle.reshard(True)

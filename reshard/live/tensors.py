@@ -607,7 +607,7 @@ def matching_shards(forms: Sequence[ProductForm], shape: Shape, held: Mapping[in
 
 
 def agreed_form(shape: Shape, said: Iterable[Collection[Form]]) -> Form | None:
-    """The one form out of what each rank says that a tensor may be; None where no form is possible
+    """The one form out of what each rank says that a tensor may be; None if no form is possible
     on all ranks.
 
     Raises LayoutError, without the tensor's name, where several are that differ in some element.

@@ -625,7 +625,7 @@ class Matcher:
 
         As many states belong together as parameters do: those among the keys, or else by `counts`.
 
-        Raises KeyMismatchError where some of a rule's sources are there, and others are not.
+        Raises KeyMismatchError if some of a rule's sources are there, and others are not.
         """
         found: dict[Identity, dict[tuple[int, int], tuple[str, Hit]]] = {}
         rest: list[str] = []

@@ -100,7 +100,7 @@ def write_pieces(
 
 
 def recorded(storage: Storage, name: str, header_bytes: int, sums: BlockSums) -> FileRecord:
-    """Write the block checksums of a data file that is complete beside it."""
+    """Write the block checksums beside a complete data file."""
     checksums = np.fromiter(sums.blocks.values(), "<u8").tobytes()
     with storage.create(f"{name}.sums") as out:
         out.write(checksums)

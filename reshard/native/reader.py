@@ -69,8 +69,7 @@ _MOST_NAMES, _MOST_PLACES = 3, 16
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Return True if there is a manifest of ours, or data that we wrote beside a damaged or missing
-    one."""
+    """Return True if there is a native manifest, or native data beside a damaged or missing one."""
     if any(GENERATION.match(name) for name in names):
         return True
     if MANIFEST not in names:

@@ -83,7 +83,7 @@ def join_layouts(parties: Iterable[tuple[Described, Sequence[int]]], *, skip: It
     """Return the layout of what all ranks hold together, from each distinct description and the
     ranks that gave it.
 
-    Raises LayoutError where ranks disagree about a tensor's shape, dtype or placement.
+    Raises LayoutError if ranks disagree about a tensor's shape, dtype or placement.
     """
     found: dict[str, list[_Row]] = {}
     everyone: list[int] = []

@@ -436,7 +436,7 @@ _BUFFERS = (
 
 @lru_cache(maxsize=1024)  # a state has few forms, and each may name many ranks
 def _holders(form: ProductForm, rank: int) -> tuple[bytes, int]:
-    """A digest of which ranks hold what this rank holds, and how many they are."""
+    """Return a digest of the ranks that hold the same as this rank, and their number."""
     copied = [isinstance(placement, Replicate) for placement in form.placements]
     place = [None if is_copied else at for is_copied, at in zip(copied, form.mesh.coordinate(rank))]
     count = math.prod(size for size, is_copied in zip(form.mesh.shape, copied) if is_copied)

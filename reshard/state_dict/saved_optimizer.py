@@ -140,7 +140,7 @@ def with_state_of_others(saved: SavedOptimizer, given: Mapping[str, Any], live: 
     that only other ranks hold elements of. Collective over the ranks of each unit, unless the live
     parameters are sharded in the same way.
 
-    Raises NormalizationError where another rank has all of a parameter's state.
+    Raises NormalizationError if another rank has all of a parameter's state.
     """
     held = given if isinstance(given, PartialState) else given.get("state")
     pieces: dict[str, FlatPiece] = {}
@@ -426,7 +426,7 @@ def tensors_that_part(live: LiveOptimizers, groups: Sequence[Sequence[Mapping[st
 
 
 def _common(members: Sequence[OptimizedParameter], saved: SavedOptimizer) -> Mapping[str, Any] | None:
-    """The fields that all parameters of a group were saved with; None where none was saved."""
+    """The fields that all parameters of a group were saved with; None if none was saved."""
     first: tuple[str, Mapping[str, Any]] | None = None
     comparable = False
     for one in members:

@@ -156,7 +156,7 @@ class Contents(State[StoredTensor]):
         return {key: f"per-rank value, {format_count(len(values), 'rank')}" for key, values in self.per_rank.items()}
 
     def find(self, name: str) -> StoredTensor | None:
-        """The tensor of a name, or of one that is tied to it; None if there is none."""
+        """Return the tensor of a name, or the one that it is tied to. None if there is none."""
         if name in self.tensors:
             return self.tensors[name]
         kept = self.aliases.get(name, "")
@@ -310,7 +310,7 @@ class Record(metaclass=_FrozenType):
         self._grown("elements").extend(items)
 
     def _grown(self, which: str) -> list[Any]:
-        """The list of that name, made when the first thing goes into it."""
+        """Return the list of that name, which is created on first use."""
         if not getattr(self, which):
             setattr(self, which, [])
         return cast("list[Any]", getattr(self, which))

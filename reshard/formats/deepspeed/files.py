@@ -109,9 +109,9 @@ def beside(contents: Contents) -> Iterator[str]:
 
 
 def _counts(files: Iterable[TorchFile]) -> tuple[int, int, bool]:
-    """Return how many ranks the files of a checkpoint speak of, 0 where none does: those that share an
-    optimizer, with a file each; those of model parallelism, with files of their own. And whether
-    each of the first has a file of the model, too, as of stage 3."""
+    """Return the numbers of ranks that the files of a checkpoint show, 0 if none do: ranks that
+    share an optimizer, with one file each, and model-parallel ranks. Also return whether each of
+    the first kind has a file of the model, too, as in stage 3."""
     partitions, models, shards_models = [0], [0], False
     for file in files:
         value = file.entries

@@ -216,7 +216,8 @@ def _even_parts(ranks: Sequence[Rank], g: int, group: Shapes) -> _Parts:
 
 
 def _gather_all(fqn: str, shape: Shape, flats: Sequence[Values], held: _Held) -> Values:
-    """The states of a parameter from parts of each rank's flat ones; those that are none are the same for all."""
+    """Return the states of a parameter from parts of each rank's flat states. States that are not
+    flat are the same on all ranks."""
     states = flats[0]
     return {
         name: _gather(f"{fqn}.{name}", shape, [of.get(name) for of in flats], held)

@@ -101,7 +101,7 @@ def join_halves(tensors: Tensors) -> Tensors:
 
 
 def whole_key(key: str) -> str:
-    """The name of the parameter of which `key` may be a half."""
+    """Return the name of the parameter that `key` may be one half of."""
     match = _HALF.fullmatch(key)
     return key if match is None else match[1]
 

@@ -137,7 +137,7 @@ def megatron_form(
     """`contents`, which normalizes to `found`, with the keys, stacks and common state of Megatron's
     format.
 
-    Raises FormatError where it cannot hold the state: layers that are missing, an optimizer without
+    Raises FormatError if it cannot hold the state: layers that are missing, an optimizer without
     param groups, steps that differ.
     """
     if not found.model:
@@ -371,7 +371,7 @@ class Stacks:
         return tuple(front + inner for inner in self._inner_names(site, name.removesuffix(site.tail)))
 
     def _inner_names(self, site: _ParameterSite, front: str) -> tuple[str, ...]:
-        """Return what it is called within the layer: a norm may be part of a projection, or stand by itself."""
+        """Return its name within the layer: a norm may be part of a projection, or separate."""
         for norm, projection, sure in _NORMS:
             match = re.fullmatch(rf"(?P<before>(?:.*\.)?){re.escape(norm)}\.(?P<kind>weight|bias)", site.tail)
             if match is None:

@@ -44,8 +44,7 @@ class TorchArchive:
     """A zip archive of `torch.save` at [start, start + length) of a source."""
 
     def __init__(self, source: Source, start: int = 0, length: int | None = None) -> None:
-        """Reads the central directory. Raises CorruptCheckpointError if there is none,
-        or it makes no sense."""
+        """Read the central directory. Raises CorruptCheckpointError if it is missing or malformed."""
         self.source = source
         self.start = start
         self.length = source.nbytes - start if length is None else length
