@@ -36,7 +36,7 @@ class Finding:
 
 
 _MOST_LISTED = 3
-"""Names with one beginning that `in_groups` lists one by one."""
+"""Most names with one prefix that `in_groups` lists one by one."""
 
 
 _LOST = re.compile(

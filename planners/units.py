@@ -17,7 +17,7 @@ def format_bytes(nbytes: float) -> str:
 
 
 def format_each(sizes: Sequence[float]) -> list[str]:
-    """Sizes that stand below one another, all in the unit of the largest: `["1.5 MiB", "0.1 MiB", "<0.1 MiB"]`."""
+    """Return sizes for a column, all in the unit of the largest: `["1.5 MiB", "0.1 MiB", "<0.1 MiB"]`."""
     unit = max(map(_unit_of, sizes), default=0)
     return [_in_unit(size, unit) for size in sizes]
 

@@ -560,7 +560,7 @@ def chosen(names: Sequence[str], globs: Sequence[str], where: str) -> frozenset[
 
 
 def ranks_that_saved(checkpoint: Checkpoint) -> int | None:
-    """Return how many ranks saved; None where the format does not record that."""
+    """Return how many ranks saved; None if the format does not record that."""
     world, format = checkpoint.layout.world_size, find_format(checkpoint.format)
     return world if world > 1 or (format is not None and format.records_ranks) else None
 

@@ -189,7 +189,7 @@ class ProductForm:
 
     @classmethod
     def make(cls, mesh: Mesh, placements: Sequence[Placement]) -> ProductForm:
-        """A form that is shared by all who ask for the same."""
+        """Return a form, which is shared by all callers that request the same."""
         return _product_form(mesh, tuple(placements))
 
     def ranks(self) -> Sequence[int]:
@@ -198,7 +198,7 @@ class ProductForm:
 
     @lru_cache(maxsize=4096)  # noqa: B019  # equal forms share what is found
     def geometry(self, shape: Shape) -> ProductGeometry:
-        """The ownerships for a shape. Raises PlanError where the form does not fit it."""
+        """The ownerships for a shape. Raises PlanError if the form does not fit it."""
         mesh, placements = self.mesh, self.placements
         steps = [math.prod(mesh.shape[i + 1 :]) for i in range(mesh.ndim)]
         axes_of: list[list[int]] = [[] for _ in shape]

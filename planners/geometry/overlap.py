@@ -38,7 +38,7 @@ class Piece(NamedTuple):
     tensor: int = 0
     """Index of the saved tensor, if the wanted one is a view of several."""
     dims: Dims | None = None
-    """The order of the dims of `source` in `target`; None: the same order."""
+    """The order of the dims of `source` in `target`. None: the same order."""
 
 
 class FilledSlot(NamedTuple):
@@ -213,7 +213,7 @@ def overlap_of(shape: Shape, saved: Form, wanted: Form) -> ProductOverlap | Swee
 
 
 MAX_CELLS = 1 << 22
-"""Largest grid that is counted at once; above it the region is halved."""
+"""Largest grid that is counted at once. A larger region is halved."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Who reads, writes and sends what: plans of loads, saves and transfers, each with its proof beside it."""
+"""Plans of loads, saves, and transfers (which rank reads, writes, or sends what), each with its proof."""

@@ -10,11 +10,11 @@ from planners.errors import CodecError
 from planners.geometry.layout import LAYOUT_KINDS, MALFORMED, Kind
 
 VERSION = 1
-"""Version of the JSON form; texts of a higher one are refused."""
+"""Version of the JSON form. Texts of a higher version are refused."""
 
 
 def to_json(value: object) -> dict[str, Any]:
-    """`value` as plain data: what `dumps` writes. Raises CodecError for what has no JSON form."""
+    """Return `value` as plain data, as `dumps` writes it. Raises CodecError for values without a JSON form."""
     for name, kind in _kinds():
         if type(value) is kind.type:
             return {"reshard": name, "version": VERSION, **kind.encode(value)}

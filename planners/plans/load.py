@@ -323,7 +323,7 @@ def _unfit(
 
 
 def _difference(given: TensorSpec, meant: TensorSpec, allow_cast: bool, user: str = "target layout") -> str:
-    """Return in what a tensor is not what it is meant to be; "" if it is."""
+    """Return how a tensor differs from the expected one. "" if it does not."""
     if given.shape != meant.shape:
         return f"with shape {list(given.shape)}, but the {user} has {list(meant.shape)}"
     return "" if given.dtype == meant.dtype or allow_cast else f"as {given.dtype}, but the {user} has {meant.dtype}"

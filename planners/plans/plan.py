@@ -1,8 +1,6 @@
-"""The common type of all plans: what goes from where to where, listed for the rank that asks; and
-`verify`, the proof.
-
-Proofs are exact, cheap enough to be always on, and concrete about what is wrong. Where a form is a
-product, each dim is proved on its own: if the segments of every dim tile what each owner holds
+"""The common type of all plans, which list what a rank reads, writes, or receives; and `verify`,
+the proof. Proofs are exact, cheap enough to be always on, and concrete about problems. If a form is
+a product, each dim is proved on its own: if the segments of every dim tile what each owner holds
 exactly once and agree on global coordinates, so do their products. Everything else is listed and
 swept.
 """

@@ -171,7 +171,7 @@ def _transfer_plan(data: Mapping[str, Any]) -> TransferPlan:
 
 
 def _schedule_json(rounds: Schedule) -> dict[str, Any]:
-    """Columns are omitted where they are those that `schedule` makes, which is mostly so."""
+    """Columns are omitted if they equal those that `schedule` makes, as they usually do."""
     usual = rounds == schedule(rounds.plan, max_inflight_bytes=rounds.max_inflight_bytes)
     return {
         "plan": _transfer_json(rounds.plan),

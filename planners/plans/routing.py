@@ -76,7 +76,7 @@ class Holders:
         )
 
     def hold(self, sources: Ints, ranks: Ints) -> Flags:
-        """Return whether each rank holds the source beside it."""
+        """Return whether each rank holds the source at the same position."""
         begin, end = self.between(sources, ranks, ranks + 1)
         return end > begin
 
@@ -362,7 +362,7 @@ class PairGroup:
 
     names: tuple[str, ...]
     positions: tuple[int, ...]
-    """Where each name stands among those that were grouped."""
+    """Index of each name among those that were grouped."""
     before: TensorLayout
     """The layout of the first of them, on the side that gives."""
     after: TensorLayout
@@ -413,7 +413,7 @@ class Route:
         holders = self.intersection.holders
         self._alone = bool(holders.counts.max(initial=0) <= 1)
         self.order = holders.ranks
-        """The holders of each source, least loaded first; otherwise like `Holders.ranks`."""
+        """The holders of each source, least loaded first. Otherwise as `Holders.ranks`."""
         if not self._alone:
             order = np.lexsort((holders.ranks, loads[holders.ranks], holders.source_of))
             self.order = holders.ranks[order]
@@ -422,8 +422,8 @@ class Route:
     # --- one rank ---
 
     def senders(self, source: int, receiver: int) -> list[int]:
-        """Return who sends the part of `source` that `receiver` needs, for each tensor of the
-        group: itself if it holds the part."""
+        """Return which rank sends the part of `source` that `receiver` needs, for each tensor of
+        the group: the receiver itself if it holds the part."""
         holders = self.intersection.holders
         begin, end = int(holders.indptr[source]), int(holders.indptr[source + 1])
         if self._holds(source, receiver):

@@ -287,7 +287,7 @@ class Assignment:
     indices: Ints
     """For each entry, the index of the rank's local tensor."""
     ends: Ints
-    """Per entry: one past the last unit that it takes; it begins where the one before it ends."""
+    """For each entry, one past the last unit that it takes. It begins where the previous entry ends."""
     _near: dict[Box, tuple[int, ...]] = field(default_factory=dict)
     _writers: dict[Box, tuple[tuple[int, Box], ...]] = field(default_factory=dict)
     _boxes: dict[int, tuple[tuple[Box, Box], ...]] = field(default_factory=dict)

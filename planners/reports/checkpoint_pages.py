@@ -1,5 +1,4 @@
-"""Pages of what is saved: of one checkpoint, and of how two differ. Everything is inside, and
-nothing is fetched."""
+"""Pages of one checkpoint, and of how two differ. They are self-contained."""
 
 from __future__ import annotations
 
@@ -60,7 +59,7 @@ class Histogram(NamedTuple):
     mean: float
     std: float
     odd: int
-    """How many are NaN or infinite; they are in nothing else of this."""
+    """Number of values that are NaN or infinite. All other fields exclude them."""
 
 
 class Measure(NamedTuple):

@@ -17,9 +17,9 @@ from planners.units import format_bytes
 _MAX_ROWS = 12
 _MAX_HEIGHT = 32
 _MAX_WIDTH = 48
-"""Characters that a tensor takes so that it has its shape; more where ranks need more."""
+"""Characters of a tensor drawn in its proportions. More if ranks need more."""
 _LABEL = 18
-"""Characters for the ranks of a cell; longer lists are shortened to `0, 8, ...`."""
+"""Characters for the ranks of a cell. Longer lists are shortened to `0, 8, ...`."""
 
 
 def draw_cuts(layout: TensorLayout, width: int = 100) -> str:

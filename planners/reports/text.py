@@ -301,8 +301,7 @@ class PlanStats:
     world_size: int
     rank_bytes: Ints
     items: Ints | None
-    """Number of items of each rank; None for save plans, where it depends on how chunks are
-    divided."""
+    """Number of items of each rank. None for save plans, whose number depends on how chunks are divided."""
     unsharded_axes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The `StateLayout.unsharded_axes` of the layout that the plan leads to. For a save, those of the saved layout."""
 

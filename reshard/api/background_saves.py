@@ -19,8 +19,8 @@ T = TypeVar("T")
 _log = logging.getLogger("reshard")
 
 saves: dict[Future[Any], tuple[str | None, Set[Any]]] = {}
-"""The oldest first, with their paths and what they use. Those without a path count only while they
-run; the others until a caller has asked for the result: an error must not be lost."""
+"""Saves, the oldest first, with their paths and what they use. One without a path is listed only
+while it runs. Others stay until a caller has asked for the result, so that no error is lost."""
 
 
 def start_in_background(

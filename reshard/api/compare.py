@@ -732,7 +732,7 @@ def _name_findings(left: _Side, right: _Side, joint: _JointFindings, group: Grou
 
 
 def _ranks_left_open(left: _Side, right: _Side, group: Group | None) -> list[str]:
-    """Per-rank values of which one side has those of this rank only, and the other one has more."""
+    """Return per-rank values of which one side has only this rank's, and the other side has more."""
     x, y = left.names.own, right.names.own
     is_whole = group is not None or (left.checkpoint is not None and right.checkpoint is not None)
     return [] if is_whole else [key for key in x if key in y and x[key] != y[key]]

@@ -1,5 +1,5 @@
-"""The arguments of a conversion, as a value that workers receive; its files, one task each; and what is already
-done."""
+"""The arguments of a conversion, as a value that workers receive; its files, one task each; and
+what is already done."""
 
 from __future__ import annotations
 
@@ -359,11 +359,9 @@ class Journal:
     def begin(self, *, resume: bool) -> str:
         """Claim the target until `leave`, and remove what dead jobs left there.
 
-        Returns the id of the job: that of the interrupted one, if there is one and `resume`, else a
-        new one.
-
-        Raises StorageError if another job is running here; one that cannot be seen from here is given
-        time to say so.
+        Returns the id of the job: that of the interrupted one, if there is one and `resume` is
+        True, and otherwise a new one. Raises StorageError if another job is running here. A job
+        that cannot be seen from here gets time to renew its claim.
         """
         names = self.names()
         self.left = [*filter(is_temporary, names)]
@@ -413,7 +411,7 @@ class Journal:
             )
 
     def is_continued(self) -> bool:
-        """Return whether another process works on this job, if not the one that did."""
+        """Return whether another process now works on this job."""
         found = self._claim()
         return found is not None and not found.has_left
 
@@ -421,19 +419,19 @@ class Journal:
         return liveness.read_lease(self.storage, f"{self.folder}/{_CLAIM}")
 
     def give_up(self) -> bool:
-        """Processes that write for this job must stop, and any process may continue it. False if another one, which
-        took this one for dead, does so already."""
+        """Processes that write for this job must stop, and any process may continue it. False if
+        another one, which took this one for dead, does so already."""
         return self._lease is not None and self._lease.give_up()
 
     def leave(self) -> None:
-        """No process writes any more: the job is done, or any process may continue or remove it."""
+        """Release the claim: the job is done, or any process may continue or remove it."""
         if self._lease is not None:
             self._lease.stop()
 
     def tidy(self) -> None:
-        """After a failure, when no process writes any more: complete files stay for the next try,
-        and nothing else. If the job has finished no file, nothing stays. Where another process
-        continues it, all is that one's."""
+        """Clean up after a failure, when no process still writes. Only complete files stay, for the
+        next try. If the job finished no file, nothing stays. If another process continues the job,
+        its files are left alone."""
         if not self.give_up():
             return
         names = self.names()
@@ -483,8 +481,8 @@ class Journal:
         return out
 
     def end(self) -> None:
-        """Remove the records after everything is published. Those of another process, which took this one for dead,
-        stay."""
+        """Remove the records after everything is published. Those of another process, which took
+        this one for dead, stay."""
         self.leave()
         if self._lease is not None and self._lease.is_taken:
             return
@@ -510,7 +508,7 @@ def _flat(file: str) -> str:
 
 
 def _decoded(storage: Storage, name: str, kind: type[T]) -> T | None:
-    """Read a record; None if there is none that is as it was written."""
+    """Read a record. None if it is missing or was changed."""
     try:
         return manifest.decode_sealed(storage.read(name), kind)
     except (CheckpointNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -518,11 +516,9 @@ def _decoded(storage: Storage, name: str, kind: type[T]) -> T | None:
 
 
 def remove_dead_jobs(storage: Storage, names: Collection[str], *, spare: str = "") -> list[str]:
-    """Remove what conversions left whose processes are gone: records, and files that never became a
-    checkpoint.
-
-    A job that may still be running keeps all of it, as does the one with records in the folder `spare`.
-    `names` are the storage's. Returns the ids of the jobs.
+    """Remove the records and unfinished files of conversions whose processes have ended. Those of
+    jobs that may still be running stay, and those with records in the folder `spare`. `names` are
+    the names in the storage. Returns the ids of the jobs.
     """
     removed = []
     for folder, claim, job_id in _jobs(storage, names):

@@ -19,7 +19,7 @@ from reshard.state import NUMBERED
 _MOST_LINES = 20
 """Maximum number of lines of one section. If there are more keys, they are listed by pattern."""
 _MOST_OF_A_FRONT = 5
-"""Keys with a first segment that the other side does not have; more of them take one line."""
+"""Most keys that are listed if the other side lacks their first segment. More take one line."""
 _MOST_GUESSES, _MOST_GLOBS, _MOST_RULES, _MOST_SIMILAR = 20, 3, 4, 8
 _MOST_KNOWN = 5000
 OR_MAPPING = ", or rename keys with mapping="

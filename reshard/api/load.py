@@ -440,7 +440,7 @@ def own_values(
     """Return the new value of each key of `names` on this rank, by the rule of its target. `names`
     has those in the checkpoint.
 
-    Raises KeyMismatchError where a different number of ranks saved, and the target has no rule for
+    Raises KeyMismatchError if a different number of ranks saved, and the target has no rule for
     that, or where the value is of a class that the target has none of.
     """
     saved = checkpoint.contents.per_rank

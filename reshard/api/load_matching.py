@@ -148,7 +148,7 @@ class KeyMatch:
                     self.changed_classes[key_of(own[: len(own) - levels])] = saved, found
 
     def _name_of(self, key: str) -> str:
-        """The name of the place that a key of the target stands for. In a dict with 1 and "1" the
+        """Return the name of the place that a key of the target refers to. In a dict with 1 and "1" the
         number has a name of its own; a dict with only one of them may have been saved, or be the
         target."""
         if key in self.mapping:
@@ -234,7 +234,7 @@ class KeyMatch:
             elif name in checkpoint and not checkpoint[name].shape and _is_number(live):
                 self._use(name)
                 self._tensor_into_number(key, checkpoint[name], live)
-            elif not self._replace_whole(key):  # None where there was no state yet, and a dict was saved
+            elif not self._replace_whole(key):  # None if there was no state yet, and a dict was saved
                 self.missing.append(key)
         for key in targets.units:
             name = self._name_of(key)
@@ -273,7 +273,7 @@ class KeyMatch:
         return True
 
     def _place_of(self, key: str) -> KeyPath:
-        """The path in the checkpoint that a key of the target stands for."""
+        """Return the path in the checkpoint that a key of the target refers to."""
         path, name = self.targets.paths[key], self._name_of(key)
         return path if self.below.has(path) and key not in self.mapping else self.below.places.get(name, (name,))
 
@@ -302,8 +302,8 @@ class KeyMatch:
                     self.changed_classes[key_of((key, *rest))] = names
 
     def _note(self, key: str, live: Any, value: Any) -> None:
-        """Note what is gone, or of another class, at and below `key` when `value` takes the place
-        of `live`. Numbers count as one class, but not bools, and None stands for any value."""
+        """Note what is lost, or has another class, at and below `key` when `value` replaces `live`.
+        Numbers count as one class, but not bools, and None stands for any value."""
         if isinstance(live, Mapping):
             if {saved := form_of(value), own := form_of(live)} == {"nested", "flattened"}:
                 self.mismatched.append(f"{key}: saved {saved}, but the target is {own}")
@@ -500,8 +500,8 @@ class _MismatchVote(msgspec.Struct, frozen=True, array_like=True):
     """What each rank sends about its matches."""
 
     used: dict[bytes, bytes]
-    """A bit for each name of the checkpoint, compressed, by a digest of what they load from: who
-    loads from something else has no say about its names."""
+    """A compressed bit for each name of the checkpoint, by a digest of what ranks load from. A rank
+    that loads from something else does not vote on its names."""
     saves: list[tuple[str, str]]
     """A path, or ranks that share tensors, and the save that was opened."""
     fits: bool
@@ -696,11 +696,9 @@ def _by_integer_ids(match: KeyMatch, missing: dict[str, str], unexpected: list[s
 
 
 def gather_mismatches(match: KeyMatch, group: Group) -> Mismatches:
-    """Collective: what fits on no rank, and what does not fit on some. Targets whose layout one
-    rank alone cannot determine know it from now on.
-
-    A bit for each name of the checkpoint travels, compressed, and only where something does
-    not fit, what that is.
+    """Collective: return what matches on no rank, and what does not match on some. Also settles the
+    layouts that one rank alone cannot determine. Ranks send one compressed bit for each name of the
+    checkpoint, and details only about mismatches.
 
     Raises CheckpointError, on every rank, if ranks have opened different saves at one path, or for
     tensors that they share; LayoutError if not even all ranks together can determine the layout of
@@ -775,8 +773,8 @@ def _on_ranks(keys: Mapping[str, list[int]], group: Group) -> dict[str, str]:
 
 
 def _kinds(match: KeyMatch) -> dict[str, str]:
-    """Keys that this rank misses though the checkpoint has their names, for something of another
-    kind: what it is, and what the target has, in words."""
+    """Return keys that are missing although the checkpoint has something of another kind under
+    their names: what that is, and what the target has, in words."""
     checkpoint, targets = match.checkpoint, match.targets
     contents, out = checkpoint.contents, {}
     for key in match.missing:

@@ -74,8 +74,8 @@ class LoadOptions(_SharedOptions):
     memory_budget_bytes: int | None = None
     progress: bool = False
     entry_by_entry: bool = False
-    """Match every entry of a dict for itself, as torch.distributed.checkpoint does; else a dict
-    without tensors is replaced whole."""
+    """Match every entry of a dict by itself, as torch.distributed.checkpoint does. False: a dict
+    without tensors is replaced as one value."""
     wording: Wording = Wording()
 
     def __post_init__(self) -> None:

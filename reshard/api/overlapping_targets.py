@@ -1,4 +1,4 @@
-"""Targets that share memory: tied ones are filled once, and whatever else overlaps is refused."""
+"""Targets that share memory: tied ones are filled once, and all other overlaps are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from reshard.live.tensors import LiveTensor
 
 
 _WORK = 10_000
-"""Steps that numpy may take to find out whether two strided arrays share an element; most need but a few."""
+"""Most steps of numpy to find out whether two strided arrays share an element. Usually a few are enough."""
 
 
 class _MemorySpan(NamedTuple):

@@ -92,7 +92,7 @@ def unsharded_text(axis: str, fqns: Sequence[str]) -> str:
 
 
 def _side(given: Any, rules: Mapping[str, str] | None, saved: StateLayout | None = None) -> Any:
-    """A layout or topology, where a path or words stand for one."""
+    """Return a layout or topology, also from its path or its words."""
     if isinstance(given, str) and names_topology(given):
         return topology_of(given, rules, saved)
     if isinstance(given, str | os.PathLike) and is_layout_file(given):

@@ -243,7 +243,7 @@ class Prepared:
         )
 
     def _bind(self) -> None:
-        """Find the memory of all transfers, and make the buffers. Raises LayoutError where it is not as was agreed."""
+        """Find the memory of all transfers, and make the buffers. Raises LayoutError if it is not as was agreed."""
         pairing, rank = self.pairing, self._rank
         self._places_checked()
         self._values.check_places(self._options["strict"])
@@ -291,7 +291,7 @@ class Prepared:
         self._others = {tensor.device for tensor in self._tensors()} - {self._device}
 
     def _ties_checked(self) -> None:
-        """Raise KeyMismatchError where this rank alone has one memory for different targets."""
+        """Raise KeyMismatchError if this rank alone has one memory for different targets."""
         pairing, its, filled = self.pairing, self._target.state, dict[str, str]()
         for key in (key for key in its.tensors if key in pairing.views):
             first = filled.setdefault(its.aliases.get(key, key), key)

@@ -155,7 +155,7 @@ def steps(folder: AnyPath) -> list[Step]:
 
 
 def _is_gone(path: str) -> bool:
-    """Return whether nothing is left of a step, as of one that was removed since it was listed."""
+    """Return whether a step was removed since it was listed."""
     local = local_path(path)
     if local is None:
         return not open_storage(path).names()
@@ -283,7 +283,7 @@ class RemoveWork:
     """Files that stay, by which the folder is known to be the driver's."""
 
     def begin(self) -> Callable[[str], None]:
-        """Raises StorageError where the folder is another one."""
+        """Raises StorageError if the folder is another one."""
         names = open_storage(self.folder).names() if self.kept else []
         for name in self.kept:
             if name not in names:
@@ -303,9 +303,8 @@ def remove_checkpoints(
     saves: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Remove these of the checkpoints directly below `folder`, and what killed saves have left
-    there, as `prune` does. Returns the paths of what was removed: what a save replaces just now
-    stays, and so does what a link leads to, and what is no longer of the save that `saves` has for
-    its path."""
+    there, as `prune` does. Returns the removed paths. A checkpoint stays if a save is replacing it,
+    if a link leads to it, or if it is no longer the save that `saves` has for its path."""
     storage = open_storage(folder)
     names = storage.names()
     remove_dead_jobs(storage, names)
@@ -380,8 +379,8 @@ def published(folder: AnyPath, seen: Seen | None = None, tries: int = 3) -> list
     Args:
         seen: what an earlier call found, which is updated: of these, only what has changed is
             opened again.
-        tries: so often all is listed again where one was removed meanwhile. The save that took its
-            place may have come after the list.
+        tries: how many times to list again if one was removed meanwhile, because the save that
+            replaced it may have been published after the listing.
     """
     if isinstance(folder, Storage):
         raise CheckpointError(f"expected a path or URL, got the storage {folder.url}")

@@ -368,10 +368,10 @@ def _remove_together(group: Group, generation: Generation) -> None:
 
 
 def _clear(job: save_job.SaveJob, cause: BaseException) -> None:
-    """Remove what a failed save has written, unless it failed after publishing: the first rank all.
-    Where folders are only a part of names, the others remove what they wrote after it did so. In
-    folders that is not possible, and must not be tried: a network file system may still show them
-    that nothing was published."""
+    """Remove what a failed save has written, unless it failed after publishing. The first rank
+    removes everything. On storage whose folders are only parts of names, the other ranks then
+    remove what they wrote later. In real folders, they must not try: a network file system may
+    still show them a state before the publication."""
     save_id, has_folders = job.generation.save_id, job.storage is not job.generation.storage
     try:
         if job.group.rank and (has_folders or commit.has_claim(job.storage, save_id)):
@@ -521,10 +521,8 @@ def agreed_plan(
 
     Also returns what all ranks hold, with objects, and the results of `decide` and `stage`.
 
-    The ranks meet for the last time when all have staged: what fails on one rank before, fails on all.
-
-    Args:
-        stage: what this rank writes, while it is on its way to the others.
+    The ranks meet for the last time when all have staged. Earlier failures of one rank are raised
+    on all. Args: stage: what this rank writes, while it is on its way to the others.
         decide: on the first rank, what it has for all.
     """
     with phase("plan"):

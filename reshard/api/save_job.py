@@ -1,4 +1,4 @@
-"""One rank's part of a save: what it writes, from where and with whom, and what it need not."""
+"""One rank's part of a save: what it writes, with which ranks, and what it can reuse."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def _parts(tensor: LiveTensor, layout: TensorLayout, rank: int) -> tuple[torch.T
 
 
 def summed_up(job: SaveJob, data: ToWrite) -> tuple[ToWrite, list[str]]:
-    """Return where no rank can say by itself whether a tensor is what it was, its fingerprint can:
-    those of which it does."""
+    """Return `data` with all fingerprints, and the tensors that are unchanged according to these.
+    They are compared only if no rank alone can determine whether a tensor changed."""
     group, every, data = job.group, job.generation.census.tensors, data.summed_up()
     told = group.gather_and_sum(b"", pack_tally(data.prints, every), add_tallies)
     names: list[str] = []
@@ -123,9 +123,9 @@ def summed_up(job: SaveJob, data: ToWrite) -> tuple[ToWrite, list[str]]:
 
 
 def write(job: SaveJob, data: ToWrite, same: list[str]) -> tuple[Written, int, dict[str, Partial]]:
-    """This rank's file, or its part of one, and, made by another thread meanwhile, its part of the
-    fingerprints. Also says how many bytes need not be written, of which those of the tensors
-    `same` are known."""
+    """Write this rank's file, or its part of a common file. Meanwhile, another thread computes its
+    part of the fingerprints. Also returns the number of bytes that are reused. Those of the tensors
+    `same` are known to be unchanged."""
     many = job.options.ranks_per_file > 1 and job.group.world_size > 1
     if not data.entries and not many:
         return Written(), 0, {}
@@ -191,8 +191,7 @@ class Choice(NamedTuple):
     """What the first rank found in the folder."""
 
     folder: str = ""
-    """Name of the earlier checkpoint's folder beside the new one; empty for the one that the save
-    replaces."""
+    """Name of the earlier checkpoint's folder beside the new one. Empty for the one that the save replaces."""
     save_id: str | None = None
     """None if there is none to be based on."""
     by_print: bool = False
@@ -206,12 +205,11 @@ _MOST_SKIPPED = 8
 
 
 def choose_base(path: Any, wanted: AnyPath, layout: StateLayout, *, by_print: bool) -> Choice:
-    """The earlier checkpoint that `wanted` names or, for "auto", the newest whole one: that which
-    `path` holds, else one in a folder beside it. What is wrong with one is no reason not to save:
-    it is skipped.
+    """The earlier checkpoint that `wanted` names or, for "auto", the newest complete one: that at
+    `path`, or one in a folder beside it. A damaged one does not stop the save: it is skipped.
 
-    Raises CheckpointError if `wanted` is not beside `path`, there is nothing, or it is not of this
-    library.
+    Raises CheckpointError if `wanted` is not beside `path`, does not exist, or is not a native
+    checkpoint.
     """
     passed: list[str] = []
     for folder in _newest_first(path, passed) if wanted == "auto" else [_folder_beside(path, wanted)]:
@@ -232,11 +230,9 @@ def choose_base(path: Any, wanted: AnyPath, layout: StateLayout, *, by_print: bo
 
 
 def base_at(path: Any, folder: str, save_id: str | None = None, share: Share = ALL) -> Base:
-    """The checkpoint in a folder beside `path`, or at `path` itself for "", of whose files a share
-    is looked for.
-
-    Raises FormatError if it is none of this library; CheckpointNotFoundError if it is not the save
-    of this id.
+    """The checkpoint in a folder beside `path`, or at `path` itself for "", whose files this rank
+    looks through for its part. Raises FormatError if it is not native, and CheckpointNotFoundError
+    if it is not the save with this id.
     """
     if not folder:
         storage, there, here, place = open_storage(path), "", "", path
@@ -252,8 +248,8 @@ def base_at(path: Any, folder: str, save_id: str | None = None, share: Share = A
 
 
 def open_base(path: Any, choice: Choice, group: Group) -> tuple[Base | None, Choice]:
-    """The chosen one; None if it is gone or unreadable. This rank then writes all of its data, and the
-    choice says why."""
+    """Open the chosen base. None if it was deleted or cannot be read. This rank then writes all of
+    its data, and the choice says why."""
     try:
         return base_at(path, choice.folder, choice.save_id, Share(group.rank, group.world_size)), choice
     except (CheckpointError, StorageError) as error:

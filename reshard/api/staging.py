@@ -47,8 +47,7 @@ class ToWrite:
     beside: CopyStreams
     """For fingerprints, which are computed where the elements are, while others are written."""
     prints: dict[str, Partial] = field(default_factory=dict)
-    """Of entries that were summed up before, by name of the tensor: these are no more where they
-    were."""
+    """Fingerprints that were computed before, by name of the tensor. These elements may have moved since."""
     summed: frozenset[int] = frozenset()
     """Numbers of those entries."""
     release: Callable[[], None] = _nothing
@@ -86,17 +85,16 @@ class ToWrite:
 
 
 def check_stage(stage: str) -> None:
-    """Raises OptionError for a place that is none."""
+    """Raises OptionError for any other value."""
     if stage not in ("host", "device"):
         raise OptionError(f"stage must be 'host' or 'device', got {stage!r:.80}")
 
 
 def staged(entries: Sequence[Entry], stage: Literal["host", "device"], *, fingerprints: bool) -> ToWrite:
-    """Copies of `entries`: the caller may change its tensors once this returns.
-
-    Tensors on a device are copied to the host beside the caller's stream, and awaited; or, by
-    "device", copied where they are, by the caller's stream itself, without waiting. If there is no
-    space for that, the host is used.
+    """Return copies of `entries`. The caller may then change its tensors. Tensors on a device are
+    copied to the host on a separate stream, and awaited. With "device", they are copied on the
+    device, on the caller's stream, without waiting. If the device lacks memory for that, the host
+    is used.
     """
     if stage == "device":
         try:

@@ -69,14 +69,13 @@ class _Options(StateDictOptions):
 
 
 class LiveObjects:
-    """A user's state, taken apart.
+    """A user's state, taken apart. `state` is `user`, in which what is saved of them replaces
+    models, optimizers, generators, and other objects with `state_dict` and `load_state_dict`. All
+    other values are the same. `put_back` gives each object what was loaded, and puts plain values
+    into the user's containers.
 
-    Of `user`, each model, optimizer, generator and all else with `state_dict` and `load_state_dict` is replaced in
-    `state` by what is saved of it; all other values are the same ones. `put_back` gives each object what was loaded,
-    and the user's containers all plain values.
-
-    Raises FormatError for what is no dict, and for objects in tuples; NormalizationError for an optimizer without its
-    model.
+    Raises FormatError for what is no dict, and for objects in tuples; NormalizationError for an
+    optimizer without its model.
 
     Args:
         to_fill: for a load, and not to be saved.
@@ -125,8 +124,8 @@ class LiveObjects:
             self._untie()
 
     def put_back(self, tied: Mapping[str, str]) -> None:
-        """Give the loaded values to the objects, after `state` was filled. Raises CheckpointError, which says what was
-        restored before, if an object refuses its value.
+        """Give the loaded values to the objects, after `state` was filled. Raises CheckpointError,
+        which says what was restored before, if an object refuses its value.
 
         Args:
             tied: keys that were saved as the tensor of another key, and the name of that.
@@ -250,8 +249,8 @@ class LiveObjects:
         value.load_state_dict(got if order is None else in_order(got, order))
 
     def _own(self, wrapper: PerRank) -> _Taken | None:
-        """Prepare an object with a value per rank. Asking a data loader for its state may start its workers, so this
-        is done only when a value was loaded for it."""
+        """Prepare an object with a value per rank. Asking a data loader for its state may start its
+        workers, so this is done only when a value was loaded for it."""
         its = wrapper.value
         if isinstance(its, torch.Generator):
             get, put = its.get_state, its.set_state

@@ -1,4 +1,4 @@
-"""Reading a checkpoint in shares of bounded size, a task each, by workers who open it themselves."""
+"""Reads a checkpoint in shares of bounded size, one per task, by workers that open it themselves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from reshard.native.reader import NativeFacts
 from reshard.stored.streaming import windows
 
 SHARE_BYTES = 256 << 20
-"""What a task reads of tensors, of each side; a window at a time."""
+"""Bytes of tensors that a task reads of each side, one window at a time."""
 _SHARE_TENSORS = 2000
 
 Share = tuple[tuple[str, Box], ...]
@@ -66,7 +66,7 @@ class Opening:
         return cls(path, _digest(checkpoint, path))
 
     def open(self) -> Checkpoint:
-        """Raises StorageError where it is another one, and what `reshard.open` raises."""
+        """Raises StorageError if it is another one, and what `reshard.open` raises."""
         checkpoint = open_damaged(self.path, check=self.check)
         if _digest(checkpoint, self.path) != self.seen:
             raise StorageError(

@@ -1,4 +1,4 @@
-"""Offline work in tasks, done by whatever `concurrent.futures.Executor` people have.
+"""Offline work in tasks, on any `concurrent.futures.Executor`.
 
     run_tasks(work, tasks, executor, on_done)
 
@@ -158,7 +158,7 @@ def run_tasks(
     process. Call `on_done` for each.
 
     Args:
-        work: None where there is no executor, and something that does a task `here`, in this process.
+        work: None if there is no executor, and something that does a task `here`, in this process.
         on_stop: called when the work is given up, before running tasks are waited for.
 
     Raises what a task raises, and CheckpointError if the executor does not do them.
@@ -473,7 +473,7 @@ class _Context(SpawnContext):
 
 
 def _follow(line: Connection) -> None:
-    """End at once when the driver is gone, or says so; Ctrl-C is for the driver."""
+    """End at once when the driver has ended, or asks for it. Ctrl-C is for the driver."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def end() -> None:

@@ -47,7 +47,7 @@ class TensorTransfer:
     target: str
     source: str
     before: TensorLayout
-    """The layout of the source; the dtype is the one that is sent."""
+    """The layout of the source. Its dtype is the one in which elements are sent."""
     after: TensorLayout
     """The layout of the wanted elements."""
     turn: Dims | None

@@ -44,8 +44,8 @@ class Steps:
     works: tuple[RankWork, ...]
     """This rank's part in each step."""
     places: Mapping[str, tuple[HeldPlace, ...]]
-    """Transfer -> where the local tensors of the plans are in those that the transfer
-    wants; not for transfers whose plans use the complete local tensors."""
+    """Transfer -> where the local tensors of the plans are within those that the transfer wants. No
+    entry if its plans use complete local tensors."""
     repeats: tuple[tuple[str, str, Repeat], ...]
     """(transfer, transfer, what this rank copies from the one to the other), when all has been
     moved."""
@@ -137,7 +137,7 @@ def _wanted_once(
 
 
 def held_parts(tensor: LiveTensor | None, layout: TensorLayout, rank: int) -> Iterator[tuple[torch.Tensor, Part]]:
-    """The parts of a layout that `rank` holds, each with its local tensor; `tensor`: None where it
+    """The parts of a layout that `rank` holds, each with its local tensor; `tensor`: None if it
     has no such key."""
     parts = layout.form.parts(layout.spec.shape, rank)
     return zip(part_tensors(layout.spec.fqn, _local(tensor), layout, rank), parts)
@@ -151,7 +151,7 @@ def _local(tensor: LiveTensor | None) -> _Parts:
 def part_tensors(key: str, local: _Parts, layout: TensorLayout, rank: int) -> list[torch.Tensor]:
     """The local tensors of `rank`, one for each part of the layout, in the shape of the part.
 
-    Raises LayoutError where what is there is not what the layout says.
+    Raises LayoutError if what is there is not what the layout says.
     """
     parts = layout.form.parts(layout.spec.shape, rank)
     if any(dtype_name(tensor.dtype) != layout.spec.dtype for tensor in local):
@@ -274,7 +274,7 @@ def turned(tensor: torch.Tensor, dims: Dims) -> torch.Tensor:
 def refuse_shared_memory(
     pairing: TensorMatches, sources: Mapping[str, LiveTensor], targets: Mapping[str, LiveTensor]
 ) -> None:
-    """Raises LayoutError where a target would be written while a source in the same memory is still
+    """Raises LayoutError if a target would be written while a source in the same memory is still
     to be read.
 
     A tensor may be its own source, in the same layout: then nothing happens to it.

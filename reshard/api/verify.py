@@ -106,7 +106,7 @@ def verify(
 
 
 def _lost_since(checkpoint: Checkpoint) -> list[CorruptCheckpointError]:
-    """Return errors for files that are gone or have other sizes, now and not when it was opened."""
+    """Return errors for files that were deleted or changed their size since the checkpoint was opened."""
     contents, found = checkpoint.contents, dict[str, CorruptCheckpointError]()
 
     def refuse(error: CheckpointError, *places: tuple[str, int, int]) -> None:
@@ -145,7 +145,7 @@ def _lost_since(checkpoint: Checkpoint) -> list[CorruptCheckpointError]:
 def _verified(
     checkpoint: Checkpoint, was_open: bool, deep: bool, executor: Executor | None, progress: bool
 ) -> tuple[list[Finding], Coverage | None]:
-    """Return what is wrong with the checkpoint itself and, if nothing is, what that covers."""
+    """Return the problems of the checkpoint itself and, if there are none, what was covered."""
     with unless_replaced("verify", checkpoint) as findings:
         lost = _lost_since(checkpoint) if was_open else checkpoint.contents.checking.lost or ()
         findings += _metadata_findings(checkpoint)
@@ -200,7 +200,7 @@ def _deep_findings(
     executor: Executor | None,
     progress: bool,
 ) -> list[Finding]:
-    """Return what reading every byte finds beyond what is `known`."""
+    """Return the problems that reading every byte finds, besides the `known` ones."""
     places = [place for error in lost for place in error.places]
     skipped = {name for name, _, _ in places}
     opening = Opening.of(checkpoint) if executor is not None else None

@@ -320,7 +320,7 @@ HintOption = Annotated[
 
 
 def mapping_of(names: str | None, config: str | None, naming: list[str] | None) -> StateMapping | None:
-    """The mapping that the options name, None where they name none.
+    """The mapping that the options name, None if they name none.
 
     Raises UsageError for options that are incomplete, or that no mapping has.
     """

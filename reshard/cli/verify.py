@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from planners.findings import Coverage, Report
 
 _UNREAD = re.compile("""(['"].*?) cannot be read: """)
-"""What readers say of values that they have no use for, such as sparse tensors."""
+"""What readers report about values that they cannot represent, such as sparse tensors."""
 _SHALLOW = (
     "Check only metadata and file sizes. With --against, also compare saved fingerprints, and read only tensors "
     "for which they are missing or differ."

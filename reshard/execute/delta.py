@@ -115,8 +115,8 @@ class _Sent(_ChangedPiece):
         self.counts = torch.full((_blocks(self.size),), _ALL, dtype=torch.int64, device="cpu")
 
     def go_on(self, now: torch.Tensor, changed: torch.Tensor, counts: torch.Tensor) -> bool:
-        """Take what changed, of which there is so much in each block, and keep what is there `now`
-        in place of what was sent last. Whether anything did."""
+        """Take the changed elements, given their number in each block, and keep the values of `now`
+        as those that were sent last. Return whether anything changed."""
         assert self.last is not None
         self.counts, self.positions, self.values = counts, self.positions[:0], now[:0]
         if not bool(counts.any()):

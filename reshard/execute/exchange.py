@@ -97,7 +97,7 @@ def round_bytes(budget_bytes: int) -> int:
 
 
 def _runs_of(message: Message) -> tuple[tuple[TransferItem, ...], ...]:
-    """Large pieces one by one, then all small ones together: by sizes only, as at the other end."""
+    """Return large pieces one by one, then all small ones together. Depends on sizes only, so both ends agree."""
     pieces = [piece for piece in message.pieces if piece.nbytes]
     large = [(piece,) for piece in pieces if piece.nbytes >= LARGE_BYTES]
     small = [piece for piece in pieces if piece.nbytes < LARGE_BYTES]
@@ -451,7 +451,7 @@ class Waiter:
         return [self._in_flight[i][1] for i in range(-len(ops), 0)]
 
     def wait(self, works: Sequence[Any], peers: Sequence[int]) -> None:
-        """Until all are complete; each is a message to or from the peer beside it.
+        """Wait until all are complete. Each is a message to or from the peer listed with it.
 
         Raises the failure of another rank, ReshardError for a lost connection, DeadlineError for a
         peer that hangs.
@@ -524,7 +524,7 @@ class Waiter:
     def meet(self) -> None:
         """Wait until all ranks are here, and the device has done its queued work.
 
-        By the smallest messages there are: who sleeps in them wakes soonest. Raises as `wait`; a
+        Uses the smallest possible messages, from which ranks wake soonest. Raises as `wait`; a
         DeadlineError names the ranks that are not there.
         """
         self._sum_up(torch.zeros(1, dtype=torch.uint8, device=self._device))
@@ -577,7 +577,7 @@ class Waiter:
 
 
 def _outlast(messages: deque[tuple[dist.P2POp, Any]]) -> None:
-    """Keep messages that no one waits for any more until each has ended."""
+    """Keep abandoned messages until each has ended."""
     while messages:
         _, work = messages[0]
         if not work.is_completed():  # gloo would wait for another one

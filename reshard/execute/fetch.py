@@ -34,8 +34,8 @@ class Fetch(AbstractContextManager["Fetch"]):
     Args:
         is_checked: whether bytes are compared with their checksums.
         on_bytes: called with the bytes of each piece that is checked or read; may raise to end it.
-        together: the ranks of a host may read for one another: all ranks of the group say the same, and go through
-            all steps.
+        together: the ranks of a host may read for one another: all ranks of the group say the same,
+            and go through all steps.
         room_bytes: the memory that this rank may take; with too little, it reads for itself.
     """
 
@@ -58,11 +58,9 @@ class Fetch(AbstractContextManager["Fetch"]):
             self._own.__exit__()
 
     def check(self, on_bytes: OnBytes) -> None:
-        """Compare all blocks that this rank touches, if it is the one of its host to do it; with `in_place` those
-        that can be compared while they are read are left to `read`.
-
-        Of storages that have no view of their bytes, that is done while reading: see
-        `RemoteReading`.
+        """Compare all blocks that this rank touches and that no other rank of its host compares.
+        With `in_place`, blocks that can be compared while they are read are left to `read`. Data of
+        storages without views is always compared while it is read: see `RemoteReading`.
 
         Raises CorruptCheckpointError.
         """

@@ -60,8 +60,8 @@ def segment_bytes(source: FileSource) -> int:
 
 
 def piece_bytes(source: FileSource) -> int:
-    """Return how many bytes of a segment are read, compared, and copied at once: what stays in a cache
-    if compiled loops do it, since splitting is free then; else all."""
+    """Return how many bytes of a segment are read, compared, and copied at once. Compiled loops
+    split it at no cost, into pieces that fit into a cache. Without them, it is one piece."""
     size, blocks = segment_bytes(source), source.checksums
     whole_blocks = blocks is None or (isinstance(blocks, BlockChecksums) and CACHED_BYTES % blocks.block_bytes == 0)
     is_small = source.view() is not None and whole_blocks and kernel() is not None
@@ -75,7 +75,7 @@ class FileFootprint(msgspec.Struct, frozen=True, array_like=True):
     segment_bytes: int
     piece_bytes: int
     first: int
-    """The first segment that is touched; of it and those behind it we have numbers."""
+    """The first segment that is touched. Numbers begin with this one."""
     touched: bytes
     """Little-endian numbers of 4 bytes."""
 
@@ -99,7 +99,7 @@ def footprint_of(windows: Iterable[tuple[FileSource, Window]]) -> ReadFootprint:
 
 
 class SharedSegments(NamedTuple):
-    """Some segments of a file, in order, with each of which one rank does something for all."""
+    """Segments of a file, in order. For each of them, one rank does something for all."""
 
     label: str
     ranges: Ints
@@ -118,8 +118,8 @@ class SegmentAssignment(NamedTuple):
 
 
 def assign_segments(ranks: Sequence[ReadFootprint], touch_cost: float = math.inf) -> SegmentAssignment:
-    """Return who reads, and who checks, which segments for all; nothing is read for all if that
-    would not pay.
+    """Return which rank reads, and which checks, each segment for all. Nothing is read for all if
+    that would not pay.
 
     A segment is read for all if the ranks would touch twice its bytes together. It is checked for
     all if they touch all of it together. Those that touch it take turns.
@@ -205,8 +205,8 @@ TAIL_BYTES, TAIL_PAGE_BYTES = 64, 4096
 memory has a page for that."""
 
 Check = Callable[[FileSource, int, memoryview], int]
-"""Compares bytes of a file, from a position on, with their checksums, if there are any; returns
-of how many. Raises CorruptCheckpointError."""
+"""Compares bytes of a file, from a position, with their checksums, if it has any. Returns the
+number of bytes compared. Raises CorruptCheckpointError."""
 
 
 class SegmentPart(NamedTuple):

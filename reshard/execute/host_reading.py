@@ -60,7 +60,7 @@ from reshard.stored.source import FileSource, OnBytes
 
 
 LOCAL_SLOTS = 2
-"""Slots of a rank: one is filled while others take from that before; more where requests take long."""
+"""Slots of a rank: it fills one while others take from the one before. More if requests take long."""
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -74,7 +74,7 @@ class HostReading:
     """What this rank reads for all, copies of segments that others read, and reads for itself."""
 
     memory: HostSlots | None
-    """None where each rank reads for itself."""
+    """None if each rank reads for itself."""
     turns: _Turns | None
     """What ranks read for all, also of files that this one does not know."""
     copies: Mapping[FileSource, list[Copy]]
@@ -85,7 +85,7 @@ class HostReading:
     reads: _Ranges
     """What this rank reads for all."""
     read_for_all: _Ranges
-    """What this or another rank reads for all; who reads it checks it."""
+    """What this or another rank reads for all. The rank that reads it checks it."""
     checks: _Ranges
     """What every rank reads for itself, and this one checks for all."""
     checked_by_others: _Ranges
@@ -97,9 +97,8 @@ class HostReading:
 
     @classmethod
     def agree(cls, copies: Sequence[Copy], own: OwnMemory, group: Group) -> HostReading:
-        """Collective: which rank reads which segments for all ranks of this host.
-
-        Each reads for itself where sharing would not pay or is not possible. It counts once
+        """Collective: decide which rank reads which segments for all ranks of this host. Each rank
+        reads for itself if sharing would not pay or is not possible. The decision counts once
         confirmed.
 
         Args:
@@ -150,8 +149,9 @@ class HostReading:
         return cls(memory, turns, taken, rest, places, reads, for_all, checks, others, alone)
 
     def confirm(self, group: Group) -> tuple[HostReading, bool]:
-        """Collective, and a barrier: itself if all ranks of this host can take part, else each
-        reads for itself; and whether a rank of any host cannot."""
+        """Collective, and a barrier. Return this if all ranks of this host can take part, and
+        otherwise a reading in which each reads for itself. Also return whether a rank of any host
+        cannot."""
         if not group.merge(self.refused, any, "the agreement to share reads"):
             return self, False
         machine = f"the machine of {self.places[0]}" if self.places else f"{group.rank} alone"
@@ -177,10 +177,10 @@ class HostReading:
         return found
 
     def run(self, *, piece_bytes: int, is_checked: bool, on_bytes: OnBytes) -> ByteCounts:
-        """Read and copy everything that is shared, where there is memory.
+        """Read and copy everything that is shared, if there is shared memory.
 
         Args:
-            piece_bytes: for what is staged on its way to another dtype or device.
+            piece_bytes: size of the pieces that are staged on the way to another dtype or device.
             is_checked: whether what this rank reads is compared with its checksums.
             on_bytes: called with the bytes that were copied, several times a second; raises if
                 another rank has failed.
@@ -325,7 +325,7 @@ _READ, _COMPARE, _BY_HAND = 1, 2, 2
 _MOST_ENTRIES = 1 << 15
 """Most entries of one list. The next list is made when this one is done."""
 _OWN, _RECEIVED = 0, 2
-"""Tallies; one more of each for what was not compared with checksums."""
+"""Tallies, each with a second one for bytes that were not compared with checksums."""
 
 
 class _HostRun:
@@ -591,8 +591,8 @@ class OwnMemory(AbstractContextManager["OwnMemory"]):
     """This rank's memory. A context: leaving it closes it."""
 
     def __init__(self, slots: int, slot_bytes: int, party: str = "") -> None:
-        """No memory is taken before it is written to; with 0 slots there is none, and nothing is
-        read for others. Only ranks of the same `party` share."""
+        """Memory is allocated when it is first written to. With 0 slots, there is none, and nothing
+        is read for others. Only ranks of the same `party` share."""
         self.slots = slots
         self._files: list[int] = []
         here = machine()
@@ -645,7 +645,7 @@ class HostSlots:
             self.slots_of.append(np.frombuffer(mmap.mmap(file, nbytes), np.uint8))
         self._slots, self._slot_bytes = ints([(each.slots, each.slot_bytes) for each in addresses]).T
         self.slots = own.slots
-        """Of this rank; others may have more or fewer, or larger ones."""
+        """This rank's slots. Other ranks may have another number or size of slots."""
         taken = _COUNTER_STEP * TAKEN
         self._taken = self.slots_of[0][taken : taken + self.step * len(addresses)].view(np.uint32)[:: self.step // 4]
 

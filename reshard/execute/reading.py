@@ -37,10 +37,8 @@ _TELL_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Workspace:
-    """The memory that copying may take besides the targets.
-
-    Each thread has one piece in work: what it reads where the file has no view, and what it stages
-    for another dtype or device.
+    """The memory that copies may take besides the targets. Each thread has one piece in progress:
+    data of files without views, and data that is staged for another dtype or device.
     """
 
     threads: int
@@ -144,8 +142,8 @@ def find_copies(
         stored: tensors by the names of items.
         target: the local tensor that an item goes into.
 
-    Raises CorruptCheckpointError, naming tensor and file, if the bytes of an item are not all
-    there, or elements are there twice.
+    Raises CorruptCheckpointError, which names tensor and file, if bytes of an item are missing, or
+    if elements are stored twice.
     """
     copies: list[Copy] = []
     for item in items:
@@ -235,7 +233,7 @@ def on_threads(work: Callable[[T], R], items: Sequence[T], threads: int, name: s
 
 
 def in_pieces(copy: Copy, piece_bytes: int) -> Iterator[tuple[Extent, Array | Staged]]:
-    """The copy, split along its longest dim, repeatedly, until its pieces are small enough.
+    """Yield the copy in pieces: it is split along the longest dim until the pieces are small enough.
 
     Copies that need no memory beside their target are split only so that threads share them.
     """

@@ -75,7 +75,7 @@ class Ending(IntEnum):
 
     DONE = 0
     LATER = 1
-    """The turn is over; what comes with it is the counter that is still waited for, or -1."""
+    """The turn is over. Comes with the counter that is still awaited, or -1."""
     CALLS = 2
     OUTSIDE = 3
     """An entry leaves the memory that it names, or makes no sense: nothing was done that would. Of
@@ -83,9 +83,9 @@ class Ending(IntEnum):
     ENDED = 4
     """A file ended early."""
     FAILED = 5
-    """The system refused to read; what comes with it is its errno."""
+    """The system refused to read. Comes with its errno."""
     CHANGED = 6
-    """A block has another digest; what comes with it is the block's number within the entry."""
+    """A block has another digest. Comes with the block's number within the entry."""
 
 
 class Memory:
@@ -125,11 +125,9 @@ def copy_row(window: Window, region: int, out: Array) -> list[int] | None:
 
 @dataclass
 class WorkList:
-    """Entries, and what they name.
-
-    `tallies` count the bytes that entries copied. Where `call` has something for an entry, that
-    does the same in another way: alone what a CALL does, and for the others what they are tried
-    again by where they fail, so that it says why.
+    """Entries, and the memory and files that they name. `tallies` count the bytes that entries
+    copied. `call` has Python functions for entries: for a CALL, its only work, and for others, the
+    same work in another way, which is tried if they fail, to report why.
     """
 
     memory: Memory

@@ -49,8 +49,8 @@ _RANK_FILE = re.compile(r"(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin")
 
 
 def detect(storage: Storage, names: Listing) -> bool:
-    """Return True if there are weights and something beside them, folders of FSDP, or files of each
-    rank; or all but the weights, so that their loss is noticed."""
+    """Return True if there are weights with other files, folders of FSDP, or files of each rank.
+    Also if only the weights are missing, so that their loss is noticed."""
     top = [n for n in names if "/" not in n]
     if _folders(names) or _rank_files(names):
         return True

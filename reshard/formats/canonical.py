@@ -57,7 +57,7 @@ def note_unjoined(lost: Collection[str]) -> list[str]:
 
 @dataclass
 class Canonical:
-    """A state under canonical names; `state` and `groups` are empty where no optimizer was saved."""
+    """A state under canonical names; `state` and `groups` are empty if no optimizer was saved."""
 
     model: Tensors = field(default_factory=dict)
     state: States = field(default_factory=dict)
@@ -225,8 +225,7 @@ class Hints:
 
 
 def find_scope(value: Any, scope: str | int) -> Any:
-    """The entry of a stage, rank or folder in a hint, whether it is keyed by number or text; None
-    if there is none."""
+    """Return the entry of a stage, rank, or folder in a hint, keyed by number or text. None if there is none."""
     if isinstance(value, Mapping):
         for key in (scope, str(scope)):
             if key in value:
@@ -407,7 +406,7 @@ def regroup(by_name: States) -> Groups:
 
 
 def params_beside(groups: Groups, settings: Mapping[str, Any]) -> list[Any]:
-    """The parameters of the group that has these settings, which is added where there is none."""
+    """Return the parameters of the group with these settings. Adds the group if it is missing."""
     group = next((group for group in groups if settings_of(group) == settings), None)
     if group is None:
         group = {**settings, "params": []}
@@ -425,9 +424,9 @@ def _small(value: Any) -> Any:
 
 
 def name_ids(saved: StoredOptimizer, hints: Hints, scope: int | str | None, what: str) -> StoredOptimizer:
-    """The optimizer with names for integer ids: those that it stores itself, or those of the hint.
-    Empty if there are none, and only the model is wanted; else raises NormalizationError, asking
-    for the hint.
+    """Return the optimizer with names in place of integer ids: those that it stores itself, or
+    those of the hint. Without names, it is empty if only the model is wanted. Otherwise, raises
+    NormalizationError, which asks for the hint.
     """
     if not saved.by_id:
         return saved
@@ -460,7 +459,7 @@ def name_ids(saved: StoredOptimizer, hints: Hints, scope: int | str | None, what
 
 
 def _stored_names(saved: StoredOptimizer) -> dict[int, str] | None:
-    """Names that the groups store beside their ids, as optimizers made of named parameters do."""
+    """Return names that the groups store besides ids, as optimizers created from named parameters do."""
     names: dict[int, str] = {}
     for group in saved.groups:
         given = group.get("param_names")

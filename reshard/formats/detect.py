@@ -50,7 +50,7 @@ _OF_TREES = {tree for row in FORMATS for tree in row.trees}
 """Files of formats that have folders of their own below them, of any names."""
 
 _MARKERS = (MANIFEST, ".metadata")
-"""The path of such a file is that of its checkpoint, whatever other files are there."""
+"""Files whose path may stand for their checkpoint, regardless of other files beside them."""
 
 _ATTEMPTS = 100
 """So often a checkpoint is looked at that is being replaced just then: each time, another save was finished."""
@@ -58,7 +58,7 @@ _ATTEMPTS = 100
 FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".gguf", ".nemo", ".json")
 
 JOB_FOLDER = re.compile(r"convert-[0-9a-f]{32}/")
-"""What holds the records of a conversion while it writes beside it."""
+"""The folder with the records of a conversion in progress."""
 
 BECOMES_FOLDER = "%s becomes a folder. Only the format torch_save writes a file at the path that you give"
 """What to log where a folder is about to get a file's name."""
@@ -100,11 +100,10 @@ def open_contents(
 
 
 def steps_at(path: StoragePath, *, is_sure: bool = False) -> list[RunStep]:
-    """The checkpoints of the run at `path`, the oldest first; none where it is no folder of a run
-    or, unless it `is_sure` that a run is meant, a checkpoint of its own.
-
-    Raises FormatError for a local folder that holds much, and nothing of any checkpoint, and for
-    what is both a run and a checkpoint.
+    """Return the checkpoints of the run at `path`, the oldest first. None if it is not the folder
+    of a run or, unless it `is_sure` that a run is meant, if it is a checkpoint. Raises FormatError
+    for a local folder with many entries and no checkpoint, and for a folder that is both a run and
+    a checkpoint.
     """
     return _run_at(path, _find(path) if local_path(path) is None else None, None, is_sure=is_sure).steps
 
@@ -160,8 +159,8 @@ def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *
 
 
 def _owns_all(storage: Storage, names: Listing, preferred: Format | None) -> bool:
-    """Return True if what the top shows is of a format that has folders of its own below it,
-    whatever these are called; or of the one that is preferred."""
+    """Return True if the names at the top belong to a format with folders of its own, of any names,
+    or to the preferred format."""
     if preferred is not None and preferred.detect(storage, names):
         return True
     if not _OF_TREES & set(names):
@@ -219,7 +218,7 @@ def refuse_first_step(path: StoragePath) -> None:
 
 
 def _marker_in(storage: Storage) -> str:
-    """The file that shows that there is a native checkpoint right there, or one of DCP; else ""."""
+    """Return the file that marks a native checkpoint, or one of DCP, in this folder. "" if there is none."""
     for name in _MARKERS:
         with suppress(CheckpointNotFoundError):
             if native.detect(storage, {name: storage.size(name)}) or name != MANIFEST:
@@ -520,8 +519,9 @@ _OWNED = re.compile(
     rf"\.metadata|__\d+\.metadata|{DATA_FILE.pattern}|.*\.index\.json"
     r"|(?:model|adapter_model|pytorch_model|diffusion_pytorch_model|consolidated)(?:[-._].*)?\.(?:safetensors|bin|pth)"
 )
-"""Files that are of a checkpoint right there: of DCP, and what Hugging Face's tools look for. Those
-of other names may be anything that a user keeps beside a run."""
+"""Names of files that belong to a checkpoint in the same folder: those of DCP, and those that
+Hugging Face tools look for. Files with other names may be anything that a user keeps beside a
+run."""
 
 _MOST_FOLDERS = 256
 """The number of folders that are searched if the top shows nothing."""
@@ -548,10 +548,10 @@ def look_in(names: Collection[str], below: str) -> tuple[list[str], list[str]]:
 
 
 def steps_seen(look: Look) -> list[RunStep]:
-    """Return what is called as checkpoints of a run, the oldest first, at the top or in one
+    """Return the entries with names of checkpoints of a run, the oldest first, at the top or in one
     folder below.
 
-    Raises FormatError where two folders below hold a run each.
+    Raises FormatError if two folders below hold a run each.
     """
     runs: dict[str, list[RunStep]] = {}
     for below in ("", *(f"{name}/" for name in look("")[0] if _BELOW.fullmatch(name))):
@@ -572,9 +572,9 @@ def marks_in(names: Iterable[str]) -> list[str]:
 
 
 def is_certain(look: Look, step: RunStep) -> bool:
-    """Return True if it is a step by more than a number for a name, which other things have, too:
-    the folders of ranks, of processes' logs, of items in a list. So its name says it, or it holds
-    what is called as files of a checkpoint."""
+    """Return True if more than a number as its name shows that it is a step: its name says so, or
+    it has files with names of a checkpoint's. Folders of ranks, of logs, and of items in a list
+    have numbers as names, too."""
     last = step.name.rpartition("/")[2]
     if not last.isdigit():
         return step.step is not None
@@ -584,8 +584,8 @@ def is_certain(look: Look, step: RunStep) -> bool:
 
 
 def shows_nothing(look: Look) -> bool:
-    """Return True if a folder holds much, and neither it nor those in it a file that is called as
-    one of a checkpoint."""
+    """Return True if a folder has many entries, and neither it nor its subfolders have a file with
+    the name of a checkpoint's."""
     folders, files = look("")
     if any(map(_is_mark, files)):
         return False

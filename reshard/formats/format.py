@@ -31,7 +31,7 @@ Widen: TypeAlias = "Callable[[StoredTensor, str], StoredTensor]"
 
 
 MARKS = (MANIFEST, HF_INDEX, "*.safetensors", ".metadata")
-"""Files of a folder by which it opens as what they are of, whatever else is in it."""
+"""Files that decide as what a folder opens, regardless of its other files."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Format:
     checksums: str
     """What they leave open: `EVERY_BLOCK`, `CRC_OF_RECORDS` or `NO_CHECKSUMS`."""
     detect: Callable[[Storage, Listing], bool]
-    """Whether the files (name to size in bytes) look like this format: cheap, mostly by names."""
+    """Returns whether the files (name -> size in bytes) look like this format. Cheap: mostly by names."""
     open: Callable[[Files], Contents]
     """What the files hold: names, shapes and where the bytes are, but no bytes of tensors. Raises
     FormatError or CorruptCheckpointError, naming the file."""
@@ -76,19 +76,20 @@ class Format:
     """Whether it is made of files of other formats and something that identifies it: the first such
     format that fits is taken. Of all others, two that fit are a mixture."""
     holds_dcp: bool = False
-    """Whether it is made of a DCP checkpoint: any other composite format beside one is a mixture."""
+    """True if it is made of a DCP checkpoint. Any other composite format beside a DCP checkpoint is a mixture."""
     claim: Callable[[Contents], Contents | None] | None = None
-    """What another format opened and is this one's, as this one knows it; None for all else."""
+    """Returns a checkpoint that another format opened, as this format knows it, or None if it is
+    not of this format."""
     beside: Callable[[Contents], Iterable[str]] | None = None
     """Keys of what is neither a part of a model nor of an optimizer. None if their names say so."""
     records_ranks: bool = False
     """Whether it records how many ranks saved, also if it was one."""
     names_ranks: bool = False
-    """Whether only the name of a rank's file identifies what is beside model and optimizer."""
+    """True if objects other than those of model and optimizer are identified only by the name of a rank's file."""
 
 
 def as_shape(values: Iterable[Any]) -> Shape:
-    """Offsets or sizes as a file has them. Raises ValueError for what are none."""
+    """Return offsets or sizes from a file. Raises ValueError for other values."""
     result = tuple(values)
     if any(type(v) is not int or v < 0 for v in result):
         raise ValueError(f"{result} should be integers >= 0")
@@ -101,16 +102,16 @@ def at_top(names: Iterable[str], ends: str | tuple[str, ...]) -> list[str]:
 
 
 def indexes_in(names: Collection[str], ending: str) -> list[str]:
-    """The indexes of the top folder whose names end so. One that was opened by its path may be of a variant, such as
-    `model.safetensors.index.fp16.json`."""
+    """The indexes of the top folder whose names end so. One that was opened by its path may be of a
+    variant, such as `model.safetensors.index.fp16.json`."""
     if len(names) > 1:
         return at_top(names, ending)
     return fnmatch.filter(at_top(names, ".json"), f"*{ending.removesuffix('json')}*json")
 
 
 def read_index(files: Files, ending: str) -> tuple[Files, str, dict[str, str]] | None:
-    """Return the files to look at, the path of the index at the top whose name ends so, and key -> file; None if there
-    is no index. An index that was opened by its path has its files beside it.
+    """Return the files to look at, the path of the index at the top whose name ends so, and key ->
+    file; None if there is no index. An index that was opened by its path has its files beside it.
 
     Raises FormatError if there are several; CorruptCheckpointError if it is none, or a file that
     it names is missing.

@@ -167,9 +167,8 @@ class Fsdp1Facts(Facts):
 
 
 def numbered(names: Listing) -> dict[str, dict[int, str]]:
-    """Files in the top folder by what they are called and their number.
-
-    {} if there are others beside them, or two of one number.
+    """Return the files in the top folder by name and number. {} if there are other files, or two
+    with one number.
     """
     out: dict[str, dict[int, str]] = {}
     for file in names:
@@ -363,8 +362,7 @@ def _param_shapes(hints: Hints) -> dict[str, Shape]:
 
 
 def _shapes(hints: Hints) -> dict[str, Shape]:
-    """Shapes by name, from `param_shapes` and from `flat_params`. Raises NormalizationError if they
-    are none."""
+    """Return shapes by name, from `param_shapes` and from `flat_params`. Raises NormalizationError for other values."""
     shapes = _param_shapes(hints)
     for key in hints.mapping("flat_params"):
         shapes.update(hinted_params(key, hints) or ())

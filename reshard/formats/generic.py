@@ -28,7 +28,7 @@ from reshard.stored.views import concat, narrow, stack
 def normalize_generic(contents: Contents, hints: Hints, what: str) -> Canonical:
     """The state under canonical names.
 
-    Raises NormalizationError where a hint is missing, or two tensors would have one name.
+    Raises NormalizationError if a hint is missing, or two tensors would have one name.
     """
     sections = find_sections(contents)
     optimizers = list(_optimizers(sections, hints, what))

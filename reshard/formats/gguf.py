@@ -300,8 +300,8 @@ class GgufHeader:
     entries: Mapping[str, GgufTensor]
 
     def number(self, key: str) -> int | None:
-        """A whole number among the values; None if it is not there. Raises CorruptCheckpointError
-        if it is none."""
+        """Return a whole number among the values, or None if it is missing. Raises
+        CorruptCheckpointError for other values."""
         if key not in self.values:
             return None
         value = self.values[key]()
@@ -457,7 +457,7 @@ def _tensor_info(cursor: _Cursor) -> tuple[str, Shape, int, int]:
 def _entries(
     source: Source, told: list[tuple[str, Shape, int, int]], header_bytes: int, alignment: int
 ) -> dict[str, GgufTensor]:
-    """The tensors, each of which must begin where the padding behind the one before it ends."""
+    """Return the tensors. Each must begin where the padding after the previous one ends."""
     data_at = -(-header_bytes // alignment) * alignment
     entries: dict[str, GgufTensor] = {}
     wanted = 0

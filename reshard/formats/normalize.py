@@ -91,7 +91,7 @@ def canonical_contents(contents: Contents, hints: Mapping[str, Any] | None, url:
     with `model_only`, the model's tensors alone, under their bare names. Tied tensors are listed
     once, as in the checkpoint.
 
-    Raises NormalizationError where a hint is missing, and with `model_only`, if there is no model.
+    Raises NormalizationError if a hint is missing, and with `model_only`, if there is no model.
     """
     found = normalize(contents, hints, url, model_only=model_only)
     if model_only and not found.model:

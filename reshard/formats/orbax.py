@@ -55,7 +55,7 @@ def _folders(names: Listing) -> list[str]:
 def open(files: Files) -> Contents:
     """The checkpoint. The keys of an item begin with its name where there are several that have arrays.
 
-    Raises FormatError where the folder is not local, MissingPackageError where tensorstore is not
+    Raises FormatError if the folder is not local, MissingPackageError where tensorstore is not
     installed, CorruptCheckpointError for a tree that is unreadable.
     """
     storage, names = files.storage, files.listed
@@ -255,7 +255,7 @@ def _read_chunk(label: str, array: Any, box: Box) -> memoryview:
 
 _MODEL = "params"
 _OPTAX = {"mu": "exp_avg", "nu": "exp_avg_sq", "trace": "momentum_buffer"}
-"""Moments of optax, and what torch calls them. A `count` beside them is the number of steps."""
+"""Moments of optax and their names in torch. A `count` beside them is the number of steps."""
 _OPTIMIZER = ("opt_state", "opt", "optimizer", "optim")
 
 

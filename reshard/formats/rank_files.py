@@ -1,7 +1,8 @@
-"""Folders in which every rank saved its own part by `torch.save`: DTensors, or ShardedTensors, know what fits where.
+"""Folders in which every rank saved its own part by `torch.save`: DTensors, or ShardedTensors, know
+what fits where.
 
-model_world_size_4_rank_0.pt ...      verl and others              the keys of each section get its name in front
-pytorch_model_fsdp_0_rank0.bin ...    accelerate without DCP
+model_world_size_4_rank_0.pt ...      verl and others              the keys of each section get its
+name in front pytorch_model_fsdp_0_rank0.bin ...    accelerate without DCP
 """
 
 from __future__ import annotations
@@ -79,8 +80,8 @@ def sections_of(names: Listing, patterns: Sequence[re.Pattern[str]] = (_VERL, _A
 
 
 def _section_name(text: str, pattern: re.Pattern[str]) -> str:
-    """Return what stands before the keys of such files: accelerate numbers its models from 0 and
-    the first is just "model"."""
+    """Return the prefix of the keys of such files: accelerate numbers its models from 0, but the
+    first is just "model"."""
     if pattern is not _ACCELERATE:
         return text
     base, number = re.fullmatch(r"(.*?)(_\d+)?", text, re.DOTALL).groups()  # type: ignore[union-attr]  # fits any
@@ -92,7 +93,8 @@ def open(files: Files) -> Contents:
 
     Raises:
         CorruptCheckpointError: a rank's file is missing, or the ranks' files contradict each other.
-        FormatError: several sections of one name, several files of one rank, or DTensors that cannot be understood.
+        FormatError: several sections of one name, several files of one rank, or DTensors that
+            cannot be understood.
     """
     sections = list(sections_of(files.listed).values())
     return with_others(open_sections("rank_files", files, sections), files, sections)
@@ -161,7 +163,7 @@ def _expected_ranks(files: FilesOfRanks) -> list[int]:
 
 
 def _add_section(out: ContentsBuilder, prefix: KeyPath, files: FilesOfRanks) -> None:
-    """One section: what all ranks hold under each path, put together."""
+    """Add one section, in which the values of all ranks are joined at each path."""
     held: dict[KeyPath, dict[int, Any]] = {}
     for rank, file in files.items():
         flat = flat_leaves(file, prefix)
@@ -227,8 +229,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _dtensor(key: str, leaves: Mapping[int, Any], files: FilesOfRanks) -> StoredTensor:
-    """A tensor from its parts in the files of all ranks; of replicas, the one of the
-    lowest rank is taken."""
+    """Return a tensor from its parts in the files of all ranks. Of replicas, that of the lowest rank is used."""
     parts = {
         rank: read_dtensor(key, record, rank, files[rank].read, files[rank].source.label)
         for rank, record in leaves.items()

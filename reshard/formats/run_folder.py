@@ -46,7 +46,7 @@ class RunStep:
 
 
 LEDGER = "manager.json"
-"""What a `CheckpointManager` knows of the steps beside it."""
+"""What a `CheckpointManager` records about the steps beside it."""
 
 
 class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -72,10 +72,8 @@ class StepRecords(msgspec.Struct, frozen=True):
 
 
 def records_in(storage: Storage, below: str = "") -> dict[int, StepRecord]:
-    """Return what the file says, in the folder of a run; nothing if there is none.
-
-    Raises CheckpointError if it cannot be read, or is of a newer version: which steps count is not
-    known then.
+    """Return the records in the folder of a run, or none without the file. Raises CheckpointError
+    if it cannot be read or has a newer version, because it is then unknown which steps count.
     """
     where = path_below(storage.url, below + LEDGER)
     try:
@@ -105,9 +103,9 @@ class Run(NamedTuple):
     """The folder of a run."""
 
     steps: list[RunStep]
-    """The oldest first; none where the folder is a checkpoint by itself."""
+    """The steps, the oldest first. Empty if the folder is itself a checkpoint."""
     beside: list[str]
-    """Files of checkpoints that are beside them."""
+    """Files of checkpoints beside the steps."""
 
     def not_opened(self, path: AnyPath) -> list[str]:
         """Return what to say of the latter."""

@@ -233,7 +233,7 @@ _OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
 class SafetensorsWriter(HashedFilesWriter):
-    """Tensors only. Of tied tensors one is stored; the names of the others stand in the files' metadata."""
+    """Stores only tensors. Of tied tensors, one is stored, and the names of the others are in the files' metadata."""
 
     def __init__(self, contents: Contents, target: Target) -> None:
         """Raises FormatError for a dtype that safetensors does not have."""

@@ -41,7 +41,7 @@ class StoredLeaf:
 
 
 Tree = dict[Any, Any]
-"""Nested dicts with text keys, and int keys for positions of lists; the leaves are `StoredLeaf`s."""
+"""Nested dicts with text keys, or int keys for positions in lists. Leaves are `StoredLeaf`s."""
 
 _OPTIMIZER = re.compile(
     r"(optim|optims|optimizer|optimizers|opt|opt_state|optim_state|optimizer_state|optimizer_states|optimizer_\d+"
@@ -108,8 +108,8 @@ class Sections:
     """The parts of a state that normalization deals with."""
 
     models: dict[str, list[tuple[str, StoredLeaf]]]
-    """Names as saved, with the leaf of each tensor. By "" if there is one model; of several, by
-    what stands before the names of each to separate them, such as "model." and "model_1."."""
+    """Saved names with the leaf of each tensor, by model: "" for a single model, or what precedes
+    the names of each model to separate them, such as "model." and "model_1."."""
     optimizers: list[tuple[str, Tree]]
     """The optimizers, each with the key of its model."""
 

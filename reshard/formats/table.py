@@ -97,7 +97,7 @@ def find_format(name: str) -> Format | None:
 
 
 def find_normalizer(name: str) -> Normalizer | None:
-    """Return what gives canonical names to a format's parts; None where the way for all formats does."""
+    """Return what gives canonical names to a format's parts; None if the way for all formats does."""
     row = _ROWS.get(name)
     return _held(row.normalizer, "normalize") if row is not None and row.normalizer else None
 

@@ -37,7 +37,7 @@ _HEADS = {
     "pocket_tts": "",
     "gradium_phonon_tts": "",
 }
-"""The output layer of a `model_type` where its names suggest another one; "" if it has none."""
+"""Output layers by `model_type`, if other names suggest another one. "" if it has none."""
 
 _SHARED = re.compile(r"(.*\.)?shared\.weight")
 _HEADS_WITH_BIAS = re.compile(r"((?:.*\.)?(?:cls\.predictions|lm_head|predictions))\.bias")

@@ -311,7 +311,7 @@ def _is_quantized(entry: _Entry) -> bool:
 
 
 def _is_one_value(entries: Mapping[int, _Entry]) -> bool:
-    """Return True if all ranks have the same plain value: those stand in the manifest itself."""
+    """Return True if all ranks have the same plain value. Plain values are in the manifest itself."""
     values = {(entry["type"], entry.get("serialized_value")) for entry in entries.values()}
     return len(values) == 1 and None not in values.pop()
 
@@ -324,7 +324,7 @@ def _dtype(entry: _Entry) -> str:
 
 
 def _primitive(kind: str, text: Any) -> Any:
-    """A value that stands in the manifest."""
+    """Return a value that is stored in the manifest."""
     if type(text) is not str:
         raise TypeError(f"{text!r:.40} is not a serialized value")
     if kind == "str":

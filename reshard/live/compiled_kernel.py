@@ -61,7 +61,7 @@ class Kernel(Protocol):
 
 @lru_cache(maxsize=1)
 def kernel() -> Kernel | None:
-    """The compiled loops, or None where numpy has to do."""
+    """The compiled loops, or None if numpy has to do."""
     if os.environ.get("RESHARD_KERNELS") == "0":
         return None
     try:

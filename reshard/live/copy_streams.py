@@ -1,4 +1,4 @@
-"""Copies between the host and devices: by pinned memory, and on streams beside the caller's."""
+"""Copies between the host and devices, through pinned memory, on separate streams."""
 
 from __future__ import annotations
 
@@ -75,13 +75,12 @@ def wait_for(device: torch.device) -> None:
 
 
 _unused: defaultdict[torch.device, list[Any]] = defaultdict(list)
-"""Streams of lanes that are no more. Allocators keep freed memory for the stream that it was made
-on: with a new stream for each lane, as much as a lane ever took would stay with each of them."""
+"""Streams of lanes that have ended. Allocators keep freed memory for the stream on which it was
+allocated. If each lane made a new stream, the memory of each would stay allocated."""
 
 
 class CopyStream:
-    """A stream of a device beside the caller's: what is asked of it comes after all that the
-    caller's was asked."""
+    """A separate stream of a device. Its work starts after all earlier work of the caller's stream."""
 
     def __init__(self, device: torch.device) -> None:
         """Create it on the thread, and with the current stream, that the lane must follow."""
@@ -215,14 +214,13 @@ class Uploads(AbstractContextManager["Uploads"]):
         return has_copy_streams(device)
 
     def begin(self) -> None:
-        """Let uploads from here on come after the earlier work on the caller's streams. Call it on
-        the caller's thread."""
+        """Let later uploads wait for the earlier work on the caller's streams. Call it on the caller's thread."""
         self._lanes = CopyStreams(self._devices)
 
     @contextmanager
     def in_order(self, device: torch.device) -> Iterator[None]:
-        """Within, what is put comes after what the caller's stream was asked, and before what it is
-        asked next. On a device that is met now, and not before `begin`."""
+        """Within this context, uploads wait for earlier work of the caller's stream, and its later
+        work waits for them. For a device that was not known at `begin`."""
         lane = self._lanes.follow(device)
         yield
         lane.lead()
@@ -410,11 +408,9 @@ def _aligned(nbytes: int) -> int:
 
 
 class HostMemory:
-    """Memory for whole saves, kept for the next ones: as much as ever was in use at a time, and no
-    more.
-
-    In blocks, since torch rounds pinned ones up to a power of two: beside tensors that are larger
-    than one, little is lost.
+    """Memory for complete saves, kept for the next ones: the most that was ever in use at a time.
+    It is allocated in blocks, because torch rounds pinned memory up to a power of two. Little is
+    lost, except for tensors larger than a block.
     """
 
     def __init__(self, make: Callable[[int], torch.Tensor] = pinned) -> None:

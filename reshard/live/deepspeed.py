@@ -43,7 +43,7 @@ def gather_partitioned(parameter: torch.Tensor, keep: bool) -> torch.Tensor | No
     """The whole parameter in memory of its own, None unless `keep`. Collective: all ranks that have
     a part call.
 
-    Raises NormalizationError where DeepSpeed cannot be imported.
+    Raises NormalizationError if DeepSpeed cannot be imported.
     """
     try:
         zero = importlib.import_module("deepspeed").zero

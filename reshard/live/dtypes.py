@@ -1,4 +1,4 @@
-"""What elements are: the one dtype table, and CPU tensors as numpy arrays of raw elements."""
+"""Dtypes: the only table of them, and CPU tensors as numpy arrays of raw elements."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHORT_NAMES = {
     "float8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }
-"""Common short names of dtypes; fp8 alone is the one that weights are stored in."""
+"""Common short names of dtypes. "fp8" is the one in which weights are stored."""
 
 
 _POWERS = "float8_e8m0fnu"
@@ -56,7 +56,7 @@ def refused_cast(old: object, new: object) -> str:
 
 
 def scales_of(name: str, known: Container[str]) -> list[str]:
-    """Return the names of the scales that stand beside a quantized weight."""
+    """Return the names of the scales of a quantized weight."""
     module = name.rpartition(".")[0]
     found = [f"{name}{end}" for end in ("_scale_inv", "_scale", ".absmax")]
     found += [f"{module}.scale", f"{module}.SCB"]
@@ -76,9 +76,9 @@ def refused_codes(name: str, old: str, new: str, known: Container[str]) -> str:
 
 
 def overflowing(elements: torch.Tensor, dtype: torch.dtype) -> int:
-    """The number of elements, on any device, beyond the least or largest number of a dtype: a cast makes them
-    infinite, NaN, another number, or that one. Infinite ones count if the dtype has none. A complex
-    one counts if either part is. Nothing is read where no element can be."""
+    """The number of elements, on any device, beyond the least or largest number of a dtype: a cast
+    makes them infinite, NaN, another number, or that one. Infinite ones count if the dtype has
+    none. A complex one counts if either part is. Nothing is read where no element can be."""
     least, most = _range(elements.dtype)
     low, high = max(_range(dtype)[0], least), min(_range(dtype)[1], most)
     stay = not _has_infinity(elements.dtype) or _has_infinity(dtype)
@@ -164,7 +164,7 @@ _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def item_dtype(itemsize: int) -> np.dtype[Any]:
-    """A numpy dtype for elements of this many bytes, of which only the bytes matter."""
+    """Return a numpy dtype for elements of this number of bytes, for copies of raw bytes."""
     return np.dtype(f"u{itemsize}") if itemsize in (1, 2, 4, 8) else np.dtype(f"V{itemsize}")
 
 
@@ -179,8 +179,8 @@ PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
 
 
 def lacks_memory(local: torch.Tensor) -> bool:
-    """Return True if a plain tensor has no memory, though it is on a device with some. To read or write its elements
-    may end the process."""
+    """Return True if a plain tensor has no memory, though it is on a device with some. To read or
+    write its elements may end the process."""
     if type(local) not in PLAIN:
         return type(local).__name__ == "FakeTensor"
     is_dense = local.layout is torch.strided and not local.is_meta

@@ -379,7 +379,7 @@ def terms(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Iterator[Term]
 _KEPT_BYTES = 128 << 20
 _KEPT = 512
 _kept: dict[tuple[Key, Axes, Tile, torch.device], torch.Tensor] = {}
-"""Digits by what they belong to; those used last come last."""
+"""Digits, by what they belong to. The most recently used come last."""
 _lock = Lock()
 
 

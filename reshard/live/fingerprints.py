@@ -181,7 +181,7 @@ def _small_partials(
 
 
 class _Begun(NamedTuple):
-    """One fingerprint in progress: what is known of it, and what a device was asked."""
+    """One fingerprint in progress: the sums so far, and those that a device is computing."""
 
     sums: Sums
     terms: list[Term]
@@ -301,7 +301,7 @@ def local_parts(tensor: torch.Tensor, positions: Positions, shape: Sequence[int]
 
 
 def _boxes(positions: object) -> list[Box]:
-    """The boxes, if that is what they are, else none."""
+    """Return the boxes, or none if these are not boxes."""
     if isinstance(positions, Box):
         return [positions]
     return [p for p in positions if isinstance(p, Box)] if isinstance(positions, Sequence) else []
@@ -492,11 +492,11 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     shape: Shape
     place: bytes
-    """8 bytes that are equal for ranks that hold the same elements; empty for none."""
+    """8 bytes that are equal for ranks that hold the same elements. Empty if it holds none."""
     sums: bytes
     """`Partial.to_bytes()` of them."""
     holders: int = 0
-    """How many ranks hold them, this one included; 0 if it is not known."""
+    """Number of ranks that hold them, including this one. 0 if unknown."""
 
     @classmethod
     def nothing(cls, spec: TensorSpec) -> Holding:

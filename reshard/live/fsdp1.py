@@ -42,7 +42,7 @@ class FlatPiece:
     flat: torch.Tensor
     """The unit's flat parameter."""
     parameter: torch.Tensor
-    """What the optimizer has: the original parameter with use_orig_params=True, else `flat`."""
+    """The optimizer's parameter: the original one with use_orig_params=True, otherwise `flat`."""
     shape: Shape
     """Shape of the original parameter."""
     start: int
@@ -50,14 +50,13 @@ class FlatPiece:
     shard_numel: int
     """Elements of the flat parameter that each rank holds, with padding."""
     group: Any
-    """Process group of the unit; every rank of it holds one range."""
+    """Process group of the unit. Every rank of it holds one range."""
     sharded: bool
     """False with NO_SHARD: every rank holds the whole."""
     mesh: Any = None
     """FSDP's device mesh, if it was given one."""
     is_dtensor: bool = False
-    """Whether the original parameter was a DTensor before, as under tensor parallelism; `shape` is
-    then its local one."""
+    """True if the original parameter was a DTensor, as under tensor parallelism. `shape` is then its local one."""
     handle: Any = None
     """FSDP's, of the unit."""
 
@@ -122,8 +121,8 @@ class FlatPiece:
         return self.cut().tensor(local.detach())
 
     def free_gathered(self) -> None:
-        """Free what a forward pass has gathered and no backward pass has freed: the next one would
-        use it again, whatever has been written to the shards."""
+        """Free what a forward pass has gathered and no backward pass has freed. The next forward
+        pass would use it again, even if the shards have been written to since."""
         is_idle = self.sharded and self.handle._training_state.name == "IDLE"
         if is_idle and hasattr(self.flat, "_full_param_padded") and not self.handle.needs_unshard():
             self.handle.reshard(True)
@@ -209,7 +208,7 @@ class FlatCut:
     """By position in the group, the range of elements: the first, and one past the last. Equal if empty."""
     group: Any
     mesh: Any = None
-    """FSDP's device mesh, of which the group is an axis; None if it has none."""
+    """FSDP's device mesh, of which the group is an axis. None without a mesh."""
 
     @property
     def is_chunks(self) -> bool:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Collection stands still: it would go through all containers again and again while there come
-    to be more, which for 100,000 tensors costs more than all else. As a decorator, so that the
+    """Pause garbage collection. It would scan all containers repeatedly while more are created,
+    which takes longer than everything else for 100,000 tensors. As a decorator, so that the
     function's own are freed when it continues.
 
     For what ends soon, or makes no circles: whatever runs beside it in the process is not collected

@@ -134,7 +134,7 @@ class Saved(NamedTuple):
     read: Callable[[], Any] | None = None
     """Gives the elements of a tensor, or the object, where it can be had before the load."""
     on_mesh: bool | None = None
-    """Whether it was a DTensor; None if the checkpoint does not say."""
+    """True if it was a DTensor. None if the checkpoint does not record it."""
     in_parts: bool = False
     """Whether it was one of which each rank held a part."""
 

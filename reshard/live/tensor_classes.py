@@ -179,7 +179,7 @@ def _placed_part(value: torch.Tensor, name: str, path: KeyPath) -> torch.Tensor:
 
 
 def _block_of(numel: int, parts: int, of: str) -> int:
-    """Return how many elements each element of a part stands for."""
+    """Return how many elements of the tensor each element of a part belongs to."""
     if parts and not numel % parts:
         return numel // parts
     raise LayoutError(
@@ -189,8 +189,8 @@ def _block_of(numel: int, parts: int, of: str) -> int:
 
 
 def _in_blocks(whole: Sequence[int], shape: Sequence[int], block: int, of: str) -> list[int]:
-    """The shape of a part with one element for each `block` elements of the flattening, viewed such that it is sharded
-    as the tensor is: of `shape`, a shard of `whole`."""
+    """The shape of a part with one element for each `block` elements of the flattening, viewed such
+    that it is sharded as the tensor is: of `shape`, a shard of `whole`."""
     if not whole:
         return []
     # the last dim that whole blocks can end along
@@ -215,8 +215,8 @@ def _rows_of_blocks(whole: Sequence[int], dim: int, block: int) -> int:
 def _placed(
     part: torch.Tensor, shape: Sequence[int], outer: torch.Tensor, whole: Sequence[int], uncut: Collection[int] = ()
 ) -> torch.Tensor:
-    """`part`, viewed with `shape`; in a DTensor sharded as `outer` is, a part of one of shape `whole`, equal along
-    the dims `uncut`."""
+    """`part`, viewed with `shape`; in a DTensor sharded as `outer` is, a part of one of shape
+    `whole`, equal along the dims `uncut`."""
     seen = part.detach().view(tuple(shape))
     if not is_dtensor(outer):
         return seen
@@ -228,10 +228,11 @@ def _placed(
 
 
 def dequantized(state: Any) -> Any:
-    """Return the same nested state with plain tensors instead of quantized ones (classes with `dequantize`).
+    """Return the same nested state with plain tensors instead of quantized ones (classes with
+    `dequantize`).
 
-    DTensors keep their placements. Use it for other tools, or to save a state whose sharding splits quantization
-    blocks.
+    DTensors keep their placements. Use it for other tools, or to save a state whose sharding splits
+    quantization blocks.
     """
 
     def plain(path: KeyPath, leaf: Any) -> Any:
@@ -258,8 +259,8 @@ class SavedPart(NamedTuple):
 
 
 def made_of_parts(name: str, saved: Mapping[str, SavedPart], parameter: torch.Tensor) -> torch.Tensor | None:
-    """Unfilled state of the class of this name, placed like its parameter; None where the class is not registered with
-    a way to make it, or the program has not imported it.
+    """Unfilled state of the class of this name, placed like its parameter; None if the class is not
+    registered with a way to make it, or the program has not imported it.
 
     Raises LayoutError if the sharding splits a block.
     """

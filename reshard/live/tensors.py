@@ -525,8 +525,8 @@ is_sharded_tensor = _named("ShardedTensor")
 is_sharded = _named("DTensor", "ShardedTensor")
 """Whether a value may hold only a part of its tensor."""
 is_strided_shard = _named("_StridedShard")
-"""Whether a placement of a DTensor is what FSDP2 over tensor parallelism uses, for which torch has
-no public name; a kind of `Shard` in some of its releases."""
+"""Returns whether a placement is that of FSDP2 over tensor parallelism, for which torch has no
+public name. In some releases of torch, it is a subclass of `Shard`."""
 is_pending = _named("Partial")
 """Whether a placement of a DTensor is a reduction that was not done yet."""
 
@@ -607,7 +607,7 @@ def matching_shards(forms: Sequence[ProductForm], shape: Shape, held: Mapping[in
 
 
 def agreed_form(shape: Shape, said: Iterable[Collection[Form]]) -> Form | None:
-    """The one form out of what each rank says that a tensor may be; None where no form is possible
+    """The one form out of what each rank says that a tensor may be; None if no form is possible
     on all ranks.
 
     Raises LayoutError, without the tensor's name, where several are that differ in some element.

@@ -180,8 +180,8 @@ def _part_of(key: Any) -> str | IntKey | None:
 
 
 def unflatten(leaves: Mapping[KeyPath, Any], containers: Mapping[KeyPath, str] | None = None) -> Any:
-    """The nest that `flatten` took apart. A sequence of which only some positions are given has None
-    at the others before them, unless these are more than can be.
+    """Return the nest that `flatten` took apart. A sequence of which only some positions are given
+    has None at the others before them, unless these are more than can be.
 
     Raises KeyMismatchError if one path leads through another's leaf.
     """
@@ -267,7 +267,7 @@ class CustomValue:
     name: str
     """Module and class."""
     value: Any
-    """The plain value; of a member of an enum, its name and value."""
+    """The plain value. For a member of an enum, its name and value."""
 
 
 def typed(value: Any) -> CustomValue | None:
@@ -384,8 +384,8 @@ def unresolved_class(value: Any) -> str | None:
 
 
 def nested(value: Any) -> Iterator[Any]:
-    """A value and all inside it: keys and values of mappings and namespaces, items of sequences and sets. Plain
-    items are omitted where all are plain."""
+    """A value and all inside it: keys and values of mappings and namespaces, items of sequences and
+    sets. Plain items are omitted where all are plain."""
     yield value
     if isinstance(value, argparse.Namespace | types.SimpleNamespace):
         value = vars(value)
@@ -442,7 +442,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _alike(value: Any, live: Any) -> Any:
-    """`value` in the type of `live`, where that is one of those that plain data stand for."""
+    """Return `value` in the type of `live`, if that is a type that plain data represents."""
     if isinstance(value, bytes) and isinstance(live, io.BytesIO):
         return io.BytesIO(value)
     if isinstance(value, str) and isinstance(live, torch.device | PurePath):
@@ -472,8 +472,8 @@ def _in_order(value: dict[Any, Any], live: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _with_items(kind: Sequence[Any], items: list[Any], value: Sequence[Any]) -> Any:
-    """A sequence like `kind` of these items; like `value`, which has the same, where the class of `kind` makes
-    something else of them."""
+    """A sequence like `kind` of these items; like `value`, which has the same, where the class of
+    `kind` makes something else of them."""
     if isinstance(kind, deque):
         made: Any = deque(items, kind.maxlen)
         if len(made) == len(items):

@@ -32,7 +32,7 @@ _WRAPPERS = {
     ("lightning.fabric.wrappers", "_FabricModule"): "_forward_module",
 }
 """(module, class name) of each wrapper, and the child that it stands for. By name, because
-importing the classes costs seconds; an instance can only exist where its class was imported."""
+importing the classes takes seconds, and instances exist only if their class was imported."""
 
 WRAPPER_SEGMENTS = frozenset(_WRAPPERS.values())
 """The segments that wrappers add to names."""
@@ -96,8 +96,8 @@ class ModuleReader:
         return not all(_is_known(hook) for kind in _HOOKS for hook in own.get(kind, {}).values())
 
     def touched(self, module: nn.Module) -> bool:
-        """Return True if hooks or overrides decide how this module is saved and loaded; that is rare, in many
-        modules."""
+        """Return True if hooks or overrides decide how this module is saved and loaded; that is
+        rare, in many modules."""
         return any(map(module.__dict__.get, (*_HOOKS, "state_dict", "load_state_dict")))
 
     def settle(self, module: nn.Module) -> Mapping[int, list[tuple[str, FlatPiece]]]:
@@ -161,7 +161,7 @@ class ModuleReader:
 
 
 def as_parameter(tensor: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """A parameter if `old` is one, trained if `old` is; else the tensor itself."""
+    """Return a parameter if `old` is one (trainable if `old` is), and otherwise the tensor itself."""
     return nn.Parameter(tensor, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else tensor
 
 
@@ -179,16 +179,16 @@ def assign_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 def copy_all(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
     """Copy each value into the target at its place; plain tensors of equal shapes. Few calls, since
-    a call for each of many small tensors costs more than the copying; but not all in one, which takes all
-    of them apart before it copies the first, which has left the processor's cache at that time. The number
-    that one kernel of a GPU takes."""
+    a call for each of many small tensors costs more than the copying; but not all in one, which
+    takes all of them apart before it copies the first, which has left the processor's cache at that
+    time. The number that one kernel of a GPU takes."""
     for first in range(0, len(targets), _TOGETHER):
         torch._foreach_copy_(targets[first : first + _TOGETHER], values[first : first + _TOGETHER])
 
 
 def of_version(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """`state` with the versions of modules that torch attaches to their `own` state dict: a module may take values
-    without a version for old ones."""
+    """`state` with the versions of modules that torch attaches to their `own` state dict: a module
+    may take values without a version for old ones."""
     out = OrderedDict(state)
     out._metadata = getattr(own, "_metadata", None)  # type: ignore[attr-defined]
     return out

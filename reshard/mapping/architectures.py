@@ -32,7 +32,7 @@ class Architecture:
     fused: tuple[str, ...] = ()
     """Fused projections on disk: "qkv" or "gate_up"."""
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
-    """Plain names of the norms before and after attention, and before and after feed-forward; "" if there is none."""
+    """Plain names of the norms before and after attention, and before and after feed-forward. "" if it has none."""
     experts: str = ""
     """How experts are on disk: "apart", "packed" (as in memory), "stacked" (gate and up as one,
     named as Granite's), or "transposed" stacks."""

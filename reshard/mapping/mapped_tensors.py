@@ -232,7 +232,7 @@ def check_cast(spec: TensorSpec, dtype: str) -> None:
 def cast(stored: StoredTensor, dtype: str, fqn: str | None = None) -> StoredTensor:
     """The tensor converted as torch converts; itself where it has the dtype already.
 
-    Raises NormalizationError where a cast would drop fractions or imaginary parts, or torch cannot convert.
+    Raises NormalizationError if a cast would drop fractions or imaginary parts, or torch cannot convert.
     """
     name = stored.fqn if fqn is None else fqn
     if stored.spec.dtype == dtype:

@@ -218,7 +218,7 @@ class MappingStage:
         """What becomes of names that are not put together with others, or taken apart."""
         self.warnings: list[str] = []
         self.change: dict[str, Rule] = {}
-        """The rule that changes such a tensor, where it does more than rename it, without its names."""
+        """The rule that changes such a tensor, if it does more than rename it, without its names."""
 
     def contents(self) -> Contents:
         """The contents under the new names."""
@@ -519,7 +519,7 @@ class RuleGroup(Application):
     """Names in the order of the rule's sources, or of their numbers."""
     all_sites: tuple[Site, ...]
     missing: tuple[int, ...] = ()
-    """Places, in that order, of states that are not there, and for which the rule's `fill` stands."""
+    """Positions, in the same order, of missing states, which the rule's `fill` replaces."""
 
     def filled(self, members: Sequence[T], filling: T) -> list[T]:
         """Return `members` with `filling` at each missing place."""
@@ -625,7 +625,7 @@ class Matcher:
 
         As many states belong together as parameters do: those among the keys, or else by `counts`.
 
-        Raises KeyMismatchError where some of a rule's sources are there, and others are not.
+        Raises KeyMismatchError if some of a rule's sources are there, and others are not.
         """
         found: dict[Identity, dict[tuple[int, int], tuple[str, Hit]]] = {}
         rest: list[str] = []

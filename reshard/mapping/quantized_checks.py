@@ -14,8 +14,8 @@ _PARTS = re.compile(
     r"qweight|qzeros|scales|g_idx|SCB|absmax"
     r"|(weight|input|output|k|v)_(packed|shape|g_idx|zero_point|(global_)?scale.*)"
 )
-"""What stands beside or for a quantized weight: of AWQ, GPTQ, bitsandbytes, compressed-tensors,
-ModelOpt, and fp8."""
+"""Names beside or instead of a quantized weight: those of AWQ, GPTQ, bitsandbytes,
+compressed-tensors, ModelOpt, and fp8."""
 _PACKED = ("uint8", "int8", "int32")
 _QUANTIZED = (*_PACKED, "float8", "float4")
 Specs = Callable[[str], TensorSpec]

@@ -696,8 +696,7 @@ class States:
             is_state = next(state_sites(key), None) is not None
             (states if is_state else others).append(key)
         self.parameters: dict[str, str] = {}
-        """Names of parameters as an optimizer may know them, and their keys; "" if only an
-        optimizer knows one."""
+        """Names of parameters as an optimizer may know them, and their keys. "" if only an optimizer knows one."""
         if not names and not states:
             self.sections = frozenset[str]()
             return

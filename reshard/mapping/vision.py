@@ -42,7 +42,7 @@ _ON_DISK = {
     }.items()
     for family in families.split()
 }
-"""What stands before the names of the decoder, and before its `lm_head`."""
+"""Prefix of the decoder's names, and of its `lm_head`."""
 FAMILIES = tuple(_ON_DISK)
 _PER_LAYER = tuple(
     f"{x}.weight"
@@ -51,7 +51,7 @@ _PER_LAYER = tuple(
         *("altup_projections.{i}", "altup_unembed_projections.{i}"),
     )
 )
-"""What the decoders of Gemma 3n and 4 have beside their layers."""
+"""Tensors of the decoders of Gemma 3n and 4 outside their layers."""
 _MEMORY = {
     name: f"model.{name}"
     for name in (
@@ -65,7 +65,7 @@ _MINIMAX = {
     "vision_tower.vision_model.pre_layrnorm.{kind}": "model.vision_tower.pre_layrnorm.{kind}",
     "patch_merge_mlp.{part}.{kind}": "model.multi_modal_projector.merge_{part}.{kind}",
 }
-"""Names on disk of what is beside the decoder, and in memory, where these differ."""
+"""Names of what is outside the decoder, on disk and in memory, if these differ."""
 _KINDS = ("weight", "bias")
 _KIMI_BLOCK, _KIMI_LAYER = "vision_tower.encoder.blocks.{i}.", "model.vision_tower.layers.{i}."
 _KIMI = {

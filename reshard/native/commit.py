@@ -67,7 +67,7 @@ class Written(msgspec.Struct, frozen=True):
     linked: tuple[LinkedRecord, ...] = ()
     """The files of earlier saves, and how much of each belongs to this rank."""
     ranks: tuple[int, ...] = ()
-    """Whose arrays its data file has, if several ranks wrote it; those others have no record of it."""
+    """Ranks with arrays in its data file, if several ranks wrote it. The others have no record of the file."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class Generation:
     def remove_replaced(self, rank: int) -> None:
         """Remove the files of the replaced save that the rank of that number wrote. No list is needed.
 
-        A failure is logged and no more, as of `tidy`, which removes all that is left.
+        A failure is only logged, as by `tidy`, which removes the rest.
         """
         try:
             for end in _OF_RANK:
@@ -190,9 +190,8 @@ class Generation:
             _log.warning("files of the save before could not be deleted: %s", error)
 
     def tidy(self) -> None:
-        """Remove the claim, and what older saves have left.
-
-        A failure is logged and no more: the checkpoint counts already, and the next save tries again.
+        """Remove the claim, and leftovers of older saves. A failure is only logged: the checkpoint
+        already counts, and the next save tries again.
         """
         try:
             self.storage.delete(f"{self.folder}/{CLAIM}")  # from now on it stays only while a manifest names it
@@ -256,13 +255,13 @@ class Generation:
 
 
 CLAIMING_S = 60.0
-"""So long a save is taken to be about to make its claim."""
+"""For this time, a new save is assumed to be about to make its claim."""
 LINKED, LINKED_ENDS = "from-", ("", ".sums", ".blocks")
-"""How second names of files of earlier saves begin, and of what is beside them end."""
+"""Prefix of second names of files of earlier saves, and suffixes of the files beside them."""
 _OF_RANK = (".safetensors", ".safetensors.sums", ".safetensors.blocks", ".parts")
 """How the names of what a rank wrote end, behind its number."""
 _VISIBLE_S = 2.0
-"""So long a network file system may take to show on one machine what was written on another."""
+"""Longest time until a network file system shows on one machine what another one wrote."""
 
 
 def new_save_id() -> str:
@@ -368,9 +367,8 @@ def replaced_by_save(storage: Storage, names: Collection[str], overwrite: bool) 
 
 
 def unpublish(storage: Storage, save_ids: Collection[str], only: str | None) -> bool:
-    """Let no generation count, so that a removal that is interrupted is not taken for a lost manifest.
-
-    Returns False if a save other than `only` counts by now: then it stays.
+    """Make sure that no generation counts, so that an interrupted removal does not look like a lost
+    manifest. Returns False, and changes nothing, if a save other than `only` now counts.
     """
     if not _may_retract(storage, only):
         return False
@@ -392,7 +390,7 @@ def _may_retract(storage: Storage, only: str | None) -> bool:
 
 
 def remove_dead(storage: Storage, *, dry_run: bool = False) -> list[str]:
-    """Remove generations that neither count nor are being written, but for data whose manifest was
+    """Remove generations that neither count nor are being written, except data whose manifest was
     lost. Returns their save ids. With `dry_run`, only returns them.
 
     A save publishes its manifest before it releases its claim. So where a claim is gone, the
@@ -444,8 +442,8 @@ def remove_empty(storage: Storage, others: Collection[str] = ()) -> None:
 
 
 def remove(storage: Storage, save_id: str, names: list[str] | None = None) -> None:
-    """Remove a generation. Its claim goes last, after all else is durably gone: data without a
-    claim is taken for a save whose manifest was lost."""
+    """Remove a generation. Its claim is removed last, after all other deletions are durable: data
+    without a claim counts as a save whose manifest was lost."""
     claim = f"{folder_of(save_id)}/{CLAIM}"
     names = storage.names(f"{folder_of(save_id)}/") if names is None else names
     *some, last = [name for name in names if name != claim] or [claim]
@@ -490,7 +488,7 @@ class _Index(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _remove_index_of(storage: Storage, folders: Collection[str]) -> None:
-    """Remove the index of what is no checkpoint any more, since its manifest was deleted: it names these folders."""
+    """Remove the index of a checkpoint whose manifest was deleted, if it names these folders."""
     with suppress(CheckpointNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):  # there is none of ours
         index = msgspec.json.decode(storage.read(HF_INDEX), type=_Index)
         if index.weight_map and all(file.partition("/")[0] in folders for file in index.weight_map.values()):

@@ -24,7 +24,7 @@ from reshard.stored.safetensors_header import MAX_HEADER_BYTES, encode_header, e
 from reshard.stored.source import OnBytes
 
 _AT_ONCE_BYTES = 512 << 10
-"""So much is hashed before it is written: it is still in a cache then."""
+"""Bytes that are hashed, and then written while they are still in a cache."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Entry:
     box: Box
     """The region of it that the array holds, in global coordinates."""
     tensor: torch.Tensor
-    """The elements, of the box's sizes; on any device, with any strides."""
+    """The elements, with the box's sizes, on any device and with any strides."""
 
 
 def write_file(
@@ -100,7 +100,7 @@ def write_pieces(
 
 
 def recorded(storage: Storage, name: str, header_bytes: int, sums: BlockSums) -> FileRecord:
-    """Write the block checksums of a data file that is complete beside it."""
+    """Write the block checksums beside a complete data file."""
     checksums = np.fromiter(sums.blocks.values(), "<u8").tobytes()
     with storage.create(f"{name}.sums") as out:
         out.write(checksums)
@@ -217,7 +217,7 @@ class FileGroup:
     """The ranks of one machine that write one file."""
 
     ranks: tuple[int, ...]
-    """Ascending; the file has the name of the first."""
+    """The ranks, ascending. The file has the name of the first."""
     place: int
     """This rank's number in the group."""
     tell: Callable[[bytes], list[bytes]]

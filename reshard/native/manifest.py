@@ -279,7 +279,7 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     header_bytes: int
     """Length of the safetensors header, its 8 length bytes included."""
     sums: str
-    """XXH3-128 of the sums file, in hex; that file has the name of the data file with `.sums` behind."""
+    """XXH3-128 of the sums file, in hex. Its name is that of the data file with `.sums` appended."""
 
     def block_bytes_or(self, others: int) -> int:
         """Bytes that one of its checksums covers, where the manifest says `others` of all files."""
@@ -292,7 +292,7 @@ class LinkedRecord(FileRecord, frozen=True, forbid_unknown_fields=True):
     live_bytes: int
     """How many of its bytes are elements of this checkpoint."""
     block_bytes: BlockBytes | UnsetType = UNSET
-    """Where its checksums cover other blocks than those of the files beside it: of version 3."""
+    """Size of the blocks of its checksums, if it differs from that of the other files (version 3)."""
 
     def block_bytes_or(self, others: int) -> int:
         return others if self.block_bytes is UNSET else self.block_bytes

@@ -69,8 +69,7 @@ _MOST_NAMES, _MOST_PLACES = 3, 16
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Return True if there is a manifest of ours, or data that we wrote beside a damaged or missing
-    one."""
+    """Return True if there is a native manifest, or native data beside a damaged or missing one."""
     if any(GENERATION.match(name) for name in names):
         return True
     if MANIFEST not in names:
@@ -465,8 +464,7 @@ class ArrayPart(NamedTuple):
     array: Box
     """The region that an array of a file holds, of which the box is a part."""
     file: str = ""
-    """Relative to the checkpoint's folder; empty for the rank's own, in which the box is an array
-    by itself."""
+    """Path relative to the checkpoint's folder. Empty for the rank's own file, in which the box is one array."""
     start: int = 0
     """The first byte of the array in that file."""
 

@@ -184,9 +184,9 @@ class _Found:
 def reuse(
     entries: Sequence[Entry], base: Base, folder: str, *, same: Collection[str], lanes: CopyStreams, stage_bytes: int
 ) -> Reused:
-    """Compare `entries` with what an earlier checkpoint has of them, and link what is to be kept.
-    What of that cannot be relied on is not kept, see `Base`. Its data are not read: they are
-    taken to be what was written.
+    """Compare `entries` with the data of an earlier checkpoint, and link the files that are reused.
+    Files that cannot be relied on are not reused: see `Base`. Their data is not read: it is assumed
+    to be what was written.
 
     Args:
         folder: of the new generation, within the new checkpoint's.

@@ -80,7 +80,7 @@ class NativeWriter(FormatWriter):
         return table, tensors
 
     def _encoded(self, key: str, value: Any, tensor_bytes: int = 0) -> Any:
-        """Plain data for the manifest; what is none is refused."""
+        """Return plain data for the manifest. Raises for other values."""
         try:
             return encode_plain(value, tensor_bytes=tensor_bytes)
         except FormatError as error:

@@ -37,8 +37,8 @@ class _DescribedTensor(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     shape: list[int]
     forms: list[int]
-    """Where among the forms those stand that the tensor may have, by what the rank holds of it:
-    mostly one. None for a plain tensor, whole on each rank that has it."""
+    """Indices of the forms that the tensor may have, by what the rank holds of it. Usually one.
+    None for a plain tensor, which is full on each rank that has it."""
 
 
 class Described(msgspec.Struct, frozen=True, dict=True):
@@ -83,7 +83,7 @@ def join_layouts(parties: Iterable[tuple[Described, Sequence[int]]], *, skip: It
     """Return the layout of what all ranks hold together, from each distinct description and the
     ranks that gave it.
 
-    Raises LayoutError where ranks disagree about a tensor's shape, dtype or placement.
+    Raises LayoutError if ranks disagree about a tensor's shape, dtype or placement.
     """
     found: dict[str, list[_Row]] = {}
     everyone: list[int] = []

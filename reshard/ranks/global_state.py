@@ -294,10 +294,10 @@ class ValueDigests(msgspec.Struct, frozen=True, array_like=True):
     """The digests of values that some ranks have sent."""
 
     digests: dict[bytes, tuple[bytes, int, int]]
-    """By a digest of who the holders are: one of what they hold (empty if they differ), how many
-    have sent it, and how many there are."""
+    """Digest of the holders -> a digest of what they hold (empty if they differ), how many have
+    sent it, and how many there are."""
     objects: bytes
-    """A digest of all objects; empty if ranks have others, or other values."""
+    """A digest of all objects. Empty if ranks have different ones."""
 
     @staticmethod
     def join(parts: list[ValueDigests]) -> ValueDigests:
@@ -317,7 +317,7 @@ class DigestTable:
     """The digests that this rank compares with those of others."""
 
     rows: dict[bytes, dict[str, bytes]]
-    """By a digest of who holds some keys: of each of these, one of its value."""
+    """Digest of the holders of some keys -> key -> digest of its value."""
     objects: dict[str, bytes]
     """A digest of each object."""
     sharded: set[str]
@@ -436,7 +436,7 @@ _BUFFERS = (
 
 @lru_cache(maxsize=1024)  # a state has few forms, and each may name many ranks
 def _holders(form: ProductForm, rank: int) -> tuple[bytes, int]:
-    """A digest of which ranks hold what this rank holds, and how many they are."""
+    """Return a digest of the ranks that hold the same as this rank, and their number."""
     copied = [isinstance(placement, Replicate) for placement in form.placements]
     place = [None if is_copied else at for is_copied, at in zip(copied, form.mesh.coordinate(rank))]
     count = math.prod(size for size, is_copied in zip(form.mesh.shape, copied) if is_copied)

@@ -563,8 +563,8 @@ class DistinctValues(msgspec.Struct, frozen=True, array_like=True):
     count: int = 1
     """How many ranks' they are."""
     places: bytes = b""
-    """For each rank, where its answer stands, as 32-bit numbers; compressed, since mostly few
-    answers come again and again. Nothing where all gave the same."""
+    """For each rank, the index of its answer as a 32-bit number. Compressed, because few distinct
+    answers recur. Empty if all ranks gave the same answer."""
 
     @staticmethod
     def join(pools: list[DistinctValues]) -> DistinctValues:

@@ -54,7 +54,7 @@ class PeerWatch:
         self._key = f"machines/{here}" if here else ""
         self._watched: tuple[int, int, str] | None = None
         self.knows_whom = not self._key
-        """For good: the store need not be asked any more."""
+        """True once the answer is final, so that the store need not be asked again."""
         if self._key:
             self._index = store.add(self._key, 1) - 1
             self._refuse_reused(store)
@@ -62,8 +62,8 @@ class PeerWatch:
             store.set(f"{self._key}/{self._index}", f"{place} {pid} {start_of(pid)}".encode())
 
     def _refuse_reused(self, store: Any) -> None:
-        """More came than torchrun has started here, and the first of them is gone: its sessions are
-        still in there."""
+        """Raise if more ranks registered than torchrun started here and the first has ended: its
+        sessions are still in the store."""
         if self._index < int(os.environ.get("LOCAL_WORLD_SIZE", self._index + 1)):
             return
         _, _, process = (store.peek(f"{self._key}/0") or b"").decode().partition(" ")
@@ -230,7 +230,7 @@ def release_lease(work: str) -> None:
 
 
 def read_lease(storage: Storage, name: str) -> WriterLease | None:
-    """Read the claim of that name; None if there is none that can be read."""
+    """Read the claim of that name. None if it is missing or cannot be read."""
     try:
         return msgspec.json.decode(storage.read(name), type=WriterLease)
     except (CheckpointNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):

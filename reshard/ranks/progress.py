@@ -1,5 +1,5 @@
-"""Where time goes: phases, always recorded, also for OpenTelemetry if the program uses it; of long ones also
-events, bars, and a log line where no terminal shows them."""
+"""Records where time is spent: phases, always, and for OpenTelemetry if the program uses it. Long
+phases also have events, bars, and a log line if no terminal shows them."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ current: ContextVar[Span] = ContextVar("current")
 
 @contextmanager
 def phase(name: str, *, waits: bool = False, path: object = None, goes_on: bool = False) -> Iterator[Span]:
-    """Record when this block begins and ends, within the current phase, if there is one. It costs a few microseconds,
-    and so is never off; blocks are phases of a call, and not its elements.
+    """Record when this block begins and ends, within the current phase, if there is one. It costs a
+    few microseconds, and so is never off; blocks are phases of a call, and not its elements.
 
     Args:
         path: of the checkpoint, of whatever type; for a phase that is a whole call.
@@ -137,8 +137,8 @@ _listeners_lock = threading.Lock()
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Have `listener` called with every event of this process, in the thread where it happens, until the block ends:
-    `with listening(lambda event: gauge.set(event.done_bytes)): ...`.
+    """Have `listener` called with every event of this process, in the thread where it happens,
+    until the block ends: `with listening(lambda event: gauge.set(event.done_bytes)): ...`.
 
     It should be quick. One that raises is logged with its traceback; the work continues.
     """
@@ -158,7 +158,8 @@ class Progress:
             step.advance(len(chunk))  # from any thread
 
     Args:
-        show: whether this process shows a bar or writes log lines; with many ranks one of them is enough.
+        show: whether this process shows a bar or writes log lines; with many ranks one of them is
+            enough.
         bars: whether it shows bars in a terminal; if not, it only logs.
         listener: gets this work's events, beside the listeners of the whole process.
         check: called at every progress step, to raise what ends the work: that another rank has failed.
@@ -205,7 +206,7 @@ class Phase:
         self._next_event = self._start + EVENT_GAP_S
 
     def advance(self, nbytes: int) -> None:
-        """Count this many more bytes as done. Raises what the work's `check` does."""
+        """Add this number of bytes to those that are done. Raises the errors of the work's `check`."""
         if self._progress.check is not None:
             self._progress.check()
         now = time.monotonic()
@@ -237,8 +238,8 @@ class Phase:
 
 
 class _Bars:
-    """Progress bars on the terminal, for phases that take long enough to be seen. Each disappears at the end of its
-    phase."""
+    """Progress bars on the terminal, for phases that take long enough to be seen. Each disappears
+    at the end of its phase."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -53,11 +53,11 @@ _WATCH_GAP_S = 0.5
 _LAST_CALL_S = 1.0
 """Even a rank that is itself past the deadline looks this long for an outcome."""
 _VERDICT_S = 2.0
-"""So long the others leave it to one of them to say who missed the deadline."""
+"""For this time, the other ranks let one rank determine which ranks missed the deadline."""
 _HERE_S = 2.0
 """A rank that has waited this long says so, for the ranks that will ask which of them hangs."""
 _SEEN_S = 2.0
-"""How long the first rank, which mostly hosts the store, stays so that the others can read how it all ended."""
+"""How long the first rank, which usually hosts the store, stays so that the others can read the outcome."""
 _MAX_LOOK_GAP_S = 4.0
 
 Combine = Callable[[list[bytes]], bytes]

@@ -225,7 +225,7 @@ _MAX_WAIT_S = 1_728_000.0
 """Longer waits are not what torch takes them for: it counts milliseconds in 32 bits."""
 _INLINE, _PARTS = b"\0", b"\1"
 GRACE_S, _SLICE_S = 6.0, 0.5
-"""So long after the deadline of a call the store may take to answer."""
+"""Time that the store may take to answer after the deadline of a call."""
 _SILENT = (
     "the store of the process group{} has not answered for {}: its host, or the network to it, is down or frozen. "
     "This rank cannot communicate with the others: restart the job"
@@ -458,7 +458,7 @@ class LogEntry(msgspec.Struct, frozen=True, array_like=True):
 
 Outcome = Failure | RoundOutcome
 decode_outcome: Callable[[bytes], Outcome] = msgspec.msgpack.Decoder(Failure | RoundOutcome).decode
-"""What stands under the key of an outcome."""
+"""Decodes the value under the key of an outcome."""
 
 
 class StaleKeys:

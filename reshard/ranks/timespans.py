@@ -16,7 +16,7 @@ class Span(msgspec.Struct):
     """Nanoseconds since 1970, by the clock of this host."""
     ended_ns: int = 0
     nbytes: int = 0
-    """Bytes that it processed; 0 where they are not counted."""
+    """Bytes that it processed. 0 if they are not counted."""
     waits: bool = False
     """True if this rank only waited for other ranks."""
     error: str = ""

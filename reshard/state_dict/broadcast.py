@@ -52,7 +52,7 @@ def setting(options: StateDictOptions | None = None, *, together: Iterable[tuple
     """A phase in which one rank's refusal is that of all: whatever a rank raises inside, all raise.
     Collective over all ranks, or over each of some sets of ranks.
 
-    `options`: of the call, unless they were compared before. Raises LayoutError where ranks were
+    `options`: of the call, unless they were compared before. Raises LayoutError if ranks were
     given different ones.
     """
     with contextlib.ExitStack() as stack:

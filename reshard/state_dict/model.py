@@ -222,7 +222,7 @@ class _ModelMatch:
         self.written: set[Any] = set()
 
     def direct(self, slot: StateEntry) -> DirectWrite | None:
-        """Return what is to be written there; None where nothing is given for it."""
+        """Return what is to be written there; None if nothing is given for it."""
         name = slot.name
         value = self.given.get(name)
         if _is_plain_pair(slot, value) and name not in self.live.tied:
@@ -235,7 +235,7 @@ class _ModelMatch:
         return DirectWrite(slot, self.given[found], _is_plain_pair(slot, self.given[found]))
 
     def take(self, slot: StateEntry) -> str | None:
-        """The name under which `given` has this slot's value, checked; None where it has none."""
+        """The name under which `given` has this slot's value, checked; None if it has none."""
         name: str | None = slot.name
         if slot.name in self.live.tied:
             names = [alias for alias in (slot.name, *self.live.aliases(slot)) if alias in self.given]
@@ -662,7 +662,7 @@ class Spans(NamedTuple):
     """The bytes from the first to behind the last element of each of many tensors."""
 
     starts: Sequence[int] = ()
-    """Addresses; 0 if there is no memory, or if its address is unknown."""
+    """Addresses. 0 if there is no memory, or if its address is unknown."""
     sizes: Sequence[int] = ()
 
 

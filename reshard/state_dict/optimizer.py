@@ -165,7 +165,7 @@ class OptimizerWrites(NamedTuple):
     """Everything that a call will write to optimizers, checked before anything is touched."""
 
     state: list[Entry]
-    """Every parameter of the optimizers; None where it shall have no state."""
+    """The state of every parameter of the optimizers. None if it is to have none."""
     other: list[tuple[int, Any, Any]]
     """(optimizer, key, state) under keys that are no parameter."""
     groups: list[GroupWrite]
@@ -463,8 +463,8 @@ class _Copies:
         """What the optimizers hold now and keep, to be written into."""
         self.values: list[Any] = list(places.values)
         self.later: list[tuple[OptimizedParameter, dict[Any, Any], Any, Any, Any, Fields | None]] = []
-        """Each further entry: whose it is, its dict, key, value, what it holds now, and the fields
-        of its group; None if what it holds may not be written into."""
+        """Each further entry: its parameter, dict, key, value, current value (None if that may not
+        be written into), and the fields of its group."""
         self.untied: list[str] = []
         self.ties = GivenTies([], [])
         self._places = places
@@ -706,7 +706,7 @@ class ModelTensor(NamedTuple):
     name: str
     live: Any
     given: Any
-    """What it was set to; None if to nothing."""
+    """The value that it was set to, or None."""
 
 
 class GivenTies:

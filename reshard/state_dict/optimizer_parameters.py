@@ -22,8 +22,7 @@ from reshard.state_dict.live_model import LiveModel, where
 from reshard.state_dict.model import write_all
 
 OUTSIDE = "outside_model"
-"""First segment of the name of a parameter that the model does not have; then optimizer, group and
-position follow."""
+"""First segment of the name of a parameter outside the model. Optimizer, group, and position follow."""
 
 
 class OptimizedParameter(NamedTuple):
@@ -31,7 +30,7 @@ class OptimizedParameter(NamedTuple):
 
     parameter: torch.Tensor
     names: tuple[str, ...]
-    """Its canonical names; its state is stored under the first one."""
+    """Its canonical names. Its state is stored under the first one."""
     optimizer: int
     group: int
     position: int

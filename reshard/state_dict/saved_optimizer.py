@@ -28,7 +28,7 @@ from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedPar
 from reshard.state_dict.options import StateDictOptions
 
 EXTRA = "extra_state"
-"""Field of each group with what the optimizer's own state dict has beside its state and groups."""
+"""Field of each group for entries of the optimizer's own state dict besides state and groups."""
 
 
 def extra_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,8 +86,7 @@ class SavedOptimizer:
     state: Mapping[Any, Mapping[str, Any]]
     """State of each parameter that has any."""
     fields: Mapping[str, Mapping[str, Any]]
-    """Group fields of each parameter that is in a group; parameters of one group share one
-    object."""
+    """Group fields of each parameter in a group. Parameters of one group share one object."""
     empty: Sequence[Mapping[str, Any]]
     """Fields of the groups without parameters, in order."""
     stateless: frozenset[str] | None = None
@@ -141,7 +140,7 @@ def with_state_of_others(saved: SavedOptimizer, given: Mapping[str, Any], live: 
     that only other ranks hold elements of. Collective over the ranks of each unit, unless the live
     parameters are sharded in the same way.
 
-    Raises NormalizationError where another rank has all of a parameter's state.
+    Raises NormalizationError if another rank has all of a parameter's state.
     """
     held = given if isinstance(given, PartialState) else given.get("state")
     pieces: dict[str, FlatPiece] = {}
@@ -210,8 +209,8 @@ class _FlatReader:
         self.fields: dict[str, dict[Any, Any]] = {}
         self.stateless: set[str] = set()
         self.singly: dict[int, set[str]] = {id(self.state): set(), id(self.fields): set()}
-        """Of both, the parameters of which keys were read one by one; the others have no nested
-        state, and parameters of one group share their fields."""
+        """For both dicts, the parameters whose keys were read one by one. All others have no nested
+        state, and share the fields of their group."""
         self._known = live.live.by_name | live.by_name
         self._places: dict[str, dict[Any, Any]] = {}
         """The dict that a key's front leads to, where the front is a known name."""
@@ -427,7 +426,7 @@ def tensors_that_part(live: LiveOptimizers, groups: Sequence[Sequence[Mapping[st
 
 
 def _common(members: Sequence[OptimizedParameter], saved: SavedOptimizer) -> Mapping[str, Any] | None:
-    """The fields that all parameters of a group were saved with; None where none was saved."""
+    """The fields that all parameters of a group were saved with; None if none was saved."""
     first: tuple[str, Mapping[str, Any]] | None = None
     comparable = False
     for one in members:

@@ -1,9 +1,8 @@
-"""What a storage is: a folder of named objects, byte ranges in and whole objects out.
-
-Names are relative and '/'-separated ("step-10/rank-0.safetensors"), whatever the storage beneath.
-Every error is a `StorageError`, or a `CheckpointNotFoundError` where an object is absent, and says
-which object of which storage. A third-party storage implements the abstract methods here and hands
-an instance to `open_storage`.
+"""The interface of a storage: a folder of named objects, of which byte ranges are read and complete
+objects are written. Names are relative and '/'-separated ("step-10/rank-0.safetensors") on every
+storage. Every error is a `StorageError`, or a `CheckpointNotFoundError` where an object is absent,
+and says which object of which storage. A third-party storage implements the abstract methods here
+and hands an instance to `open_storage`.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class Storage(ABC):
         return None
 
     def version(self, name: str) -> object:
-        """Return what changes when an object is written again, where that takes no request; else None."""
+        """Return a value that changes when an object is written again, or None if that would take a request."""
         return None
 
     @abstractmethod
@@ -88,7 +87,7 @@ class Storage(ABC):
         """Fill the writable, contiguous `buffer` with the bytes from `start`: all of it, or an error."""
 
     def descriptor(self, name: str) -> int | None:
-        """A file descriptor to read an object by, which the caller closes; None where objects are no files."""
+        """A file descriptor to read an object by, which the caller closes; None if objects are no files."""
         return None
 
     @abstractmethod
@@ -114,8 +113,8 @@ class Storage(ABC):
         """Store a whole small object so that readers, and a crash at any point, find the old one or the new one."""
 
     def publish_while(self, name: str, data: Buffer, check: Callable[[], None]) -> None:
-        """`publish`, unless `check` raises, which is called as shortly before as can be; where the
-        storage can write on condition, also unless another process publishes the object between the
+        """`publish`, unless `check` raises, which is called as late as possible. If the storage
+        supports conditional writes, also unless another process publishes the object between the
         two."""
         check()
         self.publish(name, data)
@@ -132,8 +131,8 @@ class Storage(ABC):
         """The name under which to write an object that must not be seen yet; `commit` gives it its
         own name.
 
-        It is `name` itself where an object can only be seen when it is whole; else one that
-        `is_temporary`.
+        It is `name` itself if objects are visible only when they are complete, and otherwise a name
+        that `is_temporary`.
         """
         return name
 
@@ -143,9 +142,9 @@ class Storage(ABC):
             raise StorageError(f"{self.url} has no temporary objects: {temporary!r} is none of them")
 
     def link(self, name: str, other: str) -> bool:
-        """Give an object, which does not change any more, a second name, without reading its
-        bytes: it stays as long as it has one of them. A second time does nothing. False where
-        this storage cannot. No folder is made.
+        """Give an object that no longer changes a second name, without reading its bytes. The
+        object stays as long as it has a name. A second call does nothing. False if this storage
+        cannot. No folder is made.
 
         Raises CheckpointNotFoundError if there is no such object.
         """
@@ -175,9 +174,8 @@ class Storage(ABC):
         return False
 
     def mapped(self, name: str) -> memoryview | None:
-        """A read-only view of the whole object without a copy where the storage has one, else None.
-
-        The view stays valid as long as it is referenced, also after the object was deleted or
+        """Return a read-only view of the complete object, without a copy, or None if the storage
+        has none. The view stays valid while it is referenced, even if the object is deleted or
         published again.
         """
         return None
@@ -217,7 +215,7 @@ class Writer(ABC):
 
     def reserve(self, nbytes: int) -> Callable[[memoryview], None] | None:
         """Skip the next bytes, and return what writes them: once, on any thread, before the object
-        is whole. An error must end the `with` block. None where objects can only be written from
+        is whole. An error must end the `with` block. None if objects can only be written from
         front to end."""
         return None
 
@@ -259,12 +257,9 @@ class Writer(ABC):
 
 
 class PlacedWriter(Writer):
-    """A writer that puts bytes where they belong: what is written next goes to `at`, which moves on
-    by its length.
-
-    A clean exit makes what this process wrote durable. An exit by an exception removes the object,
-    also for the other
-    processes: without this one's bytes it is of no use.
+    """A writer for any position: the next bytes are written at `at`, which advances by their
+    length. A clean exit makes what this process wrote durable. An exit with an exception removes
+    the object, also for other processes: it is useless without this process's bytes.
 
     Attributes:
         at: a position in the object, in bytes; may be set.

@@ -1,7 +1,7 @@
 """A folder of the local (or a mounted) file system.
 
-Durable means: the file's bytes are fsynced, and so is each folder that got a new entry, up to the first that was
-there before. A rename without the second fsync can be forgotten by a crash.
+Durable means: the file's bytes are fsynced, and so is each folder that got a new entry, up to the
+first that was there before. A rename without the second fsync can be forgotten by a crash.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EOPNOT
 class LocalStorage(Storage):
     """The folder `root`, which need not exist yet: the first write makes it.
 
-    Links are followed, also those that lead out of it, as in a Hugging Face cache: see `is_link_outside`. Names
-    themselves cannot leave it.
+    Links are followed, also those that lead out of it, as in a Hugging Face cache: see
+    `is_link_outside`. Names themselves cannot leave it.
     """
 
     max_gap_bytes = _PAGE_BYTES
@@ -340,8 +340,8 @@ class _LocalWriter(PlacedWriter):
                 self._storage.delete(self._name)
 
     def _is_named(self) -> bool:
-        """Return True if the name still is this file's: a process that took us for dead may write another one of
-        it."""
+        """Return True if the name still is this file's: a process that took us for dead may write
+        another one of it."""
         try:
             return os.path.samestat(os.fstat(self._file), os.stat(self._path))
         except OSError:
@@ -374,8 +374,8 @@ def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
 def start_writing_back(file: int, written: range) -> None:
     """Ask the disk to write these bytes of a file, without waiting for it.
 
-    It promises nothing, so its errors do not count: bytes that are not written stay in the page cache for the fsync,
-    which reports them.
+    It promises nothing, so its errors do not count: bytes that are not written stay in the page
+    cache for the fsync, which reports them.
     """
     if (call := _sync_file_range()) is not None:
         call(file, written.start, len(written), _SYNC_FILE_RANGE_WRITE)
@@ -401,7 +401,7 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, and those that are gone."""
+    """Make the names in a folder, and deletions of names, durable."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(file)
@@ -449,8 +449,8 @@ def _list(
 
 
 def _unless_absent(error: OSError) -> None:
-    """Raise an error of listing a folder, unless the folder is gone, or belongs to the file system: a `lost+found` at
-    the root of a mount, which only its owner may read."""
+    """Raise an error of listing a folder, unless the folder is gone, or belongs to the file system:
+    a `lost+found` at the root of a mount, which only its owner may read."""
     is_systems = isinstance(error, PermissionError) and os.path.basename(error.filename or "") == "lost+found"
     try:
         if not is_systems and not isinstance(error, FileNotFoundError | NotADirectoryError):

@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 _PART_BYTES = 16 << 20
 _PARALLEL = 8
 _SMALL_BYTES = 64 << 10
-"""An answer of up to this many bytes takes hardly longer than its first byte."""
+"""Answers of up to this many bytes take hardly longer than their first byte."""
 _TRIES = 4
 """Number of tries here, in addition to those of obstore, which does not repeat every request that
 is safe to repeat."""
@@ -280,7 +280,7 @@ class ObjectStorage(Storage):
         return StorageError(f"cannot {verb} {name} in {self.url}: {why} ({_first_line(error)})")
 
     def put_new(self, name: str, data: bytes) -> None:
-        """Store a whole object on condition that there is none of this name."""
+        """Store a complete object if there is none of this name."""
         from obstore.exceptions import AlreadyExistsError
 
         try:
@@ -378,7 +378,7 @@ class _Abandoned(Exception):
 
 
 class ObjectWriter(Writer):
-    """Hands parts to a thread that uploads them; a caller who is faster than the network waits in
+    """Hands parts to a thread that uploads them. A caller that is faster than the network waits in
     `write`.
 
         write ──► gathered to one part ──► queue of one ──► thread: multipart upload, several parts in flight

@@ -20,11 +20,12 @@ _shared_memory = MemoryStorage()
 
 
 def open_storage(path: StoragePath) -> Storage:
-    """The storage for a path or URL; a `Storage` is returned as it is. Nothing is read, made or contacted yet.
+    """The storage for a path or URL; a `Storage` is returned as it is. Nothing is read, made or
+    contacted yet.
 
     Args:
-        path: a local folder, "file:///folder", "memory://folder" (of this process), or a bucket and folder:
-            "s3://bucket/folder", "gs://...", "az://...", which need the package obstore.
+        path: a local folder, "file:///folder", "memory://folder" (of this process), or a bucket and
+            folder: "s3://bucket/folder", "gs://...", "az://...", which need the package obstore.
 
     Raises:
         OptionError: no path.
@@ -64,7 +65,8 @@ def open_storage(path: StoragePath) -> Storage:
 
 
 def path_text(path: object) -> str:
-    """A path as text. Raises OptionError for what is none, and StorageError for an empty one or one with a NUL."""
+    """Return a path as text. Raises OptionError for values that are not paths, and StorageError for
+    an empty path or one with a NUL."""
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(text, str):
         raise option_error(f"a path must be a folder, URL, or Storage, got {describe_wrong_path(text)}", StorageError)

@@ -1,1 +1,1 @@
-"""Tensors in storage, whatever the format: chunks, their bytes, and how these are read and streamed."""
+"""Tensors in storage, in any format: chunks, their bytes, and how these are read and streamed."""

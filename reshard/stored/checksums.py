@@ -65,7 +65,7 @@ class Checking:
     enabled: bool = True
     """Off, nothing is compared, and all that is read counts as unchecked."""
     bytes_compared: int = 0
-    """Bytes that were compared with checksums, headers and the rests of blocks included; each once."""
+    """Bytes that were compared with checksums, each once, including headers and the rest of blocks."""
     bytes_checked: int = 0
     """Bytes of elements that were asked for and are covered by checksums that were compared."""
     bytes_unchecked: int = 0
@@ -117,12 +117,12 @@ class Checking:
             file.confirm()
 
     def remember(self, source: Any) -> None:
-        """Remember a `FileSource` of which something was read and not compared."""
+        """Remember a `FileSource` from which something was read but not compared."""
         self._unfinished[id(source)] = source
 
     def finish(self, wanted_bytes: int | None = None) -> None:
-        """Compare all that was read so far and not compared, whatever it costs, or, with
-        `wanted_bytes`, what may be read in order to check this many. Raises
+        """Compare everything that was read but not compared so far, at any cost, or, with
+        `wanted_bytes`, as much as may be read to check that number of bytes. Raises
         CorruptCheckpointError."""
         unfinished, self._unfinished = self._unfinished, {}
         for key, source in unfinished.items():
@@ -132,8 +132,8 @@ class Checking:
                 self._unfinished[key] = source
 
     def words(self, nbytes: int, total: int) -> str:
-        """Say in words what was left unchecked of a read of `total` bytes of elements, of which
-        `nbytes` were not compared; empty if nothing was."""
+        """Return words about a read of `total` bytes of elements, of which `nbytes` were not
+        compared. Empty if all were."""
         if not self.enabled:
             return "unchecked: check=False"
         if self.unchecked == NO_CHECKSUMS or not nbytes:
@@ -168,12 +168,12 @@ class Checksums(ABC):
 
     @abstractmethod
     def is_right(self, block: Range, data: Iterable[bytes | memoryview]) -> bool:
-        """Compare a block, whose bytes are given in pieces; it is not pending any more if it is right."""
+        """Compare a block, whose bytes are given in pieces. If it is right, it is no longer pending."""
 
     @abstractmethod
     def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[Ints, Ints, int]:
-        """The blocks that some reads touch, (n, 2), how many bytes of each are wanted, and how many
-        are in no block.
+        """Return the blocks that some reads touch, (n, 2), how many bytes of each are wanted, and
+        how many bytes are in no block.
 
         Args:
             ranges: what is read without gaps, in order and disjoint.
@@ -192,8 +192,8 @@ class Checksums(ABC):
         return sorted({block for blocks in list(self._owed) for block in blocks if self.pending(*block)})
 
     def settle(self) -> int:
-        """Return how many bytes of elements were deferred of blocks that are right by now; they are not
-        deferred any more."""
+        """Return the number of deferred bytes of elements in blocks that have been found right.
+        They are no longer deferred."""
         right = [blocks for blocks in list(self._owed) if not any(self.pending(*block) for block in blocks)]
         with self._lock:
             return sum(self._owed.pop(blocks, 0) for blocks in right)

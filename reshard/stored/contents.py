@@ -121,8 +121,7 @@ class Contents(State[StoredTensor]):
     damaged_steps: tuple[str, ...] = ()
     """Steps in `skipped` whose save had ended, so that they have lost something."""
     left_out: tuple[str, ...] = ()
-    """Keys of what was opened that have no place here, such as each rank's own values among
-    canonical names."""
+    """Keys of the opened checkpoint that are not represented here, such as per-rank values under canonical names."""
 
     def details(self, kind: type[F]) -> F | None:
         """Return what the format knows, if that is of this kind."""
@@ -157,7 +156,7 @@ class Contents(State[StoredTensor]):
         return {key: f"per-rank value, {format_count(len(values), 'rank')}" for key, values in self.per_rank.items()}
 
     def find(self, name: str) -> StoredTensor | None:
-        """The tensor of a name, or of one that is tied to it; None if there is none."""
+        """Return the tensor of a name, or the one that it is tied to. None if there is none."""
         if name in self.tensors:
             return self.tensors[name]
         kept = self.aliases.get(name, "")
@@ -311,7 +310,7 @@ class Record(metaclass=_FrozenType):
         self._grown("elements").extend(items)
 
     def _grown(self, which: str) -> list[Any]:
-        """The list of that name, made when the first thing goes into it."""
+        """Return the list of that name, which is created on first use."""
         if not getattr(self, which):
             setattr(self, which, [])
         return cast("list[Any]", getattr(self, which))

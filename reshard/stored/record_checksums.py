@@ -33,7 +33,7 @@ class _RecordSum:
     """What was looked up."""
 
     def crc(self) -> int | None:
-        """Return what was written with it; None where none was."""
+        """Return what was written with it; None if none was."""
         if self.found is None:
             self.found = (self.look_up(),)
         return self.found[0]

@@ -45,7 +45,7 @@ SAFETENSORS_CODES: dict[str, str] = {
     "F64": "float64",
     "C64": "complex64",
 }
-"""dtype names by the code that stands in a safetensors header."""
+"""dtype names by their code in a safetensors header."""
 
 _F4 = SAFETENSORS_CODES["F4"]
 _CODES = {name: code for code, name in SAFETENSORS_CODES.items() if code != "F4"}

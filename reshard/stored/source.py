@@ -50,7 +50,8 @@ class Source(ABC):
     direct_bytes: int = DIRECT_BYTES
     """Runs of at least this many bytes are better read by a call than copied from the view."""
     _file: mmap.mmap | None = None
-    """What it is a view of. If that is shorter by now, touching what is gone would end the process."""
+    """The mapped file behind the view. If the file has become shorter, touching the missing part
+    would end the process."""
     _opened: _FileVersion | None = None
     """What it was when it was opened, if it is a file."""
     _key: Hashable = None
@@ -69,7 +70,7 @@ class Source(ABC):
 
     @abstractmethod
     def view(self) -> memoryview | None:
-        """Return all bytes, read-only and without a copy, where that costs nothing; else None."""
+        """Return all bytes, read-only and without a copy, or None if that is not possible at no cost."""
 
     @abstractmethod
     def _fill(self, start: int, buffer: memoryview) -> None:
@@ -124,13 +125,13 @@ class Source(ABC):
         return self.raw(start, length)
 
     def fill(self, start: int, buffer: memoryview) -> None:
-        """`read_into` without comparing anything: for who has done so."""
+        """`read_into` without a check, for callers that have compared the bytes."""
         self.check(start, start + buffer.nbytes)
         if buffer.nbytes:
             self._fill(start, buffer)
 
     def raw(self, start: int, length: int) -> bytes | memoryview:
-        """`read` without comparing anything: for who has done so, or will."""
+        """`read` without a check, for callers that have compared the bytes, or will."""
         self.check(start, start + length)
         view = self.view()
         if view is not None:
@@ -433,7 +434,7 @@ class FileSource(Source):
 
     def touch_s(self, start: int, length: int) -> float | None:
         """CPU seconds that it takes to touch each page of these bytes, as a copy from the view
-        does, and to give them back. None where there is no view, or they cannot be read."""
+        does, and to give them back. None if there is no view, or they cannot be read."""
         self.check(start, start + length)
         view = self.view()
         if view is None or self._file is None:
@@ -484,7 +485,7 @@ class Files:
         return source
 
     def some(self, names: Listing) -> Files:
-        """Return the same files, of which only these are to be looked at."""
+        """Return the same files, restricted to these."""
         return replace(self, listed=names)
 
 
@@ -536,7 +537,7 @@ class DecodedSource(Source):
                 self._shrink()
 
         def get(self, source: DecodedSource) -> memoryview:
-            """Return what it has decoded, or decodes now; others who ask wait for that."""
+            """Return the decoded item, or decode it now. Other callers wait for that."""
             with self._lock:
                 found = self._items.pop(source, None)
                 item = self._items[source] = found or Future()  # the latest at the end

@@ -310,7 +310,7 @@ class WrittenFile(msgspec.Struct, frozen=True):
     """A file that is written, whole and durable."""
 
     name: str
-    """The name under which it is written; it may be renamed when all are done."""
+    """The name under which it is written. It may be renamed when all files are complete."""
     nbytes: int
     digest: str
     """XXH3-128 of the whole file, in hex."""
@@ -328,7 +328,7 @@ class Target:
     """Id in hex. Names of unfinished files contain it, so that other jobs do not take them for theirs."""
     max_shard_bytes: int
     onto: StateLayout | None
-    """The files are those of the ranks of this layout; without it, of at most `max_shard_bytes` of tensors."""
+    """Write the files of the ranks of this layout. None: files of at most `max_shard_bytes` of tensors."""
 
 
 @dataclass(frozen=True)
@@ -406,7 +406,7 @@ class FormatWriter(ABC):
         """The file that shows that there is a checkpoint already, or None."""
 
     def ambiguous(self, storage: Storage, names: Listing) -> str | None:
-        """A file of `names` that would stay, and beside which what is written would not open; or None."""
+        """Return a file of `names` that would stay and would make the new checkpoint ambiguous, or None."""
         return None
 
     def whole(self, name: str) -> FilePart:
@@ -468,7 +468,7 @@ class FormatWriter(ABC):
                 )
 
     def stored(self, name: str) -> StoredTensor:
-        """The stored tensor of a name, or of the one that it is tied to."""
+        """Return the stored tensor of a name, or the one that it is tied to."""
         found = self.contents.find(name)
         assert found is not None
         return found
@@ -495,11 +495,9 @@ def fingerprint_parts(done: Iterable[WrittenFile]) -> dict[str, Partial]:
 
 
 class HashingWriter:
-    """A new file, put together in order of literal bytes and of the elements of regions, and the
-    digest of all of it.
-
-    Small parts are written together. Where the storage can, large ones are written by the threads
-    that read them, side by side.
+    """A new file, written in order from literal bytes and the elements of regions, and its digest.
+    Small parts are written together. If the storage supports it, the threads that read large parts
+    write them in parallel.
     """
 
     def __init__(self, out: Writer, feed: Feed, seen: Callable[[Region, StreamedRows], None]) -> None:

@@ -48,8 +48,8 @@ class Extent(NamedTuple):
     """Whether the value is the complex conjugate of what is stored (torch stores `x.conj()` as x
     and a flag)."""
     descriptor_at: int | None = None
-    """Where a zip archive's descriptor of a record stands, if the window has the first byte and
-    the size of the record: with row-major strides it is the record."""
+    """Position of a zip archive's descriptor of a record, if the window begins with the record and
+    has its size. With row-major strides, it is the record."""
 
     def with_window(self, window: Window) -> Extent:
         """Another window of the same source."""
@@ -456,7 +456,7 @@ class ByteRun(NamedTuple):
 
 
 def run_of(stored: StoredTensor, box: Box) -> ByteRun | None:
-    """The bytes that are a box, row-major, if they are one run; else None. Nothing is read of it."""
+    """Return the bytes of a box, row-major, if they are contiguous, and otherwise None. Reads nothing."""
     chunk = _holder(stored, box)
     if chunk is None:
         return None
@@ -560,7 +560,7 @@ def is_near(a: Extent, b: Extent, dtype: str, drift: float) -> bool:
 
 
 def _written(place: Extent) -> int | None:
-    """Return the CRC-32 that was written with all that is at a place; None if there is none."""
+    """Return the CRC-32 that was written with the bytes at a place. None if there is none."""
     sums = place.source.checksums if isinstance(place.source, FileSource) else None
     is_record = place.descriptor_at is not None
     return sums.written(place.window.offset) if is_record and isinstance(sums, RecordChecksums) else None

@@ -63,7 +63,7 @@ def narrow(tensor: StoredTensor, dim: int, start: int, stop: int) -> StoredTenso
 def assemble(fqn: str, shape: Sequence[int], pieces: Iterable[Piece]) -> StoredTensor:
     """A tensor of `shape` from stored tensors that fill regions of it.
 
-    Raises CorruptCheckpointError where a piece has other sizes than its region, or pieces have different dtypes.
+    Raises CorruptCheckpointError if a piece has other sizes than its region, or pieces have different dtypes.
     """
     found = list(pieces)
     if not found:

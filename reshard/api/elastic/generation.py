@@ -94,7 +94,7 @@ class ManifestStamp(NamedTuple):
 
     unix_s: float
     state: str
-    """A digest of all fingerprints: equal where all tensors are, whatever the layouts; empty if there are none."""
+    """A digest of all fingerprints. Equal if all tensors are equal, in any layouts. Empty without fingerprints."""
 
     @classmethod
     def of(cls, manifest: Manifest) -> ManifestStamp:
@@ -109,7 +109,7 @@ class Recorded(NamedTuple):
     made: ManifestStamp | None
     """None while it does not count there."""
     incarnation: Incarnation | None
-    """None where nothing legible says so."""
+    """None if nothing legible says so."""
 
 
 def fetched_folder(kept: GenerationFolder) -> str:
@@ -500,7 +500,7 @@ class Hosts:
     """The process that acts for this rank's host, as the claim in the folder names it."""
 
     def check_owner(self) -> None:
-        """Raises StorageError where another job has taken the host's folder while this one was held up."""
+        """Raises StorageError if another job has taken the host's folder while this one was held up."""
         found = liveness.read_lease(LocalStorage(self.folder), _OWNER)
         if found is not None and self.owner is not None and not found.is_of(self.owner):
             raise StorageError(

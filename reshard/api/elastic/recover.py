@@ -174,9 +174,9 @@ def _first_whole(
 
 class _FallbackEnd(NamedTuple):
     why: str
-    """Why it cannot be used; empty if it can, or on a rank that does not know."""
+    """Why the fallback cannot be used. Empty if it can, or on a rank that does not know."""
     is_final: bool
-    """Whether something else is wrong, or the state was written to."""
+    """True if there is another error, or if the state was already written to."""
 
     @staticmethod
     def join(ends: list[_FallbackEnd]) -> _FallbackEnd:
@@ -268,10 +268,9 @@ def _candidates(
 
 
 def _rank_of(fallback: Any, newest_first: list[ManifestStamp]) -> tuple[int, str]:
-    """The place of a fallback among the generations, newest first: right after one of the same
-    state, else by the time it was made; last if that is unknown, or there is nothing yet.
-
-    And why it cannot be opened, if it is there.
+    """Return the place of a fallback among the generations, newest first: right after one of the
+    same state, or by its time. Last if the time is unknown, or if there is no fallback yet. Also
+    return why it cannot be opened.
     """
     native, why = None, ""
     try:
@@ -509,15 +508,15 @@ def gather(
     Args:
         folders: one folder per host: `<folder of the Tier>/<name of the host>`.
         out: path of the new checkpoint.
-        step: the step of the generation. Default: the newest, as `Tier.restore` decides. If the newest is not
-            complete, pass the step of an older one.
+        step: the step of the generation. Default: the newest, as `Tier.restore` decides. If the newest is not complete,
+            pass the step of an older one.
         overwrite: replace an existing checkpoint.
         executor: compares and writes in tasks. All workers need access to all folders.
 
     Raises (nothing is written then):
         CheckpointNotFoundError: no folder has a complete generation, or none of this step.
-        CorruptCheckpointError: the remaining data is not complete. The message names the missing boxes of each
-            tensor, damaged files, and an older generation that is complete.
+        CorruptCheckpointError: the remaining data is not complete. The message names the missing boxes of each tensor,
+            damaged files, and an older generation that is complete.
         CheckpointError: there are two candidates for the last generation. To choose one, pass `step`.
         CheckpointExistsError: there is already a checkpoint at `out`.
     """

@@ -275,7 +275,7 @@ class Tier:
                 self.settings.folder.rmdir()
 
     def _begun(self, group: Group, verb: str, state: Any, step: int, options: SaveOptions, **more: object) -> _KeepJob:
-        """Collective: the next generation, of which nothing is written yet."""
+        """Collective: return the next generation, before anything of it is written."""
         self._settle()
         step = checked_step(step, "save(state_dict, step)")
         group.same_options(verb, {**self._shared(), "step": step, **options.shared(), **more})
@@ -383,7 +383,8 @@ class _KeepJob:
         """Begin. Collective.
 
         Args:
-            incarnation: of the job, which the first rank knows; None if it begins with this. The same is returned.
+            incarnation: of the job, which the first rank knows; None if it begins with this. The
+                same is returned.
         """
         holdings, planned, census, *_ = agreed_plan(state, group, options)
         with phase("plan"):
@@ -397,8 +398,8 @@ class _KeepJob:
         return cls(settings, save, hosts, kept, copies, entries), incarnation
 
     def finish(self, data: ToWrite, wire: dist.ProcessGroup | None, pace: OnBytes | None = None) -> TierSaveReport:
-        """Finish. Collective. The previous generation counts until all hosts have all of their files; then it is
-        removed."""
+        """Finish. Collective. The previous generation counts until all hosts have all of their
+        files; then it is removed."""
         group, hosts = self.save.group, self.hosts
         may_count = False
         try:
@@ -447,9 +448,9 @@ class _KeepJob:
         return received
 
     def give_up(self, cause: BaseException) -> None:
-        """Remove what this rank has put into a generation that will never count, and the first of
-        the host what is of the host. Other ranks may still read and write their files, and must
-        meet the cause and not their absence."""
+        """Remove this rank's files of a generation that failed. The first rank of a host removes
+        those of the host. Other ranks may still use their own files. They must get the error that
+        caused the failure, not one about missing files."""
         group, storage = self.save.group, LocalStorage(self.hosts.folder)
         places = [place for place, those in enumerate(self.copies.keepers) if group.rank in (place, *those)]
         own = {f"{group.ranks[place]:05d}" for place in places}
@@ -513,8 +514,8 @@ def _begin(
 
 
 def _next(step: int, found: FoundGenerations, hosts: int, incarnation: Incarnation | None) -> _NextKept:
-    """Return the next generation. Of the earlier ones, the newest that all hosts have stays; if there is none, all
-    stay."""
+    """Return the next generation. Of the earlier ones, the newest that all hosts have stays; if
+    there is none, all stay."""
     incarnation = incarnation or found.begin(None)
     number = max(incarnation.first, 1 + max((kept.number for kept in found.incarnations), default=0))
     everywhere = [kept for kept, those in found.hosts.items() if len(those) == hosts]

@@ -66,9 +66,10 @@ class Ledger:
         open_storage(self.root).publish(LEDGER, encode_sealed(StepRecords(self.steps)))
 
     def put(self, step: int, metrics: Mapping[str, float], *, is_based: bool) -> None:
-        """Record a step before its save begins. An abandoned checkpoint of that step is removed, also a damaged one.
+        """Record a step before its save begins. An abandoned checkpoint of that step is removed,
+        also a damaged one.
 
-        Raises CheckpointError where a job may still be writing it.
+        Raises CheckpointError if a job may still be writing it.
         """
         path = step_path(self.root, step)
         if step in self.aside() and not remove_checkpoints(self.root, [path]):
@@ -170,7 +171,7 @@ class Ledger:
 def _is_foreign(path: str) -> bool:
     """Return whether there is a complete checkpoint that no manager saved.
 
-    A native one that is called as a manager's step was just published.
+    A native one with the name of a manager's step was just published.
     """
     try:
         format = open_checkpoint(path).format
@@ -186,8 +187,8 @@ def _is_step(path: str) -> bool:
 class RootClaim:
     """The claim that this process saves in a root, until `release` or the end of the process.
 
-    Raises CheckpointError where a process that runs does; FormatError for a root that is a checkpoint; StorageError for
-    one that cannot be written.
+    Raises CheckpointError if a process that runs does; FormatError for a root that is a checkpoint;
+    StorageError for one that cannot be written.
     """
 
     def __init__(self, root: str) -> None:
@@ -206,8 +207,8 @@ class RootClaim:
         liveness.set_fence(self._storage.url, self._check_held)
 
     def check(self) -> None:
-        """Raise CheckpointError if another process has taken the root. A process of another machine may do so, since
-        it cannot know that this one is running."""
+        """Raise CheckpointError if another process has taken the root. A process of another machine
+        may do so, since it cannot know that this one is running."""
         found = liveness.read_lease(self._storage, _OWNER)
         if found != self._mine:
             raise CheckpointError(

@@ -249,7 +249,7 @@ class CheckpointManager:
         """The step of the call before."""
         self._saved_at = self._kept_at = time.monotonic()
         self._is_tidy = self._has_warned = False
-        """Whether storage holds no more than the policy says, as far as this process knows."""
+        """True if storage has only the steps that the policy keeps, as far as this process knows."""
         self._pending: dict[str, _Pending] = {}
         self._signals = Signals(preemption.signals if self._may_save else ())
         self._asked_for: dict[str, None] = {}

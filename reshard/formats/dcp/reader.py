@@ -290,8 +290,8 @@ def _dtype_named(dtype: Any) -> str:
 
 
 Undo = Callable[[tuple[str, ...], int, bytes], bytes]
-"""(descriptors of transforms, as they are to be undone; the most bytes that may come out; the bytes
-of an item) -> what was transformed."""
+"""(descriptors of transforms, in the order in which they are undone; the most bytes of the result;
+the bytes of an item) -> the original bytes."""
 
 _MOST_BYTES = 1 << 28
 """The most that an object, or what surrounds a tensor, may have once it is decompressed."""

@@ -45,7 +45,7 @@ OWN = frozenset(
     + ("frozen_param_fragments", "ds_config", "ds_version", "dp_world_size", "mp_world_size")
     + ("checkpoint_parallel_dimensions", "universal_checkpoint_info")
 )
-"""What a file of model states says of the model, the optimizer, and their sharding, beside a program's own values."""
+"""What a file of model states records of the model, the optimizer, and their sharding. All else is the program's."""
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ def beside(contents: Contents) -> Iterator[str]:
 
 
 def _counts(files: Iterable[TorchFile]) -> tuple[int, int, bool]:
-    """Return how many ranks the files of a checkpoint speak of, 0 where none does: those that share an
-    optimizer, with a file each; those of model parallelism, with files of their own. And whether
-    each of the first has a file of the model, too, as of stage 3."""
+    """Return the numbers of ranks that the files of a checkpoint show, 0 if none do: ranks that
+    share an optimizer, with one file each, and model-parallel ranks. Also return whether each of
+    the first kind has a file of the model, too, as in stage 3."""
     partitions, models, shards_models = [0], [0], False
     for file in files:
         value = file.entries

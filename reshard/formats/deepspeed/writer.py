@@ -113,8 +113,8 @@ class DeepSpeedWriter(ArchivesWriter):
         """Write the small files, give all files their names, then write the one that names their
         folder.
 
-        Where these take the place of others, there are no model
-        states until all are new: without, none of it is read.
+        If these replace other files, no model states exist until all files are new: without them,
+        nothing is read.
         """
         heads = self._head, f"{self.tag}/zero_pp_rank_0_mp_rank_00_model_states.pt"
         there = out.storage.list(f"{self.tag}/")
@@ -163,7 +163,7 @@ def deepspeed_form(
     """`contents`, which normalizes to `found`, as tensors by file: "<fqn>/<state>"; "<fqn>" for
     those of the module.
 
-    Raises FormatError where the format cannot hold the state: no optimizer, states that only some
+    Raises FormatError if the format cannot hold the state: no optimizer, states that only some
     parameters have, steps that differ within a group.
     """
     trained = [fqn for fqn, states in found.state.items() if states and fqn in found.model]

@@ -45,7 +45,7 @@ class Rank:
     """Stages 1 and 2: elements between a parameter of each group and the next."""
     stage: int = 0
     unread: list[str] = field(default_factory=list)
-    """Names of states that are no flat ones: a rank has its own, such as factors of its piece."""
+    """Names of states that are not flat: each rank has its own, such as factors of its piece."""
 
 
 def read_rank(stem: str, file: TorchFile, rank: int) -> Rank:
@@ -216,7 +216,8 @@ def _even_parts(ranks: Sequence[Rank], g: int, group: Shapes) -> _Parts:
 
 
 def _gather_all(fqn: str, shape: Shape, flats: Sequence[Values], held: _Held) -> Values:
-    """The states of a parameter from parts of each rank's flat ones; those that are none are the same for all."""
+    """Return the states of a parameter from parts of each rank's flat states. States that are not
+    flat are the same on all ranks."""
     states = flats[0]
     return {
         name: _gather(f"{fqn}.{name}", shape, [of.get(name) for of in flats], held)

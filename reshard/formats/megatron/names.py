@@ -101,7 +101,7 @@ def join_halves(tensors: Tensors) -> Tensors:
 
 
 def whole_key(key: str) -> str:
-    """The name of the parameter of which `key` may be a half."""
+    """Return the name of the parameter that `key` may be one half of."""
     match = _HALF.fullmatch(key)
     return key if match is None else match[1]
 
@@ -118,7 +118,7 @@ def is_vocabulary(name: str) -> bool:
 LAYER = re.compile(r"(?P<head>(?:.*?\.)?layers)\.(?P<layer>\d+)\.(?P<tail>.+)")
 EXPERT = re.compile(r"(?P<head>.*\.local_experts)\.(?P<expert>\d+)\.(?P<tail>.+)")
 _MTP = re.compile(r"(?:.*\.)?mtp\.layers\.(?P<layer>\d+)\.(?:(?P<front>\w*norm|eh_proj|\w*layer)\.)?(?P<tail>.+)")
-"""A layer that predicts a further token; the last stage has them all, and a copy of the embeddings for them."""
+"""A multi-token prediction layer. The last stage has all of them, with a copy of the embeddings."""
 _MTP_PARTS = ("enorm", "hnorm", "eh_proj", "transformer_layer", "mtp_model_layer", "final_layernorm")
 _LOCAL = (
     "input_layernorm",
@@ -147,7 +147,7 @@ class Grid:
     ep: int
     pp: int
     experts: bool | None
-    """Whether it is the grid of the experts' optimizer (True), of the one beside it (False), or of all parameters."""
+    """True: the grid of the experts' optimizer. False: that of the other parameters. None: that of all parameters."""
     first_layers: int | None = None
     """Layers of the first stage, where it has another number."""
     last_layers: int | None = None

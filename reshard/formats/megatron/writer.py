@@ -116,7 +116,7 @@ _PARAM = "optimizer.state.param."
 _NARROW = ("bfloat16", "float16")
 """Dtypes of parameters that have masters."""
 _VERSION = 3.0
-"""What newer programs write as `checkpoint_version`; 0, where there is none, means other orders of rows."""
+"""The `checkpoint_version` of newer programs. 0, or none, means another order of rows."""
 
 
 _OF_MEGATRON = re.compile(
@@ -137,7 +137,7 @@ def megatron_form(
     """`contents`, which normalizes to `found`, with the keys, stacks and common state of Megatron's
     format.
 
-    Raises FormatError where it cannot hold the state: layers that are missing, an optimizer without
+    Raises FormatError if it cannot hold the state: layers that are missing, an optimizer without
     param groups, steps that differ.
     """
     if not found.model:
@@ -295,7 +295,7 @@ _NORMS = (
 )
 """A norm, the projection that follows, and whether it is saved within that wherever attention is not latent."""
 _STATELESS = re.compile(r".*(embeddings?|router|conv1d|mixer)")
-"""Modules that keep no state beside their parameters."""
+"""Modules without state besides their parameters."""
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,7 @@ class Stacks:
     layers: dict[str, int] = field(default_factory=dict)
     """Layers of each block that is a stack."""
     experts: dict[str, int] = field(default_factory=dict)
-    """How many experts there are, by what stands before them."""
+    """Number of experts, by the part of the name before them."""
     shapes: dict[str, Shape] = field(default_factory=dict)
 
     @classmethod
@@ -371,7 +371,7 @@ class Stacks:
         return tuple(front + inner for inner in self._inner_names(site, name.removesuffix(site.tail)))
 
     def _inner_names(self, site: _ParameterSite, front: str) -> tuple[str, ...]:
-        """Return what it is called within the layer: a norm may be part of a projection, or stand by itself."""
+        """Return its name within the layer: a norm may be part of a projection, or separate."""
         for norm, projection, sure in _NORMS:
             match = re.fullmatch(rf"(?P<before>(?:.*\.)?){re.escape(norm)}\.(?P<kind>weight|bias)", site.tail)
             if match is None:

@@ -1,6 +1,7 @@
 """Checkpoints of torch_checkpointing from a lazy checkpoint, as its one rank saves full tensors.
 
-Each tensor is listed as replicated over a mesh of that rank, so that its resharder loads it into any layout.
+Each tensor is listed as replicated over a mesh of that rank, so that its resharder loads it into
+any layout.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class TorchCheckpointingWriter(NestsWriter):
 def _items(contents: Contents) -> dict[str, dict[str, KeyPath]]:
     """The keys of each item, in the order in which they were saved, with their paths in it.
 
-    Raises FormatError where a section is called as no file of an item may be.
+    Raises FormatError if the name of a section cannot be that of an item's file.
     """
     paths = contents.paths_in_order()
     if () in paths.values():
@@ -112,7 +113,7 @@ def _checked(item: Any) -> str:
 
 
 def _replicated(spec: TensorSpec) -> dict[str, Any]:
-    """Return what the list says of a tensor: whole, on the one rank."""
+    """Return the entry of a full tensor on one rank."""
     data = {
         "global_shape": list(spec.shape),
         "dtype": f"torch.{spec.dtype}",

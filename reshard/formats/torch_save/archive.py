@@ -31,7 +31,7 @@ _END64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR64 = struct.Struct("<4sIQI")
 _DESCRIPTOR = b"PK\x07\x08"
 _DESCRIPTORS = (struct.Struct("<4sIQQ"), struct.Struct("<4sIII"))
-"""What stands behind a record: with sizes of 64 bits or of 32."""
+"""The bytes after a record, with sizes of 64 bits or 32 bits."""
 _MOST_EXTRA_BYTES = 128
 """Most extra bytes of a local header: up to 20 for long sizes, and padding to 64 bytes."""
 _HEAD_BYTES = 4096
@@ -44,8 +44,7 @@ class TorchArchive:
     """A zip archive of `torch.save` at [start, start + length) of a source."""
 
     def __init__(self, source: Source, start: int = 0, length: int | None = None) -> None:
-        """Reads the central directory. Raises CorruptCheckpointError if there is none,
-        or it makes no sense."""
+        """Read the central directory. Raises CorruptCheckpointError if it is missing or malformed."""
         self.source = source
         self.start = start
         self.length = source.nbytes - start if length is None else length

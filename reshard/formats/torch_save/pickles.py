@@ -410,7 +410,8 @@ def _parameter(data: Any, *rest: Any) -> Any:
 
 
 def _from_type(function: Any, cls: Any, args: Any, state: Any) -> Any:
-    """A tensor subclass: the plain tensor if it is that, or wraps it; else a record of class, arguments, and state."""
+    """Return a tensor subclass: the plain tensor if it is one or only wraps one, and otherwise a
+    record of class, arguments, and state."""
     if function in (_KNOWN["torch._utils._rebuild_tensor_v2"], _KNOWN["torch._utils._rebuild_tensor_v3"]):
         return function(*_checked(args, tuple))
     if not is_record_type(cls):

@@ -195,7 +195,7 @@ _STORAGES = {
     "complex128": "ComplexDoubleStorage",
     "complex64": "ComplexFloatStorage",
 }
-"""Storages of a dtype of their own; all other dtypes are kept in untyped ones."""
+"""Storages with a dtype. All other dtypes are kept in untyped ones."""
 
 
 @dataclass(frozen=True)
@@ -291,7 +291,7 @@ class ArchiveWriter:
         )
 
     def close(self) -> None:
-        """Write the central directory: before that, the archive is none."""
+        """Write the central directory, without which the file is not an archive."""
         start, entries = self.nbytes, self._entries
         length, count = sum(entry.nbytes for entry in entries), len(entries)
         self._put_later(length, lambda: b"".join(entry.encoded() for entry in entries))
@@ -468,7 +468,7 @@ def _joined(runs: Sequence[tuple[int, int, int]], nbytes: int) -> int | None:
 
 
 def _beside(place: Extent) -> int | None:
-    """The CRC that stands behind the bytes of a whole record, if reading it is no request of its own."""
+    """Return the CRC after the bytes of a complete record, if reading it takes no additional request."""
     is_record = place.descriptor_at is not None and not place.conjugate and place.window.is_contiguous
     if not is_record or place.source.view() is None:
         return None
