@@ -646,8 +646,8 @@ def ready(
 
 
 def _checked(config: Any, source: str, target: str, titan: str) -> Decoder:
-    """The model. Raises NormalizationError for an unknown family or naming scheme, and for a
-    combination that has no mapping."""
+    """The model. Raises NormalizationError for an unknown family or naming scheme, and for a combination that has no
+    mapping."""
     for naming in (source, target):
         if naming not in NAMINGS:
             raise NormalizationError(
