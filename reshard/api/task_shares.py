@@ -26,8 +26,8 @@ Share = tuple[tuple[str, Box], ...]
 
 
 def shares(boxes: Iterable[tuple[str, Box, int]]) -> Iterator[Share]:
-    """Yield all elements of boxes, given by name, box, and bytes per element, in order. Large boxes
-    are divided in row-major order, and small ones are joined."""
+    """All elements of boxes of tensors, given by name, box and bytes of an element, in order: of large ones parts,
+    row-major, of small ones many together."""
     share: list[tuple[str, Box]] = []
     room = SHARE_BYTES
     for name, outer, itemsize in boxes:
