@@ -12,8 +12,7 @@ from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, Shard
 
 
 def short_form(layout: TensorLayout | ProductForm) -> str:
-    """`"S(0),R on dp=4,tp=2"`, or nothing for a layout on one rank, or without a mesh, which has no
-    short form.
+    """`"S(0),R on dp=4,tp=2"`, or nothing for a layout on one rank, or without a mesh, which has no short form.
 
     Equal layouts have equal forms. Axes of one rank are omitted. The others are listed in the order of ranks. If the
     axes of a dim shard it in another order, the form begins with that: `"tp,dp: S(0),S(0) on dp=2,tp=2"`.
@@ -35,8 +34,7 @@ def short_form(layout: TensorLayout | ProductForm) -> str:
 def parse_layout(text: str) -> ProductForm:
     """The mesh and placements that a short form gives. Inverse of `short_form`.
 
-    Raises PlanError for text that cannot be read, or for a number of placements that is not that of
-    the axes.
+    Raises PlanError for text that cannot be read, or for a number of placements that is not that of the axes.
     """
     layout, on, mesh_text = text.partition(" on ")
     if not on:
@@ -116,9 +114,8 @@ def _plain(layout: TensorLayout | ProductForm) -> Form:
 
 
 def in_sharding_order(form: ProductForm, dims: Container[int]) -> ProductForm:
-    """The form with the axes of these dims in the order in which they shard, and plain shards in
-    place of strided ones that say the same. Axes of one rank come first, as FSDP2 shards what other
-    axes left."""
+    """The form with the axes of these dims in the order in which they shard, and plain shards in place of strided ones
+    that say the same. Axes of one rank come first, as FSDP2 shards what other axes left."""
     axes = [(name, size, placement) for (name, size), placement in zip(form.mesh.axes, form.placements)]
     for dim in {p.dim for p in form.placements if not isinstance(p, Replicate) and p.dim in dims}:
         places = axes_of(form, dim)

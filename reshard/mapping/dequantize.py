@@ -14,7 +14,8 @@ from reshard.stored.tensor import LazyTensor, StoredTensor
 
 
 def dequantized(weight: StoredTensor, scale: StoredTensor, fqn: str, *, block: Shape, dtype: str) -> StoredTensor:
-    """`weight * scale`, each number of `scale` being that of a block of `block` elements; computed in float32.
+    """`weight * scale`, each number of `scale` being that of a block of `block` elements; computed
+    in float32.
 
     Raises NormalizationError if the scales are not one for each block.
     """

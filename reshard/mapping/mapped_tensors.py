@@ -56,9 +56,7 @@ def constant(spec: TensorSpec, value: float) -> StoredTensor:
 
 @lru_cache(maxsize=4096)
 def _strips(geometry: ViewGeometry) -> tuple[_Strip, ...]:
-    """The patches, with those put together that continue each other at an
-    even distance.
-    """
+    """Return the patches, of which those that continue each other at an even distance are joined."""
     found = [_strip(patch) for patch in geometry.patches]
     ndim = found[0].target.ndim if found else 0
     for d in range(ndim):
@@ -210,7 +208,8 @@ def _pieces(spec: TensorSpec, first: int, last: int) -> Iterator[Box]:
 def computed(
     spec: TensorSpec, compute: Callable[[Box], torch.Tensor], label: str, *inputs: StoredTensor
 ) -> StoredTensor:
-    """A tensor of which `compute` makes any box out of `inputs`, in the box's sizes; it is cast to the spec's dtype."""
+    """Return a tensor of which `compute` makes any box from `inputs`, in the box's sizes. The
+    result is cast to the spec's dtype."""
     place = Extent(_Computed(spec, compute, label, inputs), Window.row_major(0, spec.shape, spec.itemsize))
     return StoredTensor(spec, (StoredChunk(Box.full(spec.shape), place),))
 
@@ -232,7 +231,8 @@ def check_cast(spec: TensorSpec, dtype: str) -> None:
 def cast(stored: StoredTensor, dtype: str, fqn: str | None = None) -> StoredTensor:
     """The tensor converted as torch converts; itself where it has the dtype already.
 
-    Raises NormalizationError if a cast would drop fractions or imaginary parts, or torch cannot convert.
+    Raises NormalizationError if a cast would drop fractions or imaginary parts, or torch cannot
+    convert.
     """
     name = stored.fqn if fqn is None else fqn
     if stored.spec.dtype == dtype:
@@ -243,9 +243,11 @@ def cast(stored: StoredTensor, dtype: str, fqn: str | None = None) -> StoredTens
 
 
 def offset(stored: StoredTensor, fqn: str, *, by: float, exact: bool) -> StoredTensor:
-    """The tensor plus `by`, in its own dtype; with `exact`, all of it is read to see whether it could come back.
+    """The tensor plus `by`, in its own dtype; with `exact`, all of it is read to see whether it
+    could come back.
 
-    Raises NormalizationError for integers, and if an element plus `by`, rounded, minus `by`, rounded, is another one.
+    Raises NormalizationError for integers, and if an element plus `by`, rounded, minus `by`,
+    rounded, is another one.
     """
     if not is_floating(stored.spec.dtype):
         raise NormalizationError(f"{stored.fqn!r} of {stored.spec.dtype} cannot get an offset of {by}")

@@ -475,7 +475,7 @@ NO_COUNTS: Counts = {}
 
 @dataclass(frozen=True)
 class Application:
-    """A rule, what its pattern's words stand for, and where."""
+    """A rule that matched: the values of its pattern's words, and where."""
 
     number: int
     """Number of the rule."""
@@ -491,7 +491,7 @@ class Application:
 
     @property
     def common(self) -> dict[str, str]:
-        """The words but the one that counts the sources."""
+        """The words, except the one that numbers the sources."""
         return {word: value for word, value in self.words.items() if word != self.rule.sources[0].number}
 
     def target_names(self, count: int | None) -> list[str]:
@@ -621,9 +621,8 @@ class Matcher:
                 yield key, hit
 
     def groups(self, keys: Iterable[str], counts: Counts = NO_COUNTS) -> tuple[list[RuleGroup], list[str]]:
-        """The keys that rules take, put together, and the others.
-
-        As many states belong together as parameters do: those among the keys, or else by `counts`.
+        """Return the keys that rules take, in groups, and the other keys. A group of states has the
+        same number of members as that of the parameters, which are among the keys or in `counts`.
 
         Raises KeyMismatchError if some of a rule's sources are there, and others are not.
         """

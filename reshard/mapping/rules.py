@@ -606,12 +606,12 @@ class Pattern:
         return re.compile(out + re.escape(self.text[at:]))
 
     def match(self, name: str) -> dict[str, str] | None:
-        """Return what the words stand for, or None."""
+        """Return the values of the words, or None."""
         found = self.regex.fullmatch(name)
         return None if found is None else found.groupdict()
 
     def fill(self, words: Mapping[str, str]) -> str:
-        """The name where the words stand for these. Raises NormalizationError for a word that is not given."""
+        """Return the name with these values of the words. Raises NormalizationError for a word without a value."""
 
         def value(match: re.Match[str]) -> str:
             if match[1] not in words:

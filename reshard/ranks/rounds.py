@@ -1,21 +1,24 @@
-"""Numbered rounds over a key-value store: every rank posts, the last to arrive closes the round, all read its outcome.
+"""Numbered rounds over a key-value store: every rank posts, the last to arrive closes the round,
+all read its outcome.
 
-A round is a tree of logs, each of which a limited number of ranks append to. Who is the last to append to a log
-combines what is in it, and appends that to the log above; who does so at the top writes the outcome. So no rank reads
-more than a few logs, however many ranks there are. The outcome is written once, by the first of these: the rank that
-arrived last (success), a rank that failed, or one whose deadline passed. All ranks read the same end, and one key is
-all they wait for.
+A round is a tree of logs, each of which a limited number of ranks append to. Who is the last to
+append to a log combines what is in it, and appends that to the log above; who does so at the top
+writes the outcome. So no rank reads more than a few logs, however many ranks there are. The outcome
+is written once, by the first of these: the rank that arrived last (success), a rank that failed, or
+one whose deadline passed. All ranks read the same end, and one key is all they wait for.
 
     rank 0   post ──────────── wait ─┐
     rank 1        post ─────── wait ─┼─► outcome of round n: done, or the first failure
     rank 2               post, close ┘
 
-What one rank has to say to another, or to those of its machine, goes into a box beside the logs, which only they read.
+What one rank has to say to another, or to those of its machine, goes into a box beside the logs,
+which only they read.
 
-Sessions (one for each `Rounds`) are numbered by a counter per rank in the store itself. A rank that missed a session,
-since it failed before it got there, finds that the others gave up waiting for it, and continues with the next number.
-Every rank deletes what it wrote, or closed, when all ranks have met again; what is left at the end of a session, when
-they have met in a later one, and none of them is in the former any more.
+Sessions (one for each `Rounds`) are numbered by a counter per rank in the store itself. A rank that
+missed a session, since it failed before it got there, finds that the others gave up waiting for it,
+and continues with the next number. Every rank deletes what it wrote, or closed, when all ranks have
+met again; what is left at the end of a session, when they have met in a later one, and none of them
+is in the former any more.
 """
 
 from __future__ import annotations
@@ -65,7 +68,8 @@ Combine = Callable[[list[bytes]], bytes]
 
 
 class Rounds:
-    """One session of rounds among the ranks of a group. Every rank makes its sessions in the same order.
+    """One session of rounds among the ranks of a group. Every rank makes its sessions in the same
+    order.
 
     Args:
         store: a client of a store that is shared by exactly these ranks, and used for nothing else.
@@ -123,11 +127,13 @@ class Rounds:
 
         Args:
             label: what this rank is doing; all ranks must say the same.
-            combine: runs on the last to arrive of up to `FAN` ranks, and on the last of these, and so on.
+            combine: runs on the last to arrive of up to `FAN` ranks, and on the last of these, and
+                so on.
             deadline: on the monotonic clock, in seconds.
             allowed_s: the time that the deadline allowed, for the message.
             parcels: box -> what those who `collect` it afterwards will find.
-            only: the place of the one rank that gets what was made; the others get nothing. Default: all do.
+            only: the place of the one rank that gets what was made; the others get nothing.
+                Default: all do.
 
         Raises:
             RankFailedError, DeadlineError, ReshardError: the session's failure, the same on all ranks.
@@ -160,7 +166,8 @@ class Rounds:
 
         Args:
             places: who may have put something there.
-            owner: whether this rank removes the box; default: if it is the first of those who put something there.
+            owner: whether this rank removes the box; default: if it is the first of those who put
+                something there.
         """
         with self._lock, self._noting_loss():
             log = f"{self.session}/{self._round - 1}/box/{box}"
@@ -189,7 +196,7 @@ class Rounds:
                 self._lock.release()
 
     def fail(self, failure: Failure) -> Failure:
-        """End the session; returns the failure that all ranks see, which is another one if that came first."""
+        """End the session. Return the failure that all ranks see, which may be an earlier one."""
         with self._lock:
             if self.failure is None:
                 with self._noting_loss():
@@ -202,10 +209,12 @@ class Rounds:
             return self.failure
 
     def seen(self) -> None:
-        """Say that this rank knows the outcome of the latest round. The first rank waits for the others, briefly.
+        """Say that this rank knows the outcome of the latest round. The first rank waits for the
+        others, briefly.
 
-        It often hosts the store, and with its process the outcome would be gone before the others have read it. A store
-        that says nothing holds up no rank for longer, since how it ended is known.
+        It often hosts the store, and with its process the outcome would be gone before the others
+        have read it. A store that does not answer delays no rank further, because the outcome is
+        known.
         """
         known = self.failure
         self._store.limit = time.monotonic(), _SEEN_S + self._look_gap_s
@@ -219,8 +228,8 @@ class Rounds:
         self.seen()
 
     def _acknowledge(self, n: int) -> None:
-        """Round n was the last one; the first rank removes its keys when all know. Who missed the end of a session must
-        find its outcome there."""
+        """Round n was the last one; the first rank removes its keys when all know. Who missed the
+        end of a session must find its outcome there."""
         count, everybody = f"{self.session}/{n}/seen", f"{self.session}/{n}/all"
         failed, missing = self.failure is not None, set(self.failure.missing if self.failure is not None else ())
         expected = len(self._ranks) - 1 - len(missing - {self._ranks[0]})
@@ -289,7 +298,8 @@ class Rounds:
 
     def _say_here(self) -> bool:
         """Note that this rank has posted and waits. A rank that posted without this note hangs, or
-        died before it waited: maybe the one that is to close a log, which nothing else reveals."""
+        died before it waited. It may be the one that should close a log, which nothing else would
+        show."""
         group, slot = divmod(self._rank, FAN)
         log = self._key(f"here/{group}")
         self._store.append(log, slot, b"")
@@ -313,8 +323,8 @@ class Rounds:
         }
 
     def _watch(self, label: str) -> Outcome | None:
-        """If the watched rank died before there was an outcome, the end of the session: even one that has posted may
-        have died as the one that was to close a log."""
+        """End the session if the watched rank died before there was an outcome. Even a rank that
+        has posted may have been the one that should close a log."""
         now = time.monotonic()
         if self._peers is None or now < self._next_watch:
             return None
@@ -337,7 +347,7 @@ class Rounds:
         return Failure("diverged", -1, f"the ranks make different calls at the same time: {words}")
 
     def _overdue(self, label: str, allowed_s: float) -> Outcome:
-        """The time is over: one rank looks who is missing, for all."""
+        """At the deadline, let one rank find out for all which ranks are missing."""
         if self._store.add(self._key("overdue"), 1) > 1:
             until = time.monotonic() + _VERDICT_S + _HERE_S
             for _ in self._store.awaited(self._key("outcome"), until, _VERDICT_S):
@@ -375,7 +385,7 @@ class Rounds:
         return None if packed is None else decode_outcome(packed)
 
     def _settle(self, outcome: Outcome) -> Outcome:
-        """Write the outcome of this round unless there is one; the one that stands."""
+        """Write the outcome of this round unless it has one. Return the outcome that counts."""
         return decode_outcome(self._store.settle(self._key("outcome"), msgspec.msgpack.encode(outcome)))
 
     @contextmanager
@@ -390,7 +400,7 @@ class Rounds:
 
 
 def _levels(count: int) -> list[list[int]]:
-    """Return how many append to each log, from the level of the ranks up to that of the one at the top."""
+    """Return the number of writers of a log at each level, from that of the ranks to the top."""
     levels = []
     while True:
         full, rest = divmod(count, FAN)

@@ -33,11 +33,9 @@ T = TypeVar("T")
 
 
 class SharedStore:
-    """A store that all ranks of a group share, under a prefix of ours, over clients of its own
-    where it can.
-
-    Clients of its own matter: each serves one call at a time, and a background save must not keep
-    the training loop's next `new_group` waiting, nor another save. Mostly there is one.
+    """A store that all ranks of a group share, under its own prefix and, if possible, over its own
+    clients. A client serves one call at a time, and a background save must not delay the training
+    loop's next `new_group`, or another save. Usually, one client is enough.
 
     Attributes:
         peers: this process's place among those that watch over one another.
@@ -312,12 +310,12 @@ class StoreClient:
             time.sleep(_NAP_S)  # the server wakes ranks that wait for a key also when one only compares it
 
     def peek(self, key: str) -> bytes | None:
-        """The value, None if there is none."""
+        """Return the value, or None."""
         # comparing a missing key would wake the processes that wait for it
         return self._ask(lambda store: _value(store, key) if store.check([key]) else None)
 
     def settle(self, key: str, value: bytes) -> bytes:
-        """Store the value unless there is one; the one that stands."""
+        """Store the value unless there is one. Return the stored value."""
         return self._ask(lambda store: bytes(store.compare_set(key, "", value)))
 
     def add(self, key: str, value: int) -> int:
@@ -348,7 +346,7 @@ class StoreClient:
         return self._ask(post)
 
     def entries(self, log: str, places: Iterable[int]) -> dict[int, bytes]:
-        """Those of a log, by place, in order. `places`: who may have made any."""
+        """Return the entries of a log by place, in order. `places`: the places that may have entries."""
         if not self._appends:
             found = {place: self.peek(f"{log}/{place}") for place in places}
             return {place: entry for place, entry in found.items() if entry is not None}
@@ -364,7 +362,8 @@ class StoreClient:
         return [log] if self._appends else [f"{log}/{place}" for place in places]
 
     def put(self, name: str, data: bytes, limit: int, keys: list[str]) -> bytes:
-        """A few bytes that stand for the data, by `fetch`. Adds to `keys` what is stored: none up to `limit`."""
+        """Return a few bytes by which `fetch` finds the data. Adds stored keys to `keys`. Up to
+        `limit` bytes, nothing is stored."""
         if len(data) <= limit:
             return _INLINE + data
         parts = range(0, len(data), PART_BYTES)
@@ -462,7 +461,7 @@ decode_outcome: Callable[[bytes], Outcome] = msgspec.msgpack.Decoder(Failure | R
 
 
 class StaleKeys:
-    """Keys that this rank deletes as soon as no rank is in their session any more."""
+    """Keys that this rank deletes when no rank is in their session any longer."""
 
     def __init__(self) -> None:
         self._keys: dict[int, list[str]] = {}
@@ -470,7 +469,7 @@ class StaleKeys:
         """The sessions that this rank is in."""
 
     def leave(self, session: int, keys: Iterable[str]) -> None:
-        """This rank is in it no more, and has left these keys."""
+        """Note that this rank has left the session, with these keys."""
         self.live.discard(session)
         self._keys.setdefault(session, []).extend(keys)
 

@@ -49,7 +49,7 @@ class Outline(NamedTuple):
 
 @contextlib.contextmanager
 def setting(options: StateDictOptions | None = None, *, together: Iterable[tuple[int, ...]] = ((),)) -> Iterator[None]:
-    """A phase in which one rank's refusal is that of all: whatever a rank raises inside, all raise.
+    """A phase in which all ranks raise what one rank raises.
     Collective over all ranks, or over each of some sets of ranks.
 
     `options`: of the call, unless they were compared before. Raises LayoutError if ranks were
@@ -100,9 +100,9 @@ def expect_model(
 
 
 def receive_optimizer(live: LiveOptimizers, given: Mapping[str, Any], options: StateDictOptions) -> OptimizerWrites:
-    """Return what sets the optimizers to the state dict of rank 0, restricted to this rank's parameters.
-    Its tensors are in new memory, and sharded as the parameters are where they have their shape.
-    Collective; raises like `expect_model`."""
+    """Return what sets the optimizers to the state dict of rank 0, restricted to this rank's
+    parameters. Its tensors are in new memory, and sharded as the parameters are where they have
+    their shape. Collective; raises like `expect_model`."""
     data, sources = _share_outline(given)
     with setting():
         outline = pickle.loads(data) or {"state": {}, "param_groups": []}
@@ -265,7 +265,7 @@ def _shared_memory(live: LiveModel, given: Mapping[str, Any]) -> _Shared:
 
 
 def _lost(shared: _Shared, sources: Mapping[str, torch.Tensor]) -> list[str]:
-    """Paths of what a rank would not have any more, were all of these written."""
+    """Return the paths of values that a rank would lose if all of these were written."""
     ties, overlaps = shared
     lost = [path for first, *paths in ties for path in paths if not same_value(sources[first], sources[path])]
     for cluster in () if lost else overlaps:
@@ -288,8 +288,8 @@ def _filling(
     strict: bool,
     shared: _Shared,
 ) -> Callable[[], None]:
-    """Return what writes into each target the elements that it holds of the tensor of that path on rank 0.
-    Both are collective.
+    """Return what writes into each target the elements that it holds of the tensor of that path on
+    rank 0. Both are collective.
 
     Args:
         targets: by path; sharded or not. Where all ranks want the same elements of a tensor it is

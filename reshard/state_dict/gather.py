@@ -148,9 +148,9 @@ def _along_axes(
 
 
 def _collected(grid: torch.Tensor, rank: int, axes: Sequence[int], kept: Collection[int]) -> list[int]:
-    """The ranks whose bytes `rank` has, in order, once they are collected along `axes`, the last of
-    them first: in the order of the mesh along those that are `kept`, else ascending, as process
-    groups are."""
+    """Return the ranks whose bytes `rank` has after they are collected along `axes`, the last axis
+    first: in the order of the mesh along axes in `kept`, and otherwise ascending, as in process
+    groups."""
     if not axes:
         return [rank]
     axis, *later = axes
@@ -165,8 +165,8 @@ def _sizes(dtype: torch.dtype, form: Form, shape: Shape, ranks: Sequence[Sequenc
 
 
 def _nothing(tensor: Any) -> torch.Tensor:
-    """No bytes of a ShardedTensor of which this rank has no shard: on such a device as others have
-    theirs on, for that is what their process group sends from."""
+    """Return an empty tensor for a ShardedTensor without a shard on this rank. It is on the kind of
+    device from which the process group sends."""
     placed = [shard.placement.device() for shard in tensor.metadata().shards_metadata if shard.placement is not None]
     return torch.empty(0, dtype=torch.uint8, device=placed[0].type if placed else "cpu")
 
@@ -370,6 +370,6 @@ def _send(moves: list[_Move], group: Any) -> None:
 
 
 def _overlap(a: Range, b: Range) -> Range:
-    """Common elements; the same number twice where there are none."""
+    """Return the range of common elements. Both ends are equal if there are none."""
     low = max(a[0], b[0])
     return low, max(low, min(a[1], b[1]))

@@ -133,12 +133,10 @@ def plan_model(
 
 
 def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
-    """Do what was planned: first what the user's own code does and may refuse, then the plain
-    copies.
+    """Do what was planned: first the calls of the user's own code, which may refuse, then the plain copies.
 
-    Raises KeyMismatchError if strict and a module's own `load_state_dict` refuses names, and
-    whatever such a method raises; either says which modules may already have been written to.
-    Nothing else has been.
+    Raises KeyMismatchError if strict and a module's own `load_state_dict` refuses names, and whatever such a
+    method raises; either says which modules may already have been written to. Nothing else has been.
     """
     missing, unexpected = list(writes.report.missing), list(writes.report.unexpected)
     begun: list[SelfLoadingModule] = []
@@ -196,8 +194,8 @@ def _refused_by_their_own(regions: list[SelfLoadingModule], unexpected: list[str
 
 
 def _written(regions: list[SelfLoadingModule]) -> str:
-    """Return what a late refusal leaves behind. To copy it all beforehand would take the memory of
-    these modules once more."""
+    """Return what has been written when a module refuses late. A backup of everything would take
+    the memory of these modules again."""
     paths = [region.prefix.rstrip(".") for region in regions]
     names = format_some([repr(path) if path else "the model itself" for path in paths])
     return (
@@ -311,7 +309,7 @@ class _ModelMatch:
         return {name: known[place] for place, name in others if place is not None and place in known}
 
     def report(self, unexpected: list[str], aliases: Collection[str]) -> SetReport:
-        """Return what was found, to be returned if all goes well."""
+        """Return the report for a successful call."""
         untouched = [s for s in self.live.slots if s.value is not None and s.identity not in self.written]
         return SetReport(
             missing=tuple(self.missing),
@@ -723,8 +721,8 @@ def apart(targets: Sequence[Any], values: Sequence[Any]) -> list[Any]:
 
 
 def overwritten(targets: Sequence[Any], values: Sequence[Any]) -> list[int]:
-    """Positions of values that would not be there any more, were each written into its target, one
-    after another: the targets share memory, and the values differ. Plain tensors only; touches
+    """Return the positions of values that would be lost if each were written into its target in
+    turn, because targets share memory and the values differ. Only for plain tensors. Writes
     nothing."""
     found: list[int] = []
     for cluster in overlapping(targets):

@@ -605,8 +605,8 @@ def _made_anew(
 
 
 def _own_dict(live: LiveOptimizers, k: int, state: dict[Any, Any], groups: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what the optimizer's own `load_state_dict` takes: integer ids, in the order of its
-    groups; what it has beside its state and groups as it was saved, else as it is."""
+    """Return a dict for the optimizer's own `load_state_dict`, with integer ids in the order of its
+    groups. Entries besides state and groups have their saved values, or else their current ones."""
     optimizer, packed, ids = live.optimizers[k], [], itertools.count()
     extra = copy.deepcopy(saved_optimizer.extra_of(saved_optimizer.saved_by(optimizer)))
     for group, fields in zip(optimizer.param_groups, groups):

@@ -32,8 +32,7 @@ EXTRA = "extra_state"
 
 
 def extra_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what an optimizer's own state dict has beside its state and groups, such as a count of
-    all steps."""
+    """Return the entries of an optimizer's own state dict besides state and groups, such as a count of all steps."""
     return {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
 
 
@@ -583,8 +582,7 @@ class StateKind:
         return None if found is _FITS else found
 
     def _settings(self, fields: Mapping[str, Any], group: int) -> tuple[bool, ...]:
-        """Return which of the fields that add to the state will be set: as they were saved, else as
-        they are."""
+        """Return the values that fields which add to the state will have: the saved ones, or else the current ones."""
         live = self._optimizer.param_groups[group]
         return tuple(_is_set(fields[name] if name in fields else live.get(name)) for name in self._asked)
 
@@ -690,8 +688,8 @@ def misshapen(
 
 
 def _are_dims_of_parameters(shapes: list[tuple[Shape, Shape]]) -> bool:
-    """Return whether each size of a state is that of one dim of its parameter, the same for all of them:
-    [rows, rows], as of a preconditioner, fits a square parameter, too."""
+    """Return whether each size of a state is that of one dim of its parameter, the same for all of
+    them: [rows, rows], as of a preconditioner, fits a square parameter, too."""
     (own, first), *_ = shapes
     return all(len(shape) == len(first) for _, shape in shapes) and all(
         any(all(shape[i] == own[dim] for own, shape in shapes) for dim in range(len(own))) for i in range(len(first))
