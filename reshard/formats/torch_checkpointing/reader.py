@@ -48,7 +48,9 @@ def open(files: Files) -> Contents:
     lost = [name for name in _listed(items, source.label) if name not in held]
     if lost and not files.checking.lost:
         count = format_count(len(lost), "tensor")
-        what = f"it names {count}, such as {lost[0]!r}, that no file of a rank has"
+        item = max((item for item in map(str, items) if f"{lost[0]}.".startswith(f"{item}.")), key=len, default="*")
+        its = f"{item}_0.pt" + f" to {item}_{world - 1}.pt" * (world > 1)
+        what = f"no file of a rank has {count} that it names, such as {lost[0]!r}, expected in {its}"
         files.checking.refuse(CorruptCheckpointError(f"{source.label}: {what}: {RESTORE}"))
     return with_others(contents, files, sections, [METADATA])
 
