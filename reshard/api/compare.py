@@ -1,7 +1,6 @@
 """`compare` finds the differences between two checkpoints, or a checkpoint and a state dict.
 
-It reads tensors in small pieces, without a model or GPU. Ranks that share a sharded state compare
-what each holds.
+It reads tensors in small pieces, without a model or GPU. Ranks that share a sharded state compare what each holds.
 """
 
 from __future__ import annotations
@@ -473,8 +472,7 @@ class _JointFindings:
 
 @lru_cache(maxsize=1024)
 def _elements_in(boxes: tuple[Box, ...]) -> int:
-    """Return how many elements are in any of some boxes. Those of pipeline stages may overlap, as
-    of tied embeddings."""
+    """Return how many elements are in any of some boxes. Boxes of pipeline stages may overlap, such as tied ones."""
     sweep, count = Sweep(enumerate(boxes)), 0
     for place, box in enumerate(boxes):
         rest = [box]

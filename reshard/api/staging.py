@@ -91,11 +91,11 @@ def check_stage(stage: str) -> None:
 
 
 def staged(entries: Sequence[Entry], stage: Literal["host", "device"], *, fingerprints: bool) -> ToWrite:
-    """Copies of `entries`: the caller may change its tensors once this returns.
+    """Return copies of `entries`. The caller may then change its tensors.
 
-    Tensors on a device are copied to the host beside the caller's stream, and awaited; or, by
-    "device", copied where they are, by the caller's stream itself, without waiting. If there is no
-    space for that, the host is used.
+    Tensors on a device are copied to the host on a separate stream, and awaited. With "device", they
+    are copied on the device, on the caller's stream, without waiting. If the device lacks memory for
+    that, the host is used.
     """
     if stage == "device":
         try:

@@ -347,7 +347,7 @@ class Decoder:
 
     @property
     def architecture(self) -> Architecture:
-        """What is known of the family. Raises OptionError, which names the closest one, if it is unknown."""
+        """The facts about the family. For an unknown one, raises OptionError, which names the closest."""
         found, inner, name = ARCHITECTURES.get(self.family), ARCHITECTURES.get(self.text), self.family
         if self.text and (found is _AROUND or (found and inner and inner.experts and not found.experts)):
             name = f"{self.family} around {self.text}"

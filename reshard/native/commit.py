@@ -187,7 +187,7 @@ class Generation:
             for end in _OF_RANK:
                 self.storage.delete(f"{folder_of(self.replaces or '')}/{rank:05d}{end}")
         except ReshardError as error:
-            _log.warning("files of the save before could not be deleted: %s", error)
+            _log.warning("files of the previous save could not be deleted: %s", error)
 
     def tidy(self) -> None:
         """Remove the claim, and leftovers of older saves. A failure is only logged: the checkpoint

@@ -105,7 +105,7 @@ class Base:
     def pass_over(self, error: object) -> None:
         """Note and log why data of the base cannot be reused. It is then written again."""
         if str(error) not in self.skipped:
-            _log.warning("data that the base of the save has is written again: %s", error)
+            _log.warning("some data is not reused and is written again: %s", error)
             self.skipped[str(error)] = None
 
     def live_share(self, file: str) -> float:
