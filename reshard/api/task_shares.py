@@ -28,10 +28,11 @@ Share = tuple[tuple[str, Box], ...]
 
 
 def shares(boxes: Iterable[tuple[str, Box, int]], *sides: Checkpoint | None) -> Iterator[Share]:
-    """All elements of boxes of tensors, given by name, box and bytes of an element, in order: of large ones parts,
-    row-major, of small ones many together.
+    """All elements of boxes of tensors, given by name, box and bytes of an element,
+    in order: of large ones parts, row-major, of small ones many together.
 
-    In formats other than ours, one checksum may cover a tensor, and only a task that reads all of it can compare that.
+    In other formats than the native one, a checksum may cover a tensor.
+    Only a task that reads all of it can compare that.
     """
     is_native = all(side is None or side.contents.details(NativeFacts) for side in sides)
     share: list[tuple[str, Box]] = []

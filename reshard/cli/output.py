@@ -132,8 +132,11 @@ def print_totals(title: str, nbytes: Mapping[str, int], kinds: Mapping[str, Sequ
 
 
 def print_legend(short_forms: Iterable[str], is_wanted: bool, *more: str) -> None:
-    """What the signs in these short forms of layouts mean; if that is not wanted, and on terminals only, a line that
-    says how to get it and what else there is `more` of."""
+    """What the signs in these short forms of layouts mean.
+
+    If that is not wanted, terminals get a line that says how to get it,
+    and what else there is `more` of.
+    """
     from planners.geometry.layout_text import legend
 
     signs = legend(short_forms)
