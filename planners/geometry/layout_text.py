@@ -12,10 +12,13 @@ from planners.geometry.mesh import BlockShard, Mesh, Placement, Replicate, Shard
 
 
 def short_form(layout: TensorLayout | ProductForm) -> str:
-    """`"S(0),R on dp=4,tp=2"`, or nothing for a layout on one rank, or without a mesh, which has no short form.
+    """`"S(0),R on dp=4,tp=2"`, or nothing for a layout that has no short form:
+    on one rank, or without a mesh.
 
-    Equal layouts have equal forms. Axes of one rank are omitted. The others are listed in the order of ranks. If the
-    axes of a dim shard it in another order, the form begins with that: `"tp,dp: S(0),S(0) on dp=2,tp=2"`.
+    Equal layouts have equal forms. Axes of one rank are omitted.
+    The others are listed in the order of ranks.
+    If the axes of a dim shard it in another order, the form begins with that:
+    `"tp,dp: S(0),S(0) on dp=2,tp=2"`.
     """
     form = _plain(layout)
     if not isinstance(form, ProductForm) or form.mesh.size < 2:

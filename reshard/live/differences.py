@@ -28,8 +28,11 @@ def shown(x: Any, y: Any) -> tuple[str, str]:
 
 
 def largest(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
-    """The largest absolute difference of finite elements, and the largest one relative to the second element. Packed
-    numbers, such as float4, have none."""
+    """The largest absolute difference of finite elements,
+    and the largest one relative to the second element.
+
+    Packed numbers, such as float4, have none.
+    """
     try:
         if x.is_floating_point() and y.is_floating_point() and max(x.itemsize, y.itemsize) <= 4:
             x, y = x.float(), y.float()  # in a third of the time that exact distances take
