@@ -88,9 +88,8 @@ def diff(
 ) -> None:
     """Compare two checkpoints of any format and topology.
 
-    Reads both, and compares names, shapes, dtypes, objects, and values.
-    For each tensor that differs, prints the index of the first different element
-    in the full tensor, and the largest absolute and relative difference.
+    Reads both, and compares names, shapes, dtypes, objects, and values. For each tensor that differs, prints the
+    index of the first different element in the full tensor, and the largest absolute and relative difference.
     --by-fingerprint is fast, but cannot find damage since the save.
 
     Exits with 0 if both are the same, 1 if they differ or one is damaged, and 3 if there is nothing to compare.
