@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ def largest(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
 
     Packed numbers, such as float4, have none.
     """
+    x, y = _on_one_device(x, y)
     try:
         if x.is_floating_point() and y.is_floating_point() and max(x.itemsize, y.itemsize) <= 4:
             x, y = x.float(), y.float()  # in a third of the time that exact distances take
@@ -47,6 +49,12 @@ def largest(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
     if (relative := ratio.max()).isnan():  # where both are 0, or one is NaN
         relative = ratio.nan_to_num_(0.0, torch.inf).max()
     return float(most), float(relative)
+
+
+def _on_one_device(x: torch.Tensor, y: torch.Tensor) -> Sequence[torch.Tensor]:
+    if x.device != y.device or not (x.device.type == "cpu" or float64_is_exact(x.device)):
+        return to_host([x, y])
+    return x, y
 
 
 def wide(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -91,8 +99,7 @@ def same_bytes(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 def differing(x: torch.Tensor, y: torch.Tensor, rtol: float, atol: float) -> torch.Tensor:
     """Return where two tensors of one shape differ, computed on their common device, or on the host."""
-    if x.device != y.device or not (x.device.type == "cpu" or float64_is_exact(x.device)):
-        x, y = to_host([x, y])
+    x, y = _on_one_device(x, y)
     if rtol or atol:
         x, y, apart = wide(x, y)
         return ~close(x, y, rtol, atol) | (apart > atol + rtol * y.abs())
