@@ -211,7 +211,7 @@ def compare_sides(
         (left.label, right.label),
         {name: one.error for name, one in found.totals.items() if one.is_damage} | {**found.errors},
         is_empty,
-        {name: one.apart for name, one in found.totals.items() if one.first},
+        {name: one.apart for name, one in found.totals.items() if one.apart[0]},
     )  # fmt: skip
 
 
@@ -279,8 +279,8 @@ class CompareReport(Report):
     is_empty: bool = False
     """True if neither side has a tensor or another value, so that there was nothing to compare."""
     largest: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """key -> the largest difference of two elements, absolute and relative to that of `b`, for tensors whose values
-    differ. Elements that are NaN or infinite do not count."""
+    """key -> the largest difference of two elements, absolute and relative to that of `b`. A NaN or infinite element has
+    none, and a tensor without any has no entry."""
 
     @property
     def _problem(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import os
 import re
 import shutil
@@ -572,6 +573,16 @@ def test_diff_for_people(say, checkpoint, other) -> None:
     told = json.loads(say("diff", checkpoint, other, "--json").out)
     assert told["largest_differences"] == {"model.layers.1.w": {"absolute": 0.5, "relative": pytest.approx(0.04)}}
     assert "and 2 more" in said.out
+
+
+def test_diff_says_no_size_of_a_difference_to_nan(say, tmp_path) -> None:
+    """It was "0 absolute, 0 relative"."""
+    reshard.save({"w": torch.ones(3)}, tmp_path / "a")
+    reshard.save({"w": torch.full((3,), math.nan)}, tmp_path / "b")
+    said = say("diff", tmp_path / "a", tmp_path / "b")
+    assert "the first: 1 -> nan" in said.out
+    assert "largest" not in said.out
+    assert reshard.compare(tmp_path / "a", tmp_path / "b").largest == {}
 
 
 def test_diff_with_tolerance(say, tmp_path) -> None:
