@@ -279,8 +279,8 @@ class CompareReport(Report):
     is_empty: bool = False
     """True if neither side has a tensor or another value, so that there was nothing to compare."""
     largest: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """key -> the largest difference of two elements, absolute and relative to that of `b`. A NaN or infinite element has
-    none, and a tensor without any has no entry."""
+    """key -> the largest difference of two elements, absolute and relative to that of `b`. NaN and infinite elements
+    have none, and a tensor without any has no entry."""
 
     @property
     def _problem(self) -> str:
