@@ -41,10 +41,11 @@ def largest(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
             apart = (x - y).abs_()
         else:
             x, y, apart = wide(x, y)
+        if not (most := apart.max()).isfinite():
+            x, y, apart = wide(x, y)  # the distance of two finite elements can overflow float32
+            most = apart.masked_fill_(~(x.isfinite() & y.isfinite()), 0.0).max()
     except (FormatError, NotImplementedError):
         return 0.0, 0.0
-    if not (most := apart.max()).isfinite():
-        most = apart.nan_to_num_(0.0, 0.0).max()
     ratio = apart.div_(y.abs())
     if (relative := ratio.max()).isnan():  # where both are 0, or one is NaN
         relative = ratio.nan_to_num_(0.0, torch.inf).max()

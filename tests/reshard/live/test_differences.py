@@ -35,3 +35,8 @@ def test_integers_and_packed_numbers() -> None:
     if packed := getattr(torch, "float4_e2m1fn_x2", None):
         sides = (torch.tensor([value], dtype=torch.uint8).view(packed) for value in (1, 2))
         assert largest(*sides) == (0.0, 0.0)
+
+
+def test_a_distance_beyond_float32() -> None:
+    x, y = torch.tensor([3e38, 1.0, INF]), torch.tensor([-3e38, 2.0, 0.0])
+    assert largest(x, y) == pytest.approx((6e38, 2.0))
