@@ -515,8 +515,7 @@ def save_of(checkpoint: Checkpoint) -> str:
 def refuse_replaced(again: str, *checkpoints: Checkpoint | None) -> None:
     """Raise CheckpointReplacedError if a later save replaced one of these since it was opened.
 
-    Then an error of the old one says nothing of the new one,
-    and to do it `again` finds that whole.
+    Then an error of the old save says nothing about the new one. The error advises to do `again`, such as "load again".
     """
     for checkpoint in filter(None, checkpoints):
         native = checkpoint.contents.details(NativeFacts)

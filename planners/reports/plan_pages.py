@@ -49,8 +49,7 @@ class _Story:
     """Bytes per rank, with what they are."""
     traffic: Iterable[Traffic] | None
     between: tuple[str, str]
-    """What the rank of a row did, and what that of a column does, as in
-    `("sent by", "received by")`."""
+    """Labels of rows and columns, such as `("sent by", "received by")`."""
 
 
 def to_html(

@@ -23,11 +23,11 @@ _LABEL = 18
 
 
 def draw_cuts(layout: TensorLayout, width: int = 100) -> str:
-    """The tensor as a grid. Rows and columns are the first two sharded dims (or the first
-    two), with the indices
-    at which cells begin. A cell names the ranks that hold it. Of many boundaries, the first
-    and the last are drawn.
-    Cells have sizes in proportion to their shards, or the drawing says that it is not to scale.
+    """Draw the tensor as a grid.
+
+    Rows and columns are the first two sharded dims, or the first two dims, with the indices at which cells begin. A
+    cell names the ranks that hold it. Of many boundaries, the first and the last are drawn. Cells have sizes in
+    proportion to their shards, or the drawing says that it is not to scale.
 
     `width` is that of the terminal, in characters.
     """

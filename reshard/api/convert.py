@@ -74,8 +74,8 @@ class ConvertReport(WrittenReport, CheckedReport):
     """Keys of the source that the format cannot store, and those of `unnamed`."""
     unnamed: tuple[str, ...]
     """With `normalized`, keys of values that have no canonical name and are not plain data, such as
-    per-rank values and averages of the model. With `model_only`, keys of tensors
-    of neither model nor optimizer. Otherwise, keys of values that cannot be read here."""
+    per-rank values and averages of the model. With `model_only`, keys of tensors of neither model
+    nor optimizer. Otherwise, keys of values that cannot be read here."""
     changed_classes: Mapping[str, tuple[str, str]]
     """key -> (saved class, written class) of containers whose class the format cannot record, such as
     a named tuple. The written class is a builtin one."""

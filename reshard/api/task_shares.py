@@ -107,9 +107,9 @@ def naming(checkpoint: Checkpoint | None) -> Iterator[None]:
 
 
 def files_of(checkpoint: Checkpoint, url: str) -> list[tuple[Any, ...]]:
-    """A checkpoint's files, with sizes and times on a disk, elsewhere with
-    their versions: one that was changed is another one.
-    """
+    """Return a checkpoint's files, with sizes and times on a local disk, and with versions elsewhere.
+
+    A file that was changed is another file."""
     local, files = local_path(url), checkpoint.contents.files
     if local is None:
         if not files:

@@ -1,14 +1,12 @@
-"""Folders of accelerate's `save_state` and of the Hugging Face trainer: weights in one file, the
-rest beside it.
+"""Folders of accelerate's `save_state` and of the Hugging Face trainer: weights in one file, the rest beside it.
 
-model.safetensors  optimizer.bin  scheduler.bin  random_states_0.pkl       each file's keys under
-its name: pytorch_model_fsdp_0/  optimizer_0/                                        model.
-optimizer. scheduler. ... pytorch_model_fsdp_0_rank0.bin  optimizer_0_rank0.bin ... model/ or
-weights/  optimizer/ or optim/  model_and_optim/                 LLaMA-Factory, NeMo-RL, OLMo-core,
-and others
+    model.safetensors  optimizer.bin  scheduler.bin  random_states_0.pkl
+    pytorch_model_fsdp_0/  optimizer_0/
+    pytorch_model_fsdp_0_rank0.bin  optimizer_0_rank0.bin ...
+    model/ or weights/  optimizer/ or optim/  model_and_optim/     LLaMA-Factory, NeMo-RL, OLMo-core, and others
 
-Of several models and optimizers the first are `model` and `optimizer`, the next `model_1` and
-`optimizer_1`.
+The keys of each file get the name of its section: `model.`, `optimizer.`, `scheduler.`, and so on. If there are several
+models and optimizers, the first are `model` and `optimizer`, and the next `model_1` and `optimizer_1`.
 """
 
 from __future__ import annotations

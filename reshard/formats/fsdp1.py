@@ -1,12 +1,10 @@
-"""Files that every rank of FSDP1 saved by itself: local state dicts of flat parameters, and raw
-optimizer states.
+"""Files that each rank of FSDP1 saved separately: local state dicts of flat parameters, and raw optimizer states.
 
-local_model_0.pt, local_model_1.pt ...    {"layers.0._flat_param": ShardedTensor, ...}, or a 1-D
-piece of each parameter raw_optim_0.pt, raw_optim_1.pt ...        {"state": {0: {"exp_avg": 1-D
-piece, ...}}, "param_groups": [...]}
+    local_model_0.pt ...    {"layers.0._flat_param": ShardedTensor, ...}, or a 1-D piece of each parameter
+    raw_optim_0.pt ...      {"state": {0: {"exp_avg": 1-D piece, ...}}, "param_groups": [...]}
 
-Their names are the training program's, so files that are numbered from 0 on are looked into. The
-keys are those of each file, behind the file's name.
+The training program chooses the names, so the reader looks into all files that are numbered from 0. A key is the name
+of the file followed by the key in it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Folders in which every rank saved its own part by `torch.save`: DTensors, or ShardedTensors, know
-what fits where.
+"""Folders in which each rank saved its own part by `torch.save`. DTensors and ShardedTensors record their places.
 
-model_world_size_4_rank_0.pt ...      verl and others              the keys of each section get its
-name in front pytorch_model_fsdp_0_rank0.bin ...    accelerate without DCP
+Usual names:
+
+    model_world_size_4_rank_0.pt ...      verl and others: each section's name becomes a prefix of its keys
+    pytorch_model_fsdp_0_rank0.bin ...    accelerate without DCP
 """
 
 from __future__ import annotations

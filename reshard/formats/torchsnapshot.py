@@ -1,12 +1,13 @@
 """Snapshots of torchsnapshot: one manifest of all ranks, and files of raw elements or of `torch.save`.
 
-.snapshot_metadata             {"world_size": 2, "manifest": {"0/model/weight": {...},
-"1/model/weight": ...}} replicated/model/weight_0      what all ranks have the same is stored once
-sharded/model/weight_0_0       boxes of sharded tensors 0/progress/steps               what is rank
-0's own batched/<id>                   small tensors, one after another
+    .snapshot_metadata           {"world_size": 2, "manifest": {"0/model/weight": {...}, "1/model/weight": ...}}
+    replicated/model/weight_0    values that are equal on all ranks, stored once
+    sharded/model/weight_0_0     boxes of sharded tensors
+    0/progress/steps             values of rank 0 only
+    batched/<id>                 several small tensors in one file
 
-The manifest is JSON, or YAML if an early version wrote it. Values that several ranks have under one
-name and that were not declared as replicated are per-rank values (`Contents.per_rank`).
+The manifest is JSON, or YAML if an early version wrote it. Values that several ranks have under one name and that
+were not declared as replicated are per-rank values (`Contents.per_rank`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from reshard.live.tensors import raw_bytes
 
 
 def number(element: torch.Tensor) -> Any:
-    """The number that an element is; the bits of a packed one, such as float4."""
+    """Return an element as a Python number, or the bits of a packed one, such as float4, in hexadecimal."""
     try:
         return element.item()
     except NotImplementedError:
@@ -23,16 +23,15 @@ def number(element: torch.Tensor) -> Any:
 
 
 def shown(x: Any, y: Any) -> tuple[str, str]:
-    """Two numbers, with six digits if that shows how they differ."""
+    """Format two numbers, with six digits if these show the difference, and otherwise with all digits."""
     short = [f"{value:.6g}" if isinstance(value, float) else str(value) for value in (x, y)]
     return (str(x), str(y)) if short[0] == short[1] else (short[0], short[1])
 
 
 def largest(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
-    """The largest absolute difference of finite elements,
-    and the largest one relative to the second element.
+    """Return the largest absolute and the largest relative difference of two finite elements.
 
-    Packed numbers, such as float4, have none.
+    Differences are relative to the second element. Both are 0 for packed numbers, such as float4.
     """
     x, y = _on_one_device(x, y)
     try:
@@ -59,7 +58,7 @@ def _on_one_device(x: torch.Tensor, y: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def wide(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Both in a wide dtype, and their exact distances. Raises FormatError for packed numbers, such as float4."""
+    """Return both in a wide dtype, and their exact distances. Raises FormatError for packed numbers, such as float4."""
     dtype = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
     try:
         a, b = x.to(dtype), y.to(dtype)
@@ -72,7 +71,7 @@ def wide(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 def _halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers as 2**32 times a whole one, plus another one."""
+    """Split each number into `high` and `low`, so that it is `high * 2**32 + low`, and both are exact in float64."""
     if x.is_floating_point():
         low = torch.fmod(x.double(), 2**32)
         return (x.double() - low) / 2**32, low
@@ -104,6 +103,5 @@ def differing(x: torch.Tensor, y: torch.Tensor, rtol: float, atol: float) -> tor
     if rtol or atol:
         x, y, apart = wide(x, y)
         return ~close(x, y, rtol, atol) | (apart > atol + rtol * y.abs())
-    size = x.dtype.itemsize
     raw = raw_bytes(x.contiguous()) != raw_bytes(y.contiguous())
-    return raw.reshape(*x.shape, size).any(dim=-1)
+    return raw.reshape(*x.shape, x.itemsize).any(dim=-1)

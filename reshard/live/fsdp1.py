@@ -78,8 +78,7 @@ class FlatPiece:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the optimizer has no element of it here,
-        and so no gradient: its step count stays behind."""
+        """True if the optimizer has none of the parameter's elements here, and so its step count does not grow."""
         return not self.parameter.numel() and 0 not in self.shape
 
     @property

@@ -326,8 +326,7 @@ def _owner(rest: KeyPath, parameters: Mapping[str, Any]) -> str | None:
 
 
 class _UnshardedState:
-    """Knows which state of the shape of a sharded parameter
-    each rank had all of, so that it is no shard of it."""
+    """Finds state that each rank has in full, so that it is not mistaken for a shard of the same shape."""
 
     def __init__(
         self, all_rows: Iterable[Saved], depth: int, rows: Iterable[Saved], parameters: Mapping[str, Any]

@@ -43,11 +43,11 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 DEADLINE_S = 1800.0
-"""How long a verb may take where the caller says nothing."""
+"""Default limit for a collective call."""
 
 MEETING_S = 300.0
-"""How long ranks wait for one another to begin,
-where others may never come, as if one rank alone converts."""
+"""How long ranks wait for each other at the start of a call that some ranks may never make, for
+example if only one rank calls `convert`."""
 
 _MESSAGE_CHARS = 20_000
 """Most characters of a traceback that are sent to other ranks. The end is kept, which says most."""

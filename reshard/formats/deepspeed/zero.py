@@ -1,9 +1,12 @@
-"""The flat pieces of ZeRO, split into parameters again.
+"""Splits the flat pieces of ZeRO into parameters again.
 
-Stages 1 and 2: all parameters of a group in one row,        Stage 3: every parameter sharded by
-itself, and the sharded evenly into one piece a rank ("-" is padding)        slices in one row
-    rank 0: p0 p0 p0 p1   rank 1: p1 p1 p2 -                     rank 0: p0 p0 p1 p2   rank 1: p0 --
-    p1 --
+Stages 1 and 2: the parameters of a group form one row, which is divided evenly among the ranks ("-" is padding).
+
+    rank 0: p0 p0 p0 p1    rank 1: p1 p1 p2 -
+
+Stage 3: each parameter is sharded separately, and a rank's slices form one row.
+
+    rank 0: p0 p0 p1 p2    rank 1: p0 -- p1 --
 """
 
 from __future__ import annotations
