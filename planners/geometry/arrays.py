@@ -22,12 +22,12 @@ ones = cast(Callable[[int], Ints], partial(np.ones, dtype=np.int64))
 
 
 def running_sums(values: npt.ArrayLike) -> Ints:
-    """0, the first of some numbers, the sum of the first two, and so on up to the sum of all."""
+    """Return 0, the first of some numbers, the sum of the first two, ..., the sum of all."""
     return np.concatenate((zeros(1), np.cumsum(values, dtype=np.int64)))
 
 
 def ravel(index: Sequence[int], shape: Sequence[int]) -> int:
-    """The row-major position of an index."""
+    """Return the row-major position of an index."""
     position = 0
     for i, size in zip(index, shape):
         position = position * size + i
@@ -35,7 +35,7 @@ def ravel(index: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def unravel(position: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """The index at a row-major position. Inverse of `ravel`."""
+    """Return the index at a row-major position. Inverse of `ravel`."""
     out = []
     for size in reversed(shape):
         position, i = divmod(position, size)
@@ -44,7 +44,7 @@ def unravel(position: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def outer_sum(columns: Iterable[Ints]) -> Ints:
-    """The sums of one number of each column, in the order of the product of the columns."""
+    """Return the sums that take one number from each column, in the order of the product of the columns."""
     out = zeros(1)
     for column in columns:
         out = (out[:, None] + column).reshape(-1)
@@ -52,7 +52,7 @@ def outer_sum(columns: Iterable[Ints]) -> Ints:
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """The values of each key, in the order in which they come."""
+    """Group the values by key, in the given order."""
     found: dict[K, list[V]] = {}
     for key, value in pairs:
         found.setdefault(key, []).append(value)
@@ -60,8 +60,8 @@ def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
 
 
 def distinct(values: Ints) -> Ints:
-    """The values of an array of any shape, ascending, each once. Not by `np.unique`: its first call imports `numpy.ma`,
-    which takes longer than most plans."""
+    """Return the distinct values of an array of any shape, ascending. It does not use `np.unique`,
+    whose first call imports `numpy.ma`: that takes longer than most plans."""
     ordered = np.sort(values, axis=None, kind="stable")
     new = np.ones(len(ordered), dtype=bool)
     new[1:] = ordered[1:] != ordered[:-1]

@@ -1,8 +1,8 @@
 """Where the elements of a box are in a file: windows, runs of bytes, and ranges of bytes.
 
-A stored tensor is a set of pairs (box of the tensor, window of a file). A window is an origin and
-a stride in bytes for each dim, so a sub-box, a transposition, a slice of a stack, and a flat piece
-are windows again.
+A stored tensor is a set of pairs (box of the tensor, window of a file). A window has an origin, and
+a stride in bytes for each dim. So a sub-box, a transposed box, a slice of a stack, and a flat piece
+are windows, too.
 """
 
 from __future__ import annotations
@@ -94,10 +94,11 @@ class Window:
         return Window(self.offset, sizes, strides, self.itemsize)
 
     def within(self, start: int, stop: int) -> list[Box]:
-        """Return the elements that begin in bytes [start, stop), as disjoint boxes in this window's own coordinates.
+        """Return the elements that begin in bytes [start, stop), as disjoint boxes in this window's
+        own coordinates.
 
-        For elements in row-major order these are at most 2d-1 boxes. The ranges of a partition of all bytes get
-        different elements, and together they get all of them.
+        For elements in row-major order, there are at most 2 * ndim - 1 boxes. If ranges partition
+        all bytes, each element begins in exactly one of them.
         """
         order = sorted((d for d, n in enumerate(self.sizes) if n > 1), key=lambda d: -self.strides[d])
         reach = [0]  # from the first element to the start of the last, over the dims from a level on
@@ -146,7 +147,7 @@ def _row_major_strides(sizes: Shape, itemsize: int) -> Shape:
 
 @lru_cache(maxsize=1024)
 def _runs(sizes: Shape, strides: Shape, itemsize: int) -> tuple[int, Shape, Shape]:
-    """Bytes of a run, counts, and strides."""
+    """Return the bytes of a run, the counts, and the strides."""
     if 0 in sizes:
         return 0, (), ()
     run, kept = itemsize, [(n, s) for n, s in zip(sizes, strides) if n != 1]

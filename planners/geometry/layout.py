@@ -101,14 +101,14 @@ class Part:
 
 @dataclass(frozen=True)
 class ProductGeometry:
-    """A product form for one shape: an ownership per dim, and how owners and replicas make up ranks."""
+    """A product form for one shape: the ownership of each dim, and how owners and replicas map to ranks."""
 
     mesh: Mesh
     dims: tuple[Ownership, ...]
     dim_positions: tuple[Ints, ...]
-    """Per dim: what each owner adds to the row-major position in the mesh."""
+    """Per dim: what each owner adds to a rank's row-major position in the mesh."""
     replica_positions: Ints
-    """What each replica adds to it."""
+    """What each replica adds to that position."""
     _lowest: dict[Shape, int] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
@@ -136,25 +136,26 @@ class ProductGeometry:
         return found
 
     def part(self, owners: Sequence[int]) -> Part:
-        """The local tensor of these owners."""
+        """Return the local tensor of these owners."""
         return Part(tuple(own.intervals(o) for own, o in zip(self.dims, owners)))
 
     @cached_property
     def holding(self) -> tuple[Ints, ...]:
-        """Per dim: the owners that have any element."""
+        """Per dim: the owners that have at least one element."""
         return tuple(np.flatnonzero(own.local_sizes) for own in self.dims)
 
     def distinct(self) -> Iterator[Shape]:
-        """The owners of every distinct part, empty ones omitted, row-major."""
+        """Return the owners of every distinct, non-empty part, in row-major order."""
         return itertools.product(*(owners.tolist() for owners in self.holding))
 
     def holders(self, owners: Iterable[Ints | slice]) -> Ints:
-        """The ranks that hold each combination of `owners` (some of each dim), ascending: a row each, row-major."""
+        """Return the ranks that hold each combination of `owners` (some of each dim), ascending, as
+        one row per combination, in row-major order."""
         base = outer_sum(positions[its] for positions, its in zip(self.dim_positions, owners))
         return np.sort(self.mesh.ranks[base[:, None] + self.replica_positions], axis=1)
 
     def covering(self, box: Box) -> Iterator[Found]:
-        """The chunks that meet `box`, found dim by dim; those of a product cover it once."""
+        """Return the chunks that overlap `box`, found dim by dim. Chunks of a product cover it once."""
         if box.is_empty:
             return
         found = [
@@ -189,16 +190,16 @@ class ProductForm:
 
     @classmethod
     def make(cls, mesh: Mesh, placements: Sequence[Placement]) -> ProductForm:
-        """Return a form, which is shared by all callers that request the same."""
+        """Return the form. Callers that request equal forms share one object."""
         return _product_form(mesh, tuple(placements))
 
     def ranks(self) -> Sequence[int]:
-        """The ranks that may hold something, ascending."""
+        """Return the ranks that may hold something, ascending."""
         return sorted(self.mesh.ranks.tolist())
 
     @lru_cache(maxsize=4096)  # noqa: B019  # equal forms share what is found
     def geometry(self, shape: Shape) -> ProductGeometry:
-        """The ownerships for a shape. Raises PlanError if the form does not fit it."""
+        """Return the ownerships for a shape. Raises PlanError if the form does not fit it."""
         mesh, placements = self.mesh, self.placements
         steps = [math.prod(mesh.shape[i + 1 :]) for i in range(mesh.ndim)]
         axes_of: list[list[int]] = [[] for _ in shape]
@@ -251,7 +252,7 @@ class ProductForm:
                 yield rank, box
 
     def replicas(self, shape: Shape) -> Iterator[Ints]:
-        """The ranks that hold anything, those that are sure to hold the same together."""
+        """Group the ranks that hold something: ranks in a group are certain to hold the same elements."""
         geometry = self.geometry(shape)
         return iter(geometry.holders(geometry.holding))
 
@@ -279,7 +280,7 @@ _product_form = lru_cache(maxsize=4096)(ProductForm)
 
 
 class _ListedForm(ABC):
-    """A form that lists what each rank holds, by rank. Its methods are those of `ProductForm`."""
+    """A form that lists what each rank holds. Its methods are those of `ProductForm`."""
 
     __slots__ = ()
 
@@ -304,7 +305,7 @@ class _ListedForm(ABC):
 
 @dataclass(frozen=True, slots=True)
 class BoxesForm(_ListedForm):
-    """Explicit boxes of each rank, each a local tensor of its own."""
+    """Explicit boxes for each rank. Each box is a separate local tensor."""
 
     boxes: tuple[tuple[int, tuple[Box, ...]], ...]
     """(rank, its boxes), by rank."""
@@ -401,11 +402,13 @@ class FlatForm(_ListedForm):
 
 
 Form = ProductForm | BoxesForm | FlatForm
-"""What a layout's form knows once the shape is known. Hashable; equal forms place the same way."""
+"""What the form of a layout knows, given the shape. Forms are hashable; equal forms place elements
+equally."""
 
 
 def local_boxes(form: Form, shape: Shape, rank: int) -> Iterator[tuple[int, Box, Box]]:
-    """(which local tensor, global box, the same in its coordinates) of all that `rank` has of a tensor."""
+    """Return (index of the local tensor, global box, the same box in that tensor's coordinates) for
+    everything that `rank` holds."""
     for index, part in enumerate(form.parts(shape, rank) if rank < form.world_size else ()):
         for box, local in part.boxes():
             yield index, box, local
@@ -727,7 +730,7 @@ class StateLayout(Mapping[str, TensorLayout]):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How values of a type become plain data, and values again."""
+    """How values of a type become plain data, and the reverse."""
 
     type: type
     encode: Callable[[Any], dict[str, Any]]
@@ -735,7 +738,7 @@ class Kind:
 
 
 def form_to_json(form: Form) -> dict[str, Any]:
-    """A form as plain data."""
+    """Return a form as plain data."""
     if isinstance(form, ProductForm):
         return {"mesh": str(form.mesh), "placements": ",".join(map(str, form.placements))}
     if isinstance(form, BoxesForm):
@@ -745,7 +748,7 @@ def form_to_json(form: Form) -> dict[str, Any]:
 
 
 def form_from_json(data: Mapping[str, Any]) -> Form:
-    """Inverse of `form_to_json`. Raises PlanError, or any error of plain data, for what it cannot have made."""
+    """Inverse of `form_to_json`. Raises PlanError, or any error from reading plain data, for other input."""
     if "mesh" in data:
         return ProductForm.make(Mesh.parse(data["mesh"]), parse_placements(data["placements"]))
     if "boxes" in data:
@@ -754,7 +757,7 @@ def form_from_json(data: Mapping[str, Any]) -> Form:
 
 
 def state_to_json(state: StateLayout) -> dict[str, Any]:
-    """Forms that tensors share are written once."""
+    """Return a state layout as plain data. Forms that tensors share are written once."""
     forms: dict[Form, int] = {}
     tensors = {
         fqn: [layout.spec.dtype, list(layout.spec.shape), forms.setdefault(layout.form, len(forms))]
@@ -764,11 +767,11 @@ def state_to_json(state: StateLayout) -> dict[str, Any]:
 
 
 MALFORMED = KeyError, TypeError, IndexError, AttributeError, ValueError, OverflowError
-"""What becomes of data that no layout or plan can have become."""
+"""Errors that plain data raises if it does not come from a layout or a plan."""
 
 
 def state_from_json(data: Mapping[str, Any]) -> StateLayout:
-    """Inverse of `state_to_json`. Raises CodecError for what it cannot have made."""
+    """Inverse of `state_to_json`. Raises CodecError for other input."""
     try:
         forms = [form_from_json(form) for form in data["forms"]]
         tensors = {}
@@ -794,4 +797,4 @@ LAYOUT_KINDS: dict[str, Kind] = {
     ),
     "state_layout": Kind(StateLayout, state_to_json, state_from_json),
 }
-"""Kinds of values by the name that their texts bear."""
+"""Kinds of values, by the name in their text."""

@@ -1,4 +1,4 @@
-"""Layouts in words, their short forms, and the legend of these."""
+"""Layouts in words, their short forms, and a legend for these."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def one_in_words(placement: Placement, axis: str) -> str:
 
 
 def in_both_forms(layout: TensorLayout) -> str:
-    """Words and the short form, `"dim 0 sharded over dp (S(0) on dp=4)"`. Of many ranks the first ones are listed."""
+    """Return words and the short form, `"dim 0 sharded over dp (S(0) on dp=4)"`. Only the first of
+    many ranks are listed."""
     short = re.sub(r"(@(?:\d+,){8})\d.*", r"\1...", short_form(layout))
     return f"{in_words(layout)} ({short})" if short else in_words(layout)
 
@@ -104,7 +105,8 @@ _ShardingAxis = tuple[str, int, Placement]
 
 
 def _plain(layout: TensorLayout | ProductForm) -> Form:
-    """The form without strided shards of the dims where plain ones give every rank the same."""
+    """Return the form without strided shards, for each dim where plain shards give every rank the
+    same elements."""
     if not isinstance(layout, TensorLayout):
         return layout
     form, shape = layout.form, layout.spec.shape
@@ -117,8 +119,9 @@ def _plain(layout: TensorLayout | ProductForm) -> Form:
 
 
 def in_sharding_order(form: ProductForm, dims: Container[int]) -> ProductForm:
-    """The form with the axes of these dims in the order in which they shard, and plain shards in place of strided ones
-    that say the same. Axes of one rank come first, as FSDP2 shards what other axes left."""
+    """Return the form with the axes of these dims in the order in which they shard, and with plain
+    shards instead of equivalent strided ones. Axes of one rank come first, because FSDP2 shards
+    what other axes leave."""
     axes = [(name, size, placement) for (name, size), placement in zip(form.mesh.axes, form.placements)]
     for dim in {p.dim for p in form.placements if not isinstance(p, Replicate) and p.dim in dims}:
         places = axes_of(form, dim)
@@ -131,20 +134,20 @@ def in_sharding_order(form: ProductForm, dims: Container[int]) -> ProductForm:
 
 
 def axes_of(form: ProductForm, dim: int) -> list[int]:
-    """The numbers of the axes that shard a dim."""
+    """Return the numbers of the axes that shard a dim."""
     return [axis for axis, p in enumerate(form.placements) if not isinstance(p, Replicate) and p.dim == dim]
 
 
 def _by_dim(names: Sequence[str], placements: Mapping[str, Placement]) -> dict[int, list[str]]:
-    """The axes that shard each dim, in the order of `names`."""
+    """Return the axes that shard each dim, in the order of `names`."""
     dims = {name: placement.dim for name in names if not isinstance(placement := placements[name], Replicate)}
     return {dim: [name for name, its in dims.items() if its == dim] for dim in dims.values()}
 
 
 def _in_order(axes: Sequence[_ShardingAxis]) -> list[_ShardingAxis]:
-    """Axes of one dim, the one that shards first first. `_StridedShard(dim, n)` says that the axes
-    before it have n ranks together; [] where no such axes exist: the dim has n parts that are
-    sharded by themselves."""
+    """Return the axes of one dim in the order in which they shard it. `_StridedShard(dim, n)` says
+    that the axes before it have n ranks together. Returns [] if no such axes exist: then the dim
+    has n parts, which are sharded separately."""
     order: list[_ShardingAxis] = []
     for axis in reversed(axes):
         pieces = axis[2].split_factor if isinstance(axis[2], StridedShard) else 1
@@ -165,7 +168,7 @@ def _within(placement: Placement) -> str:
 
 
 def _axis(name: str) -> str:
-    """`dp.cp` are two axes that act as one."""
+    """Return the name of an axis. `dp.cp` means two axes that act as one."""
     return _listed(name.split(".")) + (" together" if "." in name else "")
 
 
@@ -191,7 +194,7 @@ def _uneven(sizes: Sequence[int]) -> str:
 
 
 def chunk_sizes(layout: TensorLayout) -> tuple[tuple[int, tuple[int, ...]], ...] | None:
-    """Return each dim that is split, with the sizes of its chunks. None if the chunks are no grid."""
+    """Return each dim that is split, with the sizes of its chunks. None if the chunks do not form a grid."""
     boxes = {box for _, box in layout.chunks()}
     starts = [sorted({box.offsets[dim] for box in boxes}) for dim in range(len(layout.spec.shape))]
     if len(boxes) != math.prod(map(len, starts)) or any(at[:1] != [0] for at in starts):
@@ -217,6 +220,6 @@ _LEGEND = (
 
 
 def legend(short_forms: Iterable[str]) -> list[tuple[str, str]]:
-    """Return what the signs that occur in these short forms mean."""
+    """Explain the notation that occurs in these short forms."""
     texts = set(short_forms)
     return [(sign, words) for sign, pattern, words in _LEGEND if any(re.search(pattern, text) for text in texts)]

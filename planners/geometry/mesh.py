@@ -43,10 +43,11 @@ class Mesh:
     """The smallest world size that contains this mesh: its highest rank + 1."""
 
     def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]], ranks: Sequence[int] | None = None) -> None:
-        """`ranks` lists the rank at each coordinate in row-major order; None means 0, 1, 2, ...
+        """Create a mesh. `ranks` lists the rank at each coordinate in row-major order; None means
+        0, 1, 2, ...
 
-        Raises PlanError for an axis whose size is no integer >= 1, two axes with one
-        name, a wrong number of ranks, or a repeated rank.
+        Raises PlanError for an axis whose size is not an integer >= 1, two axes with one name, a
+        wrong number of ranks, or a repeated rank.
         """
         try:
             items = axes.items() if isinstance(axes, Mapping) else axes
@@ -151,7 +152,7 @@ class Mesh:
 
     @property
     def strides(self) -> Shape:
-        """How far apart the ranks at coordinates 0 and 1 of each axis are; 0 for an axis of size 1."""
+        """Distance between the ranks at coordinates 0 and 1 of each axis; 0 for an axis of size 1."""
         grid = self.ranks.reshape(self.shape)
         units = (tuple(int(other == axis) for other in range(self.ndim)) for axis in range(self.ndim))
         return tuple(int(grid[unit]) - int(self.ranks[0]) if size > 1 else 0 for unit, size in zip(units, self.shape))
@@ -196,13 +197,13 @@ class Mesh:
 
 
 _UNWRITABLE = re.compile(r"[^\w.\-]|^(?![A-Za-z_])")
-"""What `Mesh.parse` cannot read in a name, or before it."""
+"""Text that `Mesh.parse` cannot read in a name, or in front of one."""
 _REPLICAS = ("replica", "replica_of_mesh")
 """Axes over the copies of a tensor on several meshes, which do not know each other's axes."""
 
 
 def axis_names(meshes: Iterable[Mesh | None], world_size: int) -> dict[tuple[int, int], str]:
-    """The name of each axis of the meshes of all ranks, by stride and size, if there is only one."""
+    """Return the name of each axis in the meshes of all ranks, by stride and size, if the name is unique."""
     found = {
         (axis, name)
         for mesh in set(meshes)

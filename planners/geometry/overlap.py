@@ -83,17 +83,18 @@ class Overlap(ABC):
         yield Origin(box, 0, box, None)
 
     def replicas(self) -> Iterator[Ints]:
-        """The wanted ranks, those that are sure to want the same together."""
+        """Group the wanted ranks: ranks in a group are certain to want the same elements."""
         return self.wanted_form.replicas(self.shape)
 
     def local_boxes(self, rank: int) -> Iterator[tuple[int, Box, Box]]:
-        """(which local tensor, global box, the same in its coordinates) of all that `rank` wants."""
+        """Return (index of the local tensor, global box, the same box in that tensor's coordinates)
+        for everything that `rank` wants."""
         return local_boxes(self.wanted_form, self.shape, rank)
 
 
 @dataclass(frozen=True)
 class ProductOverlap(Overlap):
-    """Both sides are products: one table of segments per dim says it all, for all ranks."""
+    """The overlap of two product forms. One table of segments per dim describes it for all ranks."""
 
     shape: Shape
     wanted_form: ProductForm
@@ -118,8 +119,8 @@ class ProductOverlap(Overlap):
 
 @dataclass(frozen=True)
 class SweepOverlap(Overlap):
-    """The overlap of two forms, of which at least one is no product. If saved chunks overlap, the
-    first one gives the element."""
+    """The overlap of two forms, at least one of which is not a product. If saved chunks overlap,
+    the first one provides the element."""
 
     shape: Shape
     saved: Form
@@ -151,7 +152,7 @@ class Sweep:
         self._reach: Ints = np.maximum.accumulate(self._highs[:, self.dim])
 
     def meeting(self, box: Box) -> Iterator[Found]:
-        """Every chunk that shares an element with `box`."""
+        """Return every chunk that shares an element with `box`."""
         if box.is_empty or not self.chunks:
             return
         if not box.ndim:
@@ -169,9 +170,9 @@ class Sweep:
                 yield owner, chunk, common
 
     def covering(self, box: Box, prefer: Container[int] = ()) -> list[Found]:
-        """Chunks that together cover `box` exactly once, cropped where they overlap: the first one
-        keeps an element; those of the owners `prefer` come first. Raises CoverageError for a
-        missing region."""
+        """Return chunks that together cover `box` exactly once. Where chunks overlap, the first one
+        keeps the element, and the others are cropped. Chunks of the owners `prefer` come first.
+        Raises CoverageError for a missing region."""
         found = sorted(self.meeting(box), key=lambda row: row[0] not in prefer)
         pieces = [common for _, _, common in found]
         if sum(piece.numel for piece in pieces) == box.numel and tiling_fault([box], pieces) is None:
@@ -194,13 +195,13 @@ class Sweep:
 
 @lru_cache(maxsize=1024)
 def chunks_of(shape: Shape, saved: Form) -> ProductGeometry | Sweep:
-    """The chunks of a form, to be asked by `covering` which of them make up a box; sorted once for each form."""
+    """Return the chunks of a form, for use with `covering`. They are sorted once per form."""
     return saved.geometry(shape) if isinstance(saved, ProductForm) else Sweep(saved.chunks(shape))
 
 
 @lru_cache(maxsize=4096)
 def overlap_of(shape: Shape, saved: Form, wanted: Form) -> ProductOverlap | SweepOverlap:
-    """The overlap of two forms for one shape; computed once for each."""
+    """Return the overlap of two forms for one shape. It is computed once."""
     if isinstance(saved, ProductForm) and isinstance(wanted, ProductForm):
         left, right = saved.geometry(shape), wanted.geometry(shape)
         dims = tuple(map(overlap, left.dims, right.dims))
@@ -213,7 +214,7 @@ def overlap_of(shape: Shape, saved: Form, wanted: Form) -> ProductOverlap | Swee
 
 
 MAX_CELLS = 1 << 22
-"""Largest grid that is counted at once. A larger region is halved."""
+"""Largest grid that is counted at once. A larger region is split in half."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,12 +234,12 @@ class Fault:
 
 
 def tiling_fault(region: Sequence[Box], boxes: Sequence[Box]) -> Fault | None:
-    """None if every element of `region` (disjoint boxes) is in exactly one of `boxes` and no other
-    element is.
+    """Return None if every element of `region` (disjoint boxes) is in exactly one of `boxes`, and
+    no other element is.
 
     Volumes are not compared, so a gap and an overlap of equal size are both found. The boundaries
-    of all boxes make a grid whose cells are counted; grids that are too large are halved along
-    their longest axis.
+    of all boxes form a grid whose cells are counted. A grid that is too large is split in half
+    along its longest axis.
     """
     wanted = [box for box in region if not box.is_empty]
     given = [box for box in boxes if not box.is_empty]

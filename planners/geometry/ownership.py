@@ -18,11 +18,12 @@ Cut = Shard | StridedShard | BlockShard
 
 @dataclass(frozen=True, eq=False)
 class Ownership:
-    """Intervals of a dim of `size` elements: owner k has rows `indptr[k]` to `indptr[k + 1]`, in
+    """Intervals of a dim of `size` elements. Owner k has rows `indptr[k]` to `indptr[k + 1]`, in
     local order.
 
-    No interval is empty, and no two neighbors in local order touch. Owners are numbered row-major over
-    the axes that shard the dim, in mesh order. A dim that no axis shards has one owner, 0.
+    No interval is empty, and no two neighbors in local order touch. Owners are numbered in
+    row-major order over the axes that shard the dim, in mesh order. A dim that no axis shards has
+    one owner, 0.
     """
 
     size: int
@@ -60,17 +61,19 @@ class Ownership:
 
     @cached_property
     def ascending(self) -> tuple[Ints, Ints, Ints]:
-        """(row, start, stop) of the intervals by where they begin in the dim."""
+        """(row, start, stop) of the intervals, sorted by where they begin in the dim."""
         order = np.argsort(self.starts, kind="stable")
         return order, self.starts[order], self.stops[order]
 
     def meeting(self, start: int, stop: int) -> Ints:
-        """The rows of the intervals that share an element with `[start, stop)`, which is not empty, as they ascend."""
+        """Return the rows of the intervals that share an element with `[start, stop)`, ascending.
+        The range must not be empty."""
         rows, starts, stops = self.ascending
         return rows[np.searchsorted(stops, start, side="right") : np.searchsorted(starts, stop)]
 
     def uncovered(self) -> tuple[int, str] | None:
-        """An element that is not owned exactly once and what is wrong with it; None if the intervals tile the dim."""
+        """Return an element that is not owned exactly once, and what is wrong with it. None if the
+        intervals tile the dim."""
         _, starts, stops = self.ascending
         starts = np.append(starts, self.size)
         reach = np.maximum.accumulate(np.insert(stops, 0, 0))
@@ -85,8 +88,8 @@ class Ownership:
 
 @lru_cache(maxsize=4096)
 def ownership(size: int, cuts: tuple[tuple[Cut, int], ...]) -> Ownership:
-    """The ownership of a dim of `size` elements. `cuts` are pairs (placement, axis size), applied
-    from left to right.
+    """Return the ownership of a dim of `size` elements. `cuts` are pairs (placement, axis size),
+    applied from left to right.
 
     Raises PlanError for blocks that do not add up to the dim, or that come after another placement.
     """
@@ -103,8 +106,8 @@ def ownership(size: int, cuts: tuple[tuple[Cut, int], ...]) -> Ownership:
 
 
 def _bounds(own: Ownership, placement: Cut, parts: int, *, first: bool) -> Ints:
-    """Boundaries in each owner's local dim, of shape (owners, pieces, parts + 1): part k of piece j
-    of owner c is `[bounds[c, j, k], bounds[c, j, k + 1])`."""
+    """Return boundaries in each owner's local dim, of shape (owners, pieces, parts + 1): part k of
+    piece j of owner c is `[bounds[c, j, k], bounds[c, j, k + 1])`."""
     sizes = own.local_sizes
     if isinstance(placement, BlockShard):
         if not first:
@@ -126,7 +129,8 @@ def _bounds(own: Ownership, placement: Cut, parts: int, *, first: bool) -> Ints:
 
 
 def _cut(own: Ownership, bounds: Ints) -> Ownership:
-    """Every owner c becomes owners (c, k): the parts k of all its pieces, in order of the pieces."""
+    """Divide every owner c into owners (c, k), which get the parts k of all its pieces, in order of
+    the pieces."""
     owners, pieces, parts = bounds.shape[0], bounds.shape[1], bounds.shape[2] - 1
     base = running_sums(own.local_sizes)  # all local dims, one after another
     ends = np.minimum(bounds[:, :, 1:] + base[:-1, None, None], base[-1])
@@ -149,7 +153,8 @@ def _cut(own: Ownership, bounds: Ints) -> Ownership:
 
 
 def _grouped(size: int, starts: Ints, stops: Ints, owner: Ints, owners: int) -> Ownership:
-    """An ownership from rows sorted by owner and local order; neighbors that touch become one."""
+    """Make an ownership from rows that are sorted by owner and local order. Neighbors that touch
+    become one interval."""
     if len(starts):
         new = np.ones(len(starts), dtype=bool)
         new[1:] = (starts[1:] != stops[:-1]) | (owner[1:] != owner[:-1])
@@ -161,8 +166,8 @@ def _grouped(size: int, starts: Ints, stops: Ints, owner: Ints, owners: int) -> 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """The common refinement of two ownerships of one dim: rows sorted by wanted owner and its local
-    order.
+    """The common refinement of two ownerships of one dim, as rows sorted by wanted owner and its
+    local order.
 
     Row i says that elements `[starts[i], stops[i])` are in interval `saved_row[i]` of the saved
     ownership and begin at `local_starts[i]` in the local dim of wanted owner `wanted_owner[i]`.
@@ -184,7 +189,7 @@ class Segments:
         return self.saved.owner_of[self.saved_row]
 
     def rows(self, wanted_owner: int) -> list[SegmentRow]:
-        """The rows of one wanted owner, in its local order."""
+        """Return the rows of one wanted owner, in its local order."""
         at, saved = slice(self.indptr[wanted_owner], self.indptr[wanted_owner + 1]), self.saved
         row, start = self.saved_row[at], self.starts[at]
         chunk_start = saved.starts[row]

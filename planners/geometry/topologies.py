@@ -34,7 +34,7 @@ from planners.units import format_count, format_some
 
 
 _NOT_A_COMMENT = "\\"
-"""Before a line of a topology's text: its glob begins with `#`, or with this."""
+"""Prefix of a line in a topology's text whose glob begins with `#`, or with this prefix."""
 
 Axes = tuple[tuple[str, ...], ...]
 
@@ -266,7 +266,7 @@ class Topology:
             raise PlanError(said, fqn=spec.fqn) from None
 
     def _written(self, pattern: str, placements: Sequence[Placement], axes: Sequence[str]) -> str:
-        """A rule with one placement per axis, as files have it, or in Python."""
+        """Return a rule with one placement per axis, as files and Python code have it."""
         text = f"{','.join([*map(str, placements), *['R'] * len(axes)][: len(axes)])}"
         return f"'{pattern} -> {text}'" if self.origin else f"{{{pattern!r}: {text!r}}}"
 
@@ -323,12 +323,12 @@ class Topology:
 
 
 class Globs:
-    """Which of thousands of patterns match a name, without trying them all. `*` matches any text,
-    dots included, `?` one character and `[...]` one of several.
+    """Finds which of thousands of patterns match a name, without trying them all. `*` matches any
+    text, dots included, `?` one character, and `[...]` one of several.
 
-    A pattern with whole segments, such as `*.experts.17.*`, only matches names that have them one
-    after another. So patterns are filed under their longest run of literal segments, and a name
-    is looked up under its own runs:
+    A pattern with complete segments, such as `*.experts.17.*`, only matches names that contain them
+    consecutively. So patterns are indexed by their longest run of literal segments, and a name is
+    looked up by its own runs:
 
         layers.3.experts.17.w1    ->    ("experts", "17"), ("17",), ...    ->    *.experts.17.*
     """
@@ -339,7 +339,7 @@ class Globs:
         self._lengths = sorted({len(run) for run in self._filed} - {0})
 
     def matching(self, name: str) -> Iterator[int]:
-        """Numbers of the patterns that match `name`, ascending."""
+        """Return the numbers of the patterns that match `name`, ascending."""
         found = list(self._filed.get((), ()))
         segments = tuple(name.split("."))
         for length in self._lengths:
@@ -348,14 +348,15 @@ class Globs:
         return (number for number in sorted(set(found)) if self._match[number](name))
 
     def first(self, name: str) -> int | None:
-        """Number of the first pattern that matches `name`, or None."""
+        """Return the number of the first pattern that matches `name`, or None."""
         return next(self.matching(name), None)
 
 
 def literal_segments(pattern: str) -> tuple[str, ...]:
-    """The longest run of dot-separated segments of `pattern` without a wildcard, which every name
-    that matches has, one after another: `("experts", "17")` of `"*.experts.17.w?"`. () where there
-    is none, or where a bracket, which may hold a dot, leaves nothing sure."""
+    """Return the longest run of dot-separated segments of `pattern` without a wildcard:
+    `("experts", "17")` for `"*.experts.17.w?"`. Every name that matches contains these segments
+    consecutively. () if there are none, or if a bracket, which may contain a dot, makes the
+    segments uncertain."""
     if "[" in pattern:
         return ()
     best: tuple[str, ...] = ()
@@ -524,7 +525,7 @@ _PART = re.compile(r"\s*([A-Za-z_][\w.\-]*)\s*=\s*(-?\d*(?:x-?\d*)*)\s*")
 _MISTYPED = re.compile(
     r"(?:(?:(?:[fh]sdp|ddp|[cdept]p)?[:\s]*\d[\dx]*|[A-Za-z_]\w*\s*=\s*\w*)(?:[,;/\s]+|$|(?=[a-z])))+"
 )
-"""Such as `fsdp6`, `fsdp:4`, `dp=two`, or `8`."""
+"""Mistyped topologies, such as `fsdp6`, `fsdp:4`, `dp=two`, or `8`."""
 
 
 def looks_like_a_topology(text: str) -> bool:
@@ -536,13 +537,14 @@ def looks_like_a_topology(text: str) -> bool:
 
 
 def topology_of(text: str, rules: Mapping[str, str] | None = None, saved: StateLayout | None = None) -> Topology:
-    """The topology that a few words name, or that `Topology.parse` reads from a text with rules.
+    """Return the topology that a few words name, or that `Topology.parse` reads from a text with
+    rules.
 
-    With all axes among those that `saved` records, each tensor is sharded over them as it was,
-    such as for `dp=2,tp=2`. Axes keep the name that the text gives them. The layers that `pp`
-    distributes are those of `saved`.
+    If `saved` records all axes of the text, as for `dp=2,tp=2`, each tensor is sharded over them as
+    it was saved. Axes keep the names that the text gives them. The layers that `pp` distributes are
+    those of `saved`.
 
-    Raises PlanError, with what may have been meant, for anything else.
+    Raises PlanError for anything else, with suggestions.
     """
     if rules or "\n" in text.strip():
         return Topology.parse(text, rules)
@@ -587,7 +589,8 @@ def topology_of(text: str, rules: Mapping[str, str] | None = None, saved: StateL
 
 
 def _recorded_axes(saved: StateLayout) -> list[str]:
-    """The axes over which tensors were saved; none if some tensor does not record how it was sharded."""
+    """Return the axes over which tensors were saved. None if some tensor does not record how it was
+    sharded."""
     if any(layout.mesh is None and layout.spec.shape for layout in saved.values()):
         return []
     forms = [layout.form for layout in saved.values() if isinstance(layout.form, ProductForm)]
@@ -597,7 +600,8 @@ def _recorded_axes(saved: StateLayout) -> list[str]:
 
 
 def _as_recorded(mesh: Mesh, saved: StateLayout) -> Topology:
-    """Shard each tensor over the axes of this mesh as it was saved. Replicate it over axes that were not recorded."""
+    """Shard each tensor over the axes of this mesh as it was saved. Replicate it over axes that
+    were not recorded."""
     rules, guessed = {}, dict[str, None]()
     for fqn, layout in saved.items():
         at: dict[str, Placement] = {}
@@ -622,8 +626,8 @@ _GUESSED = (
 
 
 def _pipeline(stage: Topology, stages: int, saved: StateLayout | None) -> Topology:
-    """The layers that the names of the saved tensors number, over stages; embeddings on the first
-    one, and all other tensors on the last."""
+    """Distribute the layers that the saved names number over stages. Embeddings are on the first
+    stage, and all other tensors on the last."""
     numbered = (re.search(r"(?:^|\.)([A-Za-z_]\w*)\.(\d+)\.", fqn) for fqn in saved or ())
     found = {name: set(of) for name, of in grouped((m[1], int(m[2])) for m in numbered if m is not None).items()}
     name = next(iter(found), "")

@@ -19,7 +19,7 @@ from planners.geometry.overlap import FilledSlot, Origin, Overlap, Piece, Sweep,
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """The box `target` of the tensor that is made is the box `source` of source number `tensor`."""
+    """The box `target` of the composed tensor is the box `source` of source number `tensor`."""
 
     target: Box
     tensor: int
@@ -37,33 +37,34 @@ class Patch:
         return tuple(self.dims.index(d) if d in self.dims else None for d in range(self.source.ndim))
 
     def to_source(self, box: Box) -> Box:
-        """A box within `target`, in the coordinates of the source."""
+        """Return a box within `target` in the coordinates of the source."""
         return _carried(box, self.target, self.source, self.dims)
 
     def to_target(self, box: Box) -> Box:
-        """A box within `source`, in the coordinates of the target. Inverse of `to_source`."""
+        """Return a box within `source` in the coordinates of the target. Inverse of `to_source`."""
         return _carried(box, self.source, self.target, self.back)
 
     def crop(self, box: Box) -> Patch:
-        """The part within `box`, in the same coordinates. `target` contains `box`."""
+        """Return the part within `box`, in the same coordinates. `target` contains `box`."""
         return replace(self, target=box, source=self.to_source(box))
 
     def move(self, by: Sequence[int]) -> Patch:
-        """Return the same at another place of the target."""
+        """Return the patch, moved in the target."""
         return replace(self, target=self.target.shift(by))
 
     def rearrange(self, dims: Dims) -> Patch:
-        """Return the same, the dims of the target being rearranged."""
+        """Return the patch with the dims of the target rearranged."""
         followed = tuple(None if d is None else self.dims[d] for d in dims)
         return Patch(rearranged(self.target, dims), self.tensor, self.source, followed)
 
     def inverse(self, tensor: int) -> Patch:
-        """The source's box made of the target's, which is source number `tensor` of the inverse."""
+        """Return the patch of the inverse view, in which the target is source number `tensor`."""
         return Patch(self.source, tensor, self.target, self.back)
 
 
 def _carried(box: Box, outer: Box, there: Box, dims: Dims) -> Box:
-    """A box within `outer` in the coordinates of `there`, of which dim `dims[i]` follows dim i of `outer`."""
+    """Return a box within `outer` in the coordinates of `there`, whose dim `dims[i]` follows dim i
+    of `outer`."""
     offsets, sizes = list(there.offsets), list(there.sizes)
     for i, d in enumerate(dims):
         if d is not None:
@@ -74,27 +75,28 @@ def _carried(box: Box, outer: Box, there: Box, dims: Dims) -> Box:
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """The box `target` of the tensor that is made is `value` throughout."""
+    """The box `target` of the composed tensor has the same `value` everywhere."""
 
     target: Box
     value: float = 0
 
     def crop(self, box: Box) -> Fill:
-        """The part within `box`, which `target` contains."""
+        """Return the part within `box`, which `target` contains."""
         return Fill(box, self.value)
 
     def move(self, by: Sequence[int]) -> Fill:
-        """Return the same at another place."""
+        """Return the fill, moved in the target."""
         return Fill(self.target.shift(by), self.value)
 
     def rearrange(self, dims: Dims) -> Fill:
-        """Return the same, the dims being rearranged."""
+        """Return the fill with the dims rearranged."""
         return Fill(rearranged(self.target, dims), self.value)
 
 
 @dataclass(frozen=True)
 class ViewGeometry:
-    """A view without names. Equal ones map in the same way. The hash is computed once, since patches can be many."""
+    """A view without names. Equal geometries map elements equally. The hash is computed once,
+    because there may be many patches."""
 
     shape: Shape
     source_shapes: tuple[Shape, ...]
@@ -110,8 +112,8 @@ class ViewGeometry:
 
 
 def merged(patches: Iterable[Patch]) -> tuple[Patch, ...]:
-    """Return the same map in fewer patches, in order of their targets: empty ones omitted,
-    neighbors that continue one another in target and source made one."""
+    """Return the same map in fewer patches, in order of their targets: without empty ones, and with
+    neighbors joined that are adjacent in both target and source."""
     found = [_named(patch) for patch in patches if not patch.target.is_empty]
     ndim = found[0].target.ndim if found else 0
     for dim in reversed(range(ndim)):
@@ -131,8 +133,8 @@ def merged(patches: Iterable[Patch]) -> tuple[Patch, ...]:
 
 
 def _named(patch: Patch) -> Patch:
-    """Return the same patch, but new dims follow source dims that were omitted while there are any:
-    all are of size 1."""
+    """Return the same patch, but let new dims follow source dims that were omitted, as long as
+    there are any. All of them have size 1."""
     if None not in patch.dims:
         return patch
     left = (d for d in range(patch.source.ndim) if d not in patch.dims)
@@ -258,7 +260,7 @@ class View:
         return self._made(box.sizes, [part.crop(common).move(back) for part, common in kept if common is not None])
 
     def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> View:
-        """Slices of step 1, as numpy means them; an integer takes one index and drops the dim."""
+        """Slice the view. Slices have step 1, as in numpy; an integer selects one index and drops the dim."""
         parts = index if isinstance(index, tuple) else (index,)
         if len(parts) > len(self.shape):
             raise self._error(f"{len(parts)} indices for a view of shape {self.shape}")
@@ -506,7 +508,8 @@ def _placed(view: View, by: Sequence[int]) -> list[_Placed]:
 
 
 def _joined(spec: TensorSpec, placed: Iterable[_Placed]) -> View:
-    """The view of all these parts: sources that are used numbered in order of first use, neighbors merged."""
+    """Return the view of all these parts. Sources that are used are numbered in order of first use,
+    and neighbors are merged."""
     found = [(sources, part) for sources, part in placed if not part.target.is_empty]
     patches = [(sources[part.tensor], part) for sources, part in found if isinstance(part, Patch)]
     fills = sorted((part for _, part in found if isinstance(part, Fill)), key=lambda fill: fill.target)
@@ -573,7 +576,7 @@ class ViewOverlap(Overlap):
         return Sweep((i, fill.target) for i, fill in enumerate(self.view.fills))
 
     def patches_meeting(self, box: Box) -> Iterator[tuple[Patch, Box]]:
-        """(patch, what its target has in common with `box`), in global coordinates of the target."""
+        """Yield (patch, the overlap of its target with `box`), in global coordinates of the target."""
         yield from ((self.view.patches[i], common) for i, _, common in self._patches.meeting(box))
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
@@ -623,18 +626,19 @@ class Pulled:
     form: Form
     """The wanted regions, in global coordinates of the source."""
     turn: Dims | None = None
-    """If the target is the whole source with its dims in another order: per dim of the source, the
-    target's dim. The local tensors of `form` are then the target's, turned."""
+    """If the target is one full source with its dims in another order: per dim of the source, the
+    target's dim. The local tensors of `form` are then those of the target, with their dims in the
+    order of the source."""
     slots: Mapping[int, tuple[TargetSlot, ...]] | None = None
     """Otherwise: rank -> the slot of each of its boxes in `form`."""
 
 
 @lru_cache(maxsize=1024)
 def pull_back(view: ViewGeometry, wanted: Form) -> tuple[Pulled, ...]:
-    """Return what the ranks that want the target of `view` placed as `wanted` need of its sources.
+    """Return what ranks need of the sources if they want the target of `view` placed as `wanted`.
 
-    Each wanted element that is not a constant is in one region. A source of which a rank wants an
-    element twice (heads of keys that are repeated) comes up once for each time.
+    Each wanted element that is not a constant is in one region. If a rank wants an element twice,
+    as for repeated key heads, the source is listed once for each time.
     """
     turned = _turned(view, wanted)
     if turned is not None:
@@ -655,12 +659,12 @@ def pull_back(view: ViewGeometry, wanted: Form) -> tuple[Pulled, ...]:
 
 
 def filled_slots(view: ViewGeometry, wanted: Form, rank: int) -> tuple[FilledSlot, ...]:
-    """The constants of a rank."""
+    """Return the constants that a rank wants."""
     return ViewOverlap(view, (), wanted).fills(rank)
 
 
 def _wanted_boxes(overlap: ViewOverlap, rank: int) -> list[tuple[int, Box, TargetSlot]]:
-    """(source, box of it, slot) of all that a rank wants."""
+    """Yield (source, box of it, slot) for everything that a rank wants."""
     return [
         (
             patch.tensor,
@@ -673,8 +677,8 @@ def _wanted_boxes(overlap: ViewOverlap, rank: int) -> list[tuple[int, Box, Targe
 
 
 def _layered(found: list[tuple[int, Box, TargetSlot]]) -> list[tuple[int, int, Box, TargetSlot]]:
-    """Return each box with the number of a layer; in a layer no two boxes of a source share an
-    element. Boxes come sorted."""
+    """Return each box with the number of a layer, so that no two boxes of a source in one layer
+    share an element. Boxes come sorted."""
     out: list[tuple[int, int, Box, TargetSlot]] = []
     recent: dict[tuple[int, int], list[Box]] = {}
     for tensor, box, slot in found:
@@ -691,7 +695,7 @@ def _layered(found: list[tuple[int, Box, TargetSlot]]) -> list[tuple[int, int, B
 
 
 def _turned(view: ViewGeometry, wanted: Form) -> Pulled | None:
-    """The whole of one source with its dims in another order stays a product."""
+    """Return the form of one full source with its dims in another order, which is still a product."""
     if len(view.patches) != 1 or view.fills or not isinstance(wanted, ProductForm):
         return None
     patch = view.patches[0]
