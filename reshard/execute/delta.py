@@ -43,11 +43,11 @@ BLOCK = 1 << 16
 """Number of elements of a block. Positions within a block fit into two bytes."""
 _POSITION_BYTES = 2
 _ALL = -1
-"""Stands for a block's count if all of the block is sent."""
+"""Count of a block that is sent in full."""
 _LEAST_GAIN = 2
 """The differences of a block are sent if they have at least this many times fewer bytes than the block."""
 TOGETHER_BYTES = 64 << 20
-"""Bytes that are compared at once. The results take the same amount of memory meanwhile."""
+"""Bytes that are compared at once. The results take the same amount of memory."""
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
@@ -84,9 +84,9 @@ class _ChangedPiece:
 
 
 def _digests(words: Sequence[torch.Tensor], *, on_device: bool) -> list[int]:
-    """63 bits of each, by which pieces are compared: as fingerprints, which every device computes
-    in the same way where the words are, and which are waited for once; or, if no rank has any on a
-    device, by a faster hash."""
+    """Return 63 bits for each piece, by which pieces are compared. These are fingerprints if a rank
+    has words on a device: every device computes them where the words are, and is waited for once.
+    Otherwise, they are a faster hash."""
     if not on_device:
         return [int(xxhash.xxh3_64_intdigest(one.numpy().data)) >> 1 for one in words]
     found = partials((one, None, None) for one in words)
@@ -110,12 +110,12 @@ class _Sent(_ChangedPiece):
         return self.size * self.word_bytes
 
     def begin(self) -> None:
-        """Start without earlier values: all of it is sent."""
+        """Start without earlier values: everything is sent."""
         self.last = self.words().clone()
         self.counts = torch.full((_blocks(self.size),), _ALL, dtype=torch.int64, device="cpu")
 
     def go_on(self, now: torch.Tensor, changed: torch.Tensor, counts: torch.Tensor) -> bool:
-        """Take the changed elements, given their number in each block, and keep the values of `now`
+        """Use the changed elements, given their number in each block, and keep the values of `now`
         as those that were sent last. Return whether anything changed."""
         assert self.last is not None
         self.counts, self.positions, self.values = counts, self.positions[:0], now[:0]
@@ -133,7 +133,7 @@ class _Sent(_ChangedPiece):
         return True
 
     def fill(self, room: torch.Tensor, *, everything: bool, is_pinned: bool) -> int:
-        """Write what the receiver must get into `room`, as bytes. Return the number of bytes."""
+        """Write what the receiver needs into `room`, as bytes. Return the number of bytes."""
         assert self.last is not None
         if everything:
             parts = [self.last]
@@ -169,7 +169,7 @@ class _Got(_ChangedPiece):
     summed: int = 0
     counts: list[int] = field(default_factory=list)
     kept: torch.Tensor | None = field(init=False)
-    """What came, as words, where the target has another dtype."""
+    """The received words, if the target has another dtype."""
 
     def __post_init__(self) -> None:
         words, device = _WORDS[self.dtype.itemsize], self.elements.device
@@ -185,7 +185,7 @@ class _Got(_ChangedPiece):
         )
 
     def take(self, room: torch.Tensor, *, is_pinned: bool) -> torch.Tensor:
-        """Put what arrived in its place. Return the complete piece, in the dtype that was sent."""
+        """Apply what arrived. Return the complete piece, in the dtype that was sent."""
         words = self.words() if self.kept is None else self.kept
         counts = torch.tensor(self.counts, dtype=torch.int64, device="cpu")
         few = counts.clamp(min=0)
@@ -225,10 +225,10 @@ class _DeltaMessage(NamedTuple):
 
 
 class DeltaExchange(Exchange):
-    """An `Exchange` that moves what changed since the last run. Its runs say what they moved.
+    """An `Exchange` that sends what changed since the last run, and reports what it sent.
 
-    Pieces are compared, kept and summed up where their elements are; only what changed goes to
-    where it is sent from.
+    Pieces are compared, kept, and digested on their own devices. Only changes are copied to the
+    device that sends.
     """
 
     def __init__(self, *args: Any, on_device: bool, **kwargs: Any) -> None:
@@ -242,7 +242,7 @@ class DeltaExchange(Exchange):
         self._from: dict[int, list[_Got]] = {}
         self._run_sent = 0
         self._held: dict[int, int] = {}
-        """Sender -> which of its runs this rank holds."""
+        """Sender -> which of its runs this rank has."""
         sizes = [0] * DEPTH
         places: list[list[tuple[int, list[_Sent], list[_Got], int, int]]] = []
         for number, messages in enumerate(self.work.rounds):
@@ -282,21 +282,22 @@ class DeltaExchange(Exchange):
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of memory besides sources and targets: mostly what was sent last, and what arrived
-        and was converted."""
+        """Bytes of memory besides sources and targets: mostly what was sent last, and what was
+        received and converted."""
         kept = (got.kept for pieces in self._from.values() for got in pieces)
         held = [*(sent.last for sent in self._sent.values()), *kept]
         return super().buffer_bytes + sum(words.nbytes for words in held if words is not None)
 
     def move(self, group: Group, waiter: Waiter, *, again: bool = False) -> None:
-        """Move what changed. `wrong` says whether that ended well; call `keep` with the outcome.
+        """Send what changed. `wrong` then has the senders whose values differ; call `keep` with the
+        outcome.
 
-        `again`: in the same run, whose bytes it adds to.
+        `again`: this repeats the same run, and adds to its bytes.
         """
         if not again:
             self.sent_bytes = self.received_bytes = 0
         self.wrong: set[int] = set()
-        """Senders of which this rank does not hold what they hold."""
+        """Senders whose values this rank does not have."""
         with torch.no_grad():
             held = self._tell(waiter, {p: [self._held.get(p, 0)] for p in self._from}, dict.fromkeys(self._to, 1))
             before, self._run_sent = self._run_sent, 0
@@ -313,7 +314,7 @@ class DeltaExchange(Exchange):
             self._run_copies(iter(self._copies), group)
 
     def _compare(self, group: Group) -> None:
-        """Find what changed, and digest the pieces. Each device is waited for once per group of pieces."""
+        """Find what changed, and digest the pieces. Wait for each device once per group of pieces."""
         for together in batches(self._sent.values(), lambda piece: piece.nbytes, TOGETHER_BYTES):
             old, new = ([piece for piece in together if (piece.last is None) == is_new] for is_new in (False, True))
             for piece in new:
@@ -329,7 +330,7 @@ class DeltaExchange(Exchange):
             group.check()
 
     def keep(self, *, ended_well: bool) -> None:
-        """Keep what arrived as the last run, except for pieces that are wrong."""
+        """Keep what arrived as the last run, except for wrong pieces."""
         self._held = {peer: run for peer, run in self._runs.items() if peer not in self.wrong} if ended_well else {}
 
     def _head(self, pieces: Sequence[_Sent], everything: bool) -> list[int]:
@@ -351,7 +352,7 @@ class DeltaExchange(Exchange):
                 at += 1 + blocks
 
     def _tell(self, waiter: Waiter, to: dict[int, list[int]], sizes: dict[int, int]) -> dict[int, list[int]]:
-        """Send numbers to some ranks, and receive from others the number of them that `sizes` gives."""
+        """Send numbers to some ranks, and receive numbers from others, as many as `sizes` specifies."""
         given = {peer: torch.tensor(numbers, device=self._device) for peer, numbers in to.items()}
         found = {p: torch.empty(size, dtype=torch.int64, device=self._device) for p, size in sizes.items()}
         ops = [self._op(dist.isend, numbers, peer) for peer, numbers in given.items()]
@@ -402,7 +403,7 @@ class DeltaExchange(Exchange):
 
 
 def _to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy 1-D tensors of one dtype to the host; those of a device all at once."""
+    """Copy 1-D tensors of one dtype to the host, all tensors of a device at once."""
     out = list(tensors)
     for device in {tensor.device for tensor in tensors if tensor.device.type != "cpu"}:
         numbers = [i for i, tensor in enumerate(tensors) if tensor.device == device]

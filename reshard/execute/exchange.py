@@ -43,7 +43,7 @@ Parts = Callable[[str], Sequence[torch.Tensor]]
 """Returns the local tensors of a name, one per part of its layout, in the coordinates of the plan's items."""
 
 LARGE_BYTES = 256 << 10
-"""A piece of at least this many bytes is a message of its own, and need not be packed."""
+"""A piece of at least this size is a separate message, and is not packed."""
 DEPTH = 2
 """Rounds in flight at a time."""
 _ALIGN_BYTES = 16
@@ -64,7 +64,8 @@ class PeerMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class RankWork:
-    """One rank's part of a transfer plan. It names no memory, so it serves all tensors of these layouts."""
+    """One rank's part of a transfer plan. It refers to no memory, so it serves all tensors of these
+    layouts."""
 
     rank: int
     copies: tuple[TransferItem, ...]
@@ -73,7 +74,7 @@ class RankWork:
 
     @classmethod
     def of(cls, rounds: Schedule, rank: int) -> RankWork:
-        """The part of `rank` in a schedule. The rank may be beyond the ranks of the plan."""
+        """Return the part of `rank` in a schedule. The rank may be beyond the ranks of the plan."""
         if rank >= rounds.plan.world_size:
             return cls(rank, (), ())
         messages: dict[int, list[PeerMessage]] = {}
@@ -85,13 +86,13 @@ class RankWork:
         return cls(rank, copies, tuple(tuple(messages[number]) for number in sorted(messages)))
 
     def nbytes(self, *, sends: bool) -> int:
-        """Bytes that this rank sends, or receives."""
+        """Return the bytes that this rank sends, or receives."""
         messages = (message for messages in self.rounds for message in messages if message.sends == sends)
         return sum(piece.nbytes for message in messages for run in message.runs for piece in run)
 
 
 def round_bytes(budget_bytes: int) -> int:
-    """The bytes of one round, such that the buffers of all rounds in flight are within the budget."""
+    """Return the bytes of one round, so that the buffers of all rounds in flight stay within the budget."""
     each = budget_bytes // DEPTH
     return each - each // LARGE_BYTES * _ALIGN_BYTES
 
@@ -119,12 +120,12 @@ _Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 class _Round(NamedTuple):
     packs: _Pairs
-    """(to, from), before it is posted."""
+    """(to, from), copied before the message is posted."""
     host_packs: _Pairs
-    """The packing that the host does itself, into memory that no device uses at that time."""
+    """Pairs that the host copies itself, into memory that no device uses at that time."""
     ops: list[dist.P2POp]
     unpacks: _Pairs
-    """(to, from), when it has arrived."""
+    """(to, from), copied when the message has arrived."""
 
 
 class Exchange:
@@ -161,7 +162,7 @@ class Exchange:
         self._pace: OnBytes | None = None
         self._sources, self._targets = _Memo(sources), _Memo(targets)
         self.copied_bytes = self.sent_bytes = self.received_bytes = 0
-        """Bytes of one run, as counted on what is really copied and given to the backend."""
+        """Bytes that one run copies or passes to the backend."""
         self._copies = [copy for item in work.copies if (copy := self._copy(item)) is not None]
         self._elsewhere: set[torch.device] = set()
         """Devices of tensors that are packed on the host."""
@@ -184,12 +185,11 @@ class Exchange:
             waiter.settle([self._device, *self._elsewhere])
 
     def move(self, group: Group, waiter: Waiter) -> None:
-        """The same as part of a longer operation, which has its own waiter: on a device, work
-        may still be in progress.
+        """Run as part of a longer operation, which has its own waiter. On a device, work may still
+        be in progress afterwards.
 
-        On devices whose streams the backend keeps to, nothing is waited for between the
-        rounds. Where messages are packed on the host, and tensors are not there, the host
-        waits once a round.
+        If the backend respects the streams of a device, nothing is waited for between rounds. If
+        messages are packed on the host, and tensors are elsewhere, the host waits once per round.
         """
         copies = iter(self._copies)
 
@@ -236,7 +236,7 @@ class Exchange:
         return self._sources.local(item.fqn, raw)[item.source_part][item.source.slices]
 
     def _target(self, item: TransferItem, *, raw: bool) -> torch.Tensor:
-        """Return a view of the place that they are written to."""
+        """Return a view of the place where they are written."""
         return self._targets.local(item.fqn, raw)[item.target_part][item.target.slices]
 
     def _copy(self, item: TransferItem) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -277,7 +277,8 @@ class Exchange:
         ]
 
     def _draft(self, message: PeerMessage) -> list[torch.Tensor | _Packed]:
-        """The memory runs of a message, sent directly or packed. Positions in a buffer follow later."""
+        """Divide a message into runs in memory, which are sent directly or packed. Positions in a
+        buffer follow later."""
         out: list[torch.Tensor | _Packed] = []
         where = self._source if message.sends else self._target
         for run in message.runs:
@@ -297,7 +298,7 @@ class Exchange:
         return out
 
     def _straight(self, item: TransferItem, elements: torch.Tensor) -> torch.Tensor | None:
-        """The bytes of elements that can be sent directly from memory."""
+        """Return the bytes of elements that can be sent directly from memory."""
         if elements.device != self._device or not (is_resolved(elements) and elements.is_contiguous()):
             return None
         if elements.dtype != self._wires.get(item.fqn, elements.dtype):
@@ -328,8 +329,8 @@ class Exchange:
 def go_through(
     steps: Iterable[T], waiter: Waiter, begin: Callable[[T], list[dist.P2POp]], end: Callable[[T], None]
 ) -> None:
-    """Step by step, `DEPTH` of them in flight at a time: the result of `begin` is posted, and `end`
-    is called when it has arrived."""
+    """Go through the steps with `DEPTH` of them in flight: post the result of `begin`, and call
+    `end` when it has arrived."""
     under_way: deque[tuple[T, list[dist.P2POp], list[Any]]] = deque()
 
     def finish() -> None:
@@ -358,14 +359,14 @@ def _nothing(fqn: str) -> Sequence[torch.Tensor]:
 
 
 class _Memo:
-    """Local tensors that were requested before."""
+    """Local tensors, cached by name."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._found: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
 
     def local(self, fqn: str, raw: bool) -> list[torch.Tensor]:
-        """The local tensors of a name; `raw`: as integers of the size of their elements."""
+        """Return the local tensors of a name. `raw`: as integers of the same size."""
         found = self._found.get(fqn)
         if found is None:
             tensors = [tensor.detach() for tensor in self._parts(fqn)]
@@ -377,15 +378,15 @@ class _Memo:
 
 
 _LOOK_S = 0.05
-"""How often a rank that waits looks whether another has failed."""
+"""How often a waiting rank checks whether another has failed."""
 _DEVICE_LOOK_S = 0.0005
-"""How often it looks whether a device is done."""
+"""How often it checks whether a device is done."""
 _VERDICT_S = 5.0
-"""After a lost connection: how long to wait for news of which rank is the cause."""
+"""How long to wait for the cause after a lost connection."""
 _DRAIN_S = 1.0
-"""After a failure: how long messages in flight may still arrive."""
+"""How long messages in flight may still arrive after a failure."""
 _NO_LIMIT, _AT_ONCE = timedelta(days=10_000), timedelta(milliseconds=1)
-"""Times that gloo may wait for a message."""
+"""Timeouts for messages of gloo."""
 
 
 class Waiter:
@@ -473,8 +474,8 @@ class Waiter:
             work.wait(_NO_LIMIT)
 
     def outcome(self, pending: SimpleQueue[Answer], what: Callable[[], str], who: str) -> Any:
-        """Return what a worker does together with the other ranks. Raises as `wait`; `what`, `who`:
-        if time is up before."""
+        """Return the result of a worker that works together with the other ranks. Raises as `wait`.
+        `what`, `who`: for the message if the time is up."""
         while True:
             with suppress(Empty):
                 made, error = pending.get(timeout=_LOOK_S)
@@ -500,7 +501,7 @@ class Waiter:
         ) from error
 
     def _look(self, what: str, who: str) -> None:
-        """Raise the failure of another rank, or DeadlineError when the time is up."""
+        """Raise the failure of another rank, or DeadlineError if the time is up."""
         self._group.check()
         if time.monotonic() > self._group.deadline:
             raise DeadlineError(f"{what} within {self._group.allowed_s:g} s. Check what {who} in, or waits for")
@@ -560,8 +561,8 @@ class Waiter:
             raise
 
     def _gathered(self, numbers: torch.Tensor) -> torch.Tensor:
-        """A row of each rank, from this one's on: each step doubles them, by those of the rank as
-        far away. On the worker's thread."""
+        """Return a row for each rank, starting with this one. Each step doubles the rows, with
+        those of the rank at that distance. Runs on the worker's thread."""
         world, ranks, place = self._group.world_size, self._group.ranks, self._group.rank
         rows, known, within = numbers.repeat(world, 1), 1, self._group.process_group
         while known < world and not self._is_over:
@@ -587,11 +588,10 @@ def _outlast(messages: deque[tuple[dist.P2POp, Any]]) -> None:
 
 
 def new_group(group: Group) -> dist.ProcessGroup:
-    """Collective: another process group of the same ranks, with gloo, for messages beside those of
-    the job.
+    """Collective: create another process group of the same ranks, with gloo, for messages beside
+    those of the job.
 
-    torch waits for all ranks inside, and cannot be asked or interrupted: so this is done by a
-    thread, too.
+    torch waits for all ranks inside and cannot be interrupted, so a thread does this, too.
 
     Raises the failure of another rank, ReshardError for a lost connection, DeadlineError when the
     phase's time is up.
@@ -640,13 +640,13 @@ class SharedReading:
         return [local[own.part][own.box.slices] for own in self._boxes.get(key, ())]
 
     def pass_on(self, local: Callable[[str], Sequence[torch.Tensor]], group: Group) -> int:
-        """Collective: send the others what they want, once all have read. Return the bytes that
-        this rank received.
+        """Collective: send the other ranks what they want, after all have read. Return the bytes
+        that this rank received.
 
-        If a rank has failed, nothing is sent: a message that no rank receives would be taken for
-        one of the next load.
+        If a rank has failed, nothing is sent: the next load would receive such a message as one of
+        its own.
 
-        `local`: the local tensors of a key, on the CPU or not, which contain what was read.
+        `local`: the local tensors of a key, on any device, which contain what was read.
         """
         rounds = schedule(self.plan.transfers, max_inflight_bytes=round_bytes(BUDGET_BYTES))
         exchange = Exchange(

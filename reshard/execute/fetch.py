@@ -1,6 +1,7 @@
 """Reads the bytes of a load. All checks that are possible before writing come first.
 
-For itself, or together with the other ranks of the host where that touches much less of the storage.
+A rank reads for itself, or the ranks of a host share reads if that touches much less of the
+storage.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Fetch(AbstractContextManager["Fetch"]):
     together: bool
     room_bytes: int | None
     in_place: bool
-    """What is checked may be compared when it is in the targets already."""
+    """True if data may be compared when it is already in the targets."""
     done: ByteCounts = field(default_factory=ByteCounts)
 
     _own: OwnMemory | None = None
@@ -93,7 +94,7 @@ class Fetch(AbstractContextManager["Fetch"]):
         self.done.extra, self.done.unchecked = plan.extra_bytes, plan.unchecked_bytes
 
     def settle(self) -> None:
-        """Collective: no rank writes before all ranks are sure."""
+        """Collective: no rank writes before all ranks have finished their checks."""
         if self._host is None:
             self.group.barrier()
             return
@@ -129,9 +130,8 @@ class Fetch(AbstractContextManager["Fetch"]):
         )
 
     def _read_by_segments(self, copies: Sequence[Copy], requests: int, on_bytes: OnBytes) -> Sequence[Copy]:
-        """Copy from storages that have no view of their bytes, where it pays, with this number of
-        `requests` at a time; return the other copies.
-        """
+        """Copy from storages without a view of their bytes, where this pays, with this number of
+        `requests` at a time. Return the other copies."""
         from reshard.execute.host_assignment import REMOTE_SEGMENT_BYTES
         from reshard.execute.remote_reading import RemoteReading
 

@@ -43,9 +43,9 @@ MIN_SAVED_BYTES = 16 << 20
 _TAKE_US_PER_MIB = 16.0
 _READ_US_PER_MIB = 100.0
 _COMPILED_READ_US_PER_MIB = 30.0
-"""Cost of a MiB that is read for all, compared with each rank reading it for itself: the first
-figure for each rank that takes it, one of the others for the reader. The kernel hashes and copies
-it while it is in a cache."""
+"""Cost of a MiB that is read for all ranks, compared with each rank reading it for itself: the
+first number for each rank that uses it, the second for the reader. The kernel hashes and copies it
+while it is in a cache."""
 _MIN_SHARERS = 2
 WHOLE_SHARE = 0.98
 """This share of a segment counts as all of it: its first bytes may be a header."""
@@ -53,7 +53,7 @@ _SAMPLES = 3
 
 
 def segment_bytes(source: FileSource) -> int:
-    """The size of the segments of a file; its last one may be shorter."""
+    """Return the size of a file's segments. The last one may be shorter."""
     if source.view() is None:
         return REMOTE_SEGMENT_BYTES
     return LARGE_SEGMENT_BYTES if source.nbytes >= LARGE_FILE_BYTES else LOCAL_SEGMENT_BYTES
@@ -99,22 +99,23 @@ def footprint_of(windows: Iterable[tuple[FileSource, Window]]) -> ReadFootprint:
 
 
 class SharedSegments(NamedTuple):
-    """Segments of a file, in order. For each of them, one rank does something for all."""
+    """Segments of a file, in order, each with the rank that reads or checks it for all."""
 
     label: str
     ranges: Ints
     """(n, 2): first byte, and one past the last."""
     rank: Ints
-    """For each segment, the number of the host's rank that does it."""
+    """For each segment, the index of that rank on the host."""
 
 
 class SegmentAssignment(NamedTuple):
-    """What ranks do for all ranks of their host, a row for each file."""
+    """What each rank does for all ranks of its host, with one row per file."""
 
     reads: list[SharedSegments]
-    """Read into shared memory, by each rank in this order."""
+    """Segments that are read into shared memory. Each rank reads in this order."""
     checks: list[SharedSegments]
-    """What each rank reads a part of for itself: compared with checksums before any of them does."""
+    """Segments of which each rank reads a part for itself. They are compared with checksums before
+    any rank does."""
 
 
 def assign_segments(ranks: Sequence[ReadFootprint], touch_cost: float = math.inf) -> SegmentAssignment:
@@ -161,7 +162,7 @@ def assign_segments(ranks: Sequence[ReadFootprint], touch_cost: float = math.inf
 
 def _in_turns(touches: Flags, load: Ints) -> Ints:
     """Choose a reader for each of some segments, (ranks, segments). Ranks that touch the same
-    segments take turns, the one with the fewest first. Adds to `load`."""
+    segments take turns, starting with the rank that has the fewest. Adds to `load`."""
     who = zeros(touches.shape[1])
     if (touches == touches[:, :1]).all():  # as nearly always
         alike = {b"": list(range(len(who)))}
@@ -201,8 +202,8 @@ def touch_cost(windows: Iterable[tuple[FileSource, Window]]) -> float | None:
 
 
 TAIL_BYTES, TAIL_PAGE_BYTES = 64, 4096
-"""A segment is read so much beyond its end: an element that begins in it may end there. Shared
-memory has a page for that."""
+"""A segment is read this far beyond its end, because an element that begins in it may end there.
+Shared memory has a page for that."""
 
 Check = Callable[[FileSource, int, memoryview], int]
 """Compares bytes of a file, from a position, with their checksums, if it has any. Returns the
@@ -224,8 +225,8 @@ class SegmentPart(NamedTuple):
 
 
 def parts_by_segment(source: FileSource, copy: Copy) -> Iterator[tuple[int, list[SegmentPart]]]:
-    """(number of a segment of `source`, the copy's file; the parts of the copy that begin in it),
-    ascending."""
+    """Yield (number of a segment of `source`, the copy's file; the parts of the copy that begin in
+    it), ascending."""
     window, size = copy.place.window, segment_bytes(source)
     first, offset = divmod(window.offset, size)
     for number, parts in enumerate(
@@ -283,7 +284,7 @@ def compare_segment(source: FileSource, start: int, data: memoryview, check: Che
 
 
 def has_whole_blocks(source: FileSource) -> bool:
-    """Return whether the checksums of a file are of blocks that are each within one segment."""
+    """Return whether each checksum of a file covers a block within one segment."""
     blocks = source.checksums
     return isinstance(blocks, BlockChecksums) and segment_bytes(source) % blocks.block_bytes == 0
 

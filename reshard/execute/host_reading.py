@@ -60,7 +60,7 @@ from reshard.stored.source import FileSource, OnBytes
 
 
 LOCAL_SLOTS = 2
-"""Slots of a rank: it fills one while others take from the one before. More if requests take long."""
+"""Slots of a rank: it fills one while others read the previous one. More if requests take long."""
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -71,14 +71,15 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class HostReading:
-    """What this rank reads for all, copies of segments that others read, and reads for itself."""
+    """What this rank reads for all ranks, what it copies from other ranks' reads, and what it reads
+    for itself."""
 
     memory: HostSlots | None
     """None if each rank reads for itself."""
     turns: _Turns | None
-    """What ranks read for all, also of files that this one does not know."""
+    """What ranks read for all, including files that this rank does not know."""
     copies: Mapping[FileSource, list[Copy]]
-    """What this rank takes of what is read for all."""
+    """What this rank copies from shared reads."""
     rest: list[Copy]
     places: list[int]
     """The numbers of this host's ranks in the group."""
@@ -87,13 +88,13 @@ class HostReading:
     read_for_all: _Ranges
     """What this or another rank reads for all. The rank that reads it checks it."""
     checks: _Ranges
-    """What every rank reads for itself, and this one checks for all."""
+    """What every rank reads for itself, and this rank checks for all."""
     checked_by_others: _Ranges
-    """What others check for this one."""
+    """What other ranks check for this rank."""
     fallback: HostReading | None = None
-    """Where each reads for itself, for the case that some rank cannot take part."""
+    """The reading without sharing, in case some rank cannot take part."""
     refused: bool = False
-    """Whether there is something to share, but this process may not open what belongs to the others."""
+    """True if there is something to share, but this process may not open the other ranks' memory."""
 
     @classmethod
     def agree(cls, copies: Sequence[Copy], own: OwnMemory, group: Group) -> HostReading:
@@ -159,11 +160,11 @@ class HostReading:
         return (self.fallback or self) if mine else self, True
 
     def compared_elsewhere(self, whole: Mapping[FileSource, Wanted], *, in_place: bool) -> dict[FileSource, Elsewhere]:
-        """Return what others compare with checksums for this rank, and what it should compare for
-        them before any rank writes: what is assigned to it, and of the segments that it reads for
-        all those that it wants whole. Of files that have a view: what is far away is compared when
-        it is read, and with `in_place` what is read for all. `whole`: what this rank reads of each
-        file."""
+        """Return what other ranks compare with checksums for this rank, and what this rank compares
+        for them before any rank writes: what is assigned to it, and, of the segments that it reads
+        for all, those that it wants in full. This excludes data without a view, which is compared
+        when it is read, and with `in_place` also what is read for all. `whole`: what this rank
+        reads of each file."""
         found = {}
         for source, reads in self.reads.items():
             if source.view() is None:
@@ -200,7 +201,7 @@ _NONE = zeros((0, 2))
 def _by_file(
     files: Mapping[str, FileSource], segments: Iterable[SharedSegments], place: int
 ) -> tuple[_Ranges, _Ranges]:
-    """Return the segments of this rank, at `place`, and those of others, for each file that it knows."""
+    """Return the segments of this rank, at `place`, and those of other ranks, for each file that it knows."""
     mine, others = dict.fromkeys(files.values(), _NONE), dict.fromkeys(files.values(), _NONE)
     for source, its in ((files[its.label], its) for its in segments if its.label in files):
         mine[source] = np.concatenate((mine[source], its.ranges[its.rank == place]))
@@ -211,7 +212,7 @@ def _by_file(
 def _taken(
     copies: Iterable[Copy], files: Mapping[str, FileSource], segments: Iterable[SharedSegments]
 ) -> tuple[dict[FileSource, list[Copy]], list[Copy]]:
-    """Return what is taken of segments that are read for all, and the rest."""
+    """Return the copies from segments that are read for all, and the other copies."""
     is_shared: dict[str, Flags] = {}
     for label, ranges, _ in segments:
         if label in files:
@@ -242,7 +243,7 @@ def common_bytes(segments: Ints, ranges: Sequence[Range]) -> Ints:
 
 
 class _SlotFiller(AbstractContextManager["_SlotFiller"]):
-    """Fills this rank's slots where the storage gives no file: ahead, on threads, if answers take long."""
+    """Fills this rank's slots if the storage provides no file: ahead, on threads, if requests take long."""
 
     def __init__(
         self, turns: int, read: Callable[[int], None], memory: HostSlots, watch: Callable[[int], None]
@@ -258,7 +259,7 @@ class _SlotFiller(AbstractContextManager["_SlotFiller"]):
             self._pool.shutdown(cancel_futures=True)
 
     def fill(self, turn: int) -> None:
-        """Wait until the slot of this turn, which all ranks have taken from, is filled."""
+        """Wait until the slot of this turn is filled. All ranks have finished with its previous contents."""
         if self._pool is None:
             self._read(turn)
             return
@@ -278,11 +279,11 @@ class _SlotFiller(AbstractContextManager["_SlotFiller"]):
 
 
 class _Turns(NamedTuple):
-    """The pieces of segments that ranks read for all: rank after rank, one a turn."""
+    """The pieces of segments that ranks read for all. Ranks take turns, one piece per turn."""
 
     labels: list[str]
     begins: Ints
-    """Where the pieces of each rank begin, and where those of the last one end."""
+    """Where the pieces of each rank begin, and where those of the last rank end."""
     reader: Ints
     turn: Ints
     file: Ints
@@ -292,7 +293,7 @@ class _Turns(NamedTuple):
 
     @classmethod
     def of(cls, segments: Sequence[SharedSegments], files: Mapping[str, FileFootprint], ranks: int) -> _Turns:
-        """`files`: as the ranks of the host see them."""
+        """Make the turns. `files`: as the ranks of the host number them."""
         rank = np.concatenate([its.rank for its in segments])
         order = np.argsort(rank, kind="stable")
         file = np.repeat(np.arange(len(segments)), [len(its.rank) for its in segments])[order]
@@ -308,7 +309,7 @@ class _Turns(NamedTuple):
         return cls([its.label for its in segments], begins, reader, turn, file[of], start, stop)
 
     def between(self, first: int, last: int, reader: int | None = None) -> Ints:
-        """The numbers of the pieces of turns [first, last), of one reader or of all."""
+        """Return the indices of the pieces of turns [first, last), of one reader or of all."""
         some = (self.turn >= first) & (self.turn < last)
         return np.flatnonzero(some if reader is None else some & (self.reader == reader))
 
@@ -321,11 +322,11 @@ class _Turns(NamedTuple):
 
 
 _READ, _COMPARE, _BY_HAND = 1, 2, 2
-"""Columns of a turn; the last one counted from the first of what is taken from a rank."""
+"""Columns of a turn. The last one counts from the first column for a rank that is read from."""
 _MOST_ENTRIES = 1 << 15
 """Most entries of one list. The next list is made when this one is done."""
 _OWN, _RECEIVED = 0, 2
-"""Tallies, each with a second one for bytes that were not compared with checksums."""
+"""Counters. The second of each pair counts bytes that were not compared with checksums."""
 
 
 class _HostRun:
@@ -351,8 +352,7 @@ class _HostRun:
         self._find_copies(reading.copies)
 
     def _find_copies(self, copies: Mapping[FileSource, list[Copy]]) -> None:
-        """Build the table of copies, file by file in order of position, and the list of those that
-        only Python can do."""
+        """Build the table of copies, by file and position, and the list of those that only Python can do."""
         rows: list[int] = []
         self._in_file: dict[str, tuple[int, Ints, Ints]] = {}
         """Label -> the first row, the first byte of each row, and the highest end of the rows up to each one."""
@@ -401,8 +401,8 @@ class _HostRun:
     def _list(self, first: int, last: int, filler: _SlotFiller, open_files: ExitStack) -> WorkList:
         """List the turns [first, last).
 
-        wait until my slot is free | read | compare | say so | for each rank, nearest first: wait
-        for its slot, take my part | say so
+            wait until my slot is free | read | compare | publish
+            for each rank, nearest first: wait for its slot, copy my part | publish
         """
         ranks, memory = len(self._turns.begins) - 1, self._memory
         is_end = last > int(self._turns.turn.max())
@@ -428,7 +428,7 @@ class _HostRun:
         return WorkList(self._regions, entries, self._copies, digests, self._tallies, call)
 
     def _call(self, turn: int, column: int, filler: _SlotFiller) -> Callable[[], None] | None:
-        """Do what Python does at a column of a turn."""
+        """Run the Python part of a column of a turn."""
         if column == _READ:
             return partial(filler.fill, turn)
         if column == _COMPARE:
@@ -445,7 +445,7 @@ class _HostRun:
         of: Ints,
         open_files: ExitStack,
     ) -> npt.NDArray[np.uint64]:
-        """Return what this rank reads for all, in the first columns; the digests that it is compared with."""
+        """Return the reads of this rank for all, in the first columns, and the expected digests."""
         turns, memory, digests = self._turns, self._memory, [np.zeros(0, np.uint64)]
         mine = turns.between(first, last, self._place)
         turn, rows = turns.turn[mine], len(mine)
@@ -479,8 +479,8 @@ class _HostRun:
         return np.concatenate(digests)
 
     def _take_entries(self, first: int, last: int, kinds: Ints, of: Ints) -> None:
-        """What this rank takes of what each reads, three columns for each: wait, take, and what
-        only Python can do."""
+        """Return what this rank copies from each rank's reads, in three columns for each: wait,
+        copy, and what only Python can do."""
         turns, memory = self._turns, self._memory
         pieces = turns.between(first, last)
         reader, turn, start, stop = (column[pieces] for column in (turns.reader, turns.turn, turns.start, turns.stop))
@@ -547,9 +547,9 @@ class _HostRun:
 
 
 def slots_for(copies: Iterable[Copy], room_bytes: int | None) -> tuple[int, int]:
-    """The number and size of the slots that this rank shares with the others of its host: one
-    for each request that storage should have in flight, or as many fit in half of its memory; none
-    if that is fewer than two."""
+    """Return the number and size of the slots that this rank shares with the others on its host:
+    one for each request that storage should have in flight, or as many as fit into half of its
+    memory. None if there would be fewer than two."""
     sources = {copy.place.source for copy in copies if isinstance(copy.place.source, FileSource)}
     nbytes = max((piece_bytes(source) + TAIL_PAGE_BYTES for source in sources), default=mmap.PAGESIZE)
     slots = max((source.storage.requests for source in sources if source.view() is None), default=LOCAL_SLOTS)
@@ -578,7 +578,7 @@ _COUNTER_BYTES = 1 << 20
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """Where other ranks find a rank's memory, -1 if it has none."""
+    """Where other ranks find a rank's memory. -1 if it has none."""
 
     machine: str
     pid: int
@@ -588,7 +588,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OwnMemory(AbstractContextManager["OwnMemory"]):
-    """This rank's memory. A context: leaving it closes it."""
+    """This rank's memory. As a context manager, it closes the memory at the end."""
 
     def __init__(self, slots: int, slot_bytes: int, party: str = "") -> None:
         """Memory is allocated when it is first written to. With 0 slots, there is none, and nothing
@@ -606,10 +606,10 @@ class OwnMemory(AbstractContextManager["OwnMemory"]):
             except OSError:
                 self.memory = -1  # no more memory or files allowed here: then each reads for itself
         self.address = Address(self.machine, os.getpid(), self.memory, slots, slot_bytes)
-        """For the other ranks."""
+        """The address for other ranks."""
 
     def open(self, address: Address) -> int:
-        """Open the memory of another process. It is closed with this one."""
+        """Open the memory of another process. It is closed together with this one."""
         self._files.append(os.open(f"/proc/{address.pid}/fd/{address.memory}", os.O_RDWR | os.O_CLOEXEC))
         return self._files[-1]
 
@@ -620,19 +620,21 @@ class OwnMemory(AbstractContextManager["OwnMemory"]):
 
 
 class HostSlots:
-    """The slots of all ranks of this host, by place, and counters of what each has filled and
-    taken. An address is (number of the memory, byte in it)."""
+    """The slots of all ranks of this host, by place, and counters of the slots that each rank has
+    filled and finished. An address is (index of the memory, byte in it)."""
 
     step = 2 * _COUNTER_STEP
-    """Bytes from a counter to the same one of the next rank."""
+    """Bytes from a counter to the same counter of the next rank."""
 
     def __init__(
         self, own: OwnMemory, addresses: Sequence[Address], ranks: Sequence[int], place: int, group: Group
     ) -> None:
-        """`addresses`: of the ranks of this host, in an order that all know; `ranks`: what messages
-        call them; `place`: where among them this rank is.
+        """Args:
+            addresses: of the ranks of this host, in an order that all of them know.
+            ranks: what messages call them.
+            place: the position of this rank among them.
 
-        Raises OSError if this process may not open what belongs to another one.
+        Raises OSError if this process may not open another one's memory.
         """
         self.place = place
         self._group = group
@@ -650,16 +652,17 @@ class HostSlots:
         self._taken = self.slots_of[0][taken : taken + self.step * len(addresses)].view(np.uint32)[:: self.step // 4]
 
     def counter(self, what: int, place: OneOrMany) -> tuple[int, OneOrMany]:
-        """Return where it is counted how many slots a rank, or each of several, has `FILLED`, or
-        through how many turns it is."""
+        """Return the address of a counter of a rank, or of several: how many slots it has `FILLED`,
+        or how many turns it has finished."""
         return 0, self.step * place + _COUNTER_STEP * what
 
     def slot_at(self, place: int | Ints, turn: int | Ints) -> Ints:
-        """The byte of its memory at which a rank fills in a turn, or each of several: one of its few slots."""
+        """Return the byte of its memory at which a rank fills in a turn, or for each of several
+        turns: one of its few slots."""
         return np.asarray(_COUNTER_BYTES + turn % self._slots[place] * self._slot_bytes[place])
 
     def slot(self, place: int, turn: int) -> memoryview:
-        """The memory that a rank fills in its turn."""
+        """Return the memory that a rank fills in its turn."""
         start = int(self.slot_at(place, turn))
         return self.slots_of[place].data[start : start + int(self._slot_bytes[place])]
 
@@ -668,7 +671,7 @@ class HostSlots:
         return int(self._taken.min())
 
     def look(self, awaited: tuple[int, int] | None) -> None:
-        """Whether to continue. `awaited`: the counter that this rank waits for.
+        """Return whether to continue. `awaited`: the counter that this rank waits for.
 
         Raises the failure of another rank, or DeadlineError.
         """

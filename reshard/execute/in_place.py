@@ -1,4 +1,4 @@
-"""Reads into targets that are checked piece by piece, while each piece is still in a cache."""
+"""Reads into targets, and checks each piece while it is still in a cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from reshard.stored.source import FileSource, OnBytes
 
 
 _PIECE_BYTES = 256 << 10
-"""Smaller copies are checked before. Pieces are larger only where a block of checksums is."""
+"""Smaller copies are checked before they are read. Pieces are larger only if a checksum block is."""
 _LOTS_A_THREAD = 8
 
 
@@ -46,7 +46,7 @@ class _TargetPiece(NamedTuple):
         return memoryview(cast("Any", self.copy.out.reshape(-1).view(np.uint8)))[first : first + self.stop - self.start]
 
     def read(self) -> None:
-        """Read without the list. Raises CorruptCheckpointError for a file that ends early."""
+        """Read without the kernel's list. Raises CorruptCheckpointError for a file that ends early."""
         self.source.read_directly(self.start, self.target())
 
     def compare(self) -> None:
@@ -56,14 +56,14 @@ class _TargetPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class InPlace:
-    """Copies that are one run of bytes on both sides, with the ranges that are compared as they are read."""
+    """Copies that are contiguous on both sides, with the ranges that are compared as they are read."""
 
     copies: Sequence[tuple[Copy, list[Range]]]
 
     @classmethod
     def out_of(cls, plan: ComparePlan, copies: Sequence[Copy], for_others: Mapping[FileSource, Ints]) -> InPlace:
-        """Take the copies that have many blocks of the plan to themselves, and remove these blocks
-        from it. Blocks that other ranks rely on stay."""
+        """Take the copies that alone use many blocks of the plan, and remove these blocks from the
+        plan. Blocks that other ranks rely on stay."""
         stays = {file: np.ones(len(blocks), np.bool_) for file, blocks in plan.blocks.items()}
         free = {file: rows.copy() for file, rows in stays.items()}
         for file, ranges in for_others.items():
@@ -89,11 +89,12 @@ class InPlace:
         return cls(sorted(chosen, key=lambda row: (row[0].place.source.label, row[0].place.window.offset)))
 
     def run(self, threads: int, overwritten: set[str], on_bytes: OnBytes) -> int:
-        """Read and compare all; returns the bytes that were read.
+        """Read and compare everything. Return the bytes that were read.
 
         Args:
-            overwritten: the names of targets that were written to already.
-            on_bytes: called with the bytes of each lot, and several times a second; may raise to end it.
+            overwritten: the names of targets that were already written to.
+            on_bytes: called with the bytes of each batch, several times a second. It may raise to
+            end the run.
 
         Raises CorruptCheckpointError or StorageError, which says what was overwritten.
         """
@@ -127,8 +128,8 @@ class InPlace:
 
 
 def _pieces(copy: Copy, compared: list[Range]) -> Iterator[_TargetPiece]:
-    """Return the pieces that are compared, and those that are only read, as they are compared
-    elsewhere or were before."""
+    """Return the pieces that are compared here, and those that are only read because they are
+    compared elsewhere."""
     source, window = copy.place.source, copy.place.window
     assert isinstance(source, FileSource)
     assert isinstance(source.checksums, BlockChecksums)
@@ -140,7 +141,7 @@ def _pieces(copy: Copy, compared: list[Range]) -> Iterator[_TargetPiece]:
 
 
 def _list(pieces: Sequence[_TargetPiece], open_files: ExitStack) -> WorkList:
-    """The steps: read a piece, compare it, continue with the next."""
+    """List the steps: read a piece, compare it, continue with the next."""
     memory, digests, entries = Memory(), [np.zeros(0, np.uint64)], []
     regions: dict[int, int] = {}
     files: dict[FileSource, tuple[int | None, int]] = {}

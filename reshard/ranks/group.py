@@ -180,18 +180,19 @@ class Group:
         parcels: Mapping[str, bytes] | None = None,
         only: int | None = None,
     ) -> T:
-        """The values of all ranks, combined to one answer for all.
+        """Combine the values of all ranks into one answer, which all ranks get.
 
         Args:
-            combine: makes one of several, which are in the order of the ranks; called on what ranks
-                gave, and again on what it made. The result should not grow with the ranks: every
-                rank gets it.
-            what: what is put together, for the message about ranks that do different things.
-            kind: the type of values, as msgspec knows them; default: the class of this one, which
-                is enough of bytes, which travel as they are, of numbers and texts, and of structs.
-            in_phase: whether ranks in different phases do different things.
-            parcels: what goes into boxes, for those ranks that open them: see `Rounds.take`.
-            only: the place of the one rank that gets the answer; the others get back their own value.
+            combine: combines several values, in rank order, into one. It is called on ranks'
+            values, and
+                then on its own results. The result should not grow with the number of ranks.
+            what: what is combined, for the message about ranks that do different things.
+            kind: the type of the values, for msgspec. Default: the class of this value, which is
+                sufficient for bytes (sent unchanged), numbers, strings, and structs.
+            in_phase: whether ranks may be in different phases.
+            parcels: what to put into boxes, for the ranks that open them: see `Rounds.take`.
+            only: the place of the one rank that gets the answer. The others get their own value
+            back.
         """
         if self._rounds is None:
             return combine([value])
@@ -212,8 +213,8 @@ class Group:
     def merge_within(
         self, value: T, combine: Callable[[list[T]], T], what: str, name: str, told: bytes = b""
     ) -> tuple[T, dict[int, bytes]]:
-        """`merge`, and what ranks sent that gave the same name as this one, such as that of their
-        machine, by place in the group and in its order. They are few: 1,024 at most give one
+        """Like `merge`. Also return what was sent by the ranks that passed the same `name`, such as
+        that of their machine, by place in the group, in order. At most 1,024 ranks may pass one
         name."""
         if self._rounds is None:
             return combine([value]), {0: told}
@@ -222,13 +223,12 @@ class Group:
         return merged, self._rounds.collect(box, range(self.world_size))
 
     def exchange_within(self, name: str, value: T, *, kind: Any = None) -> dict[int, T]:
-        """The values of the ranks that give the same name as this one: see `merge_within`."""
+        """Return the values of the ranks that pass the same name: see `merge_within`."""
         _, found = self.merge_within(b"", b"".join, "an exchange among some", name, _encode(value))
         return {place: _decode(data, kind or type(value)) for place, data in found.items()}
 
     def exchange(self, value: T) -> list[T]:
-        """The values of all ranks, in rank order, for what every rank needs of every other. Equal
-        ones travel once."""
+        """Return the values of all ranks, in rank order, on all ranks. Equal values are sent once."""
         if self._rounds is None:
             return [value]
         pool = self.merge(DistinctValues([_encode(value)]), DistinctValues.join, "an exchange")
@@ -236,8 +236,8 @@ class Group:
         return [distinct[number] for number in pool.numbers()]
 
     def gather(self, value: T, root: int = 0, *, kind: Any = None) -> list[T] | None:
-        """The values of all ranks, in rank order, for the rank `root` (its place in the group);
-        None for the others."""
+        """Return the values of all ranks, in rank order, on the rank `root` (its place in the
+        group), and None on the others."""
         found = self.gather_and_sum(value, b"", b"".join, root, kind=kind)
         return None if found is None else found[0]
 
@@ -264,7 +264,8 @@ class Group:
         return [_decode(found[place], kind or type(value)) for place in range(self.world_size)], total
 
     def scatter(self, data: Sequence[bytes] | None, root: int = 0, *, common: bytes = b"") -> tuple[bytes, bytes]:
-        """Return what the rank `root` has for this rank, and what it has for all; the others pass None."""
+        """Return what the rank `root` passes for this rank, and what it passes for all ranks. The
+        others pass None."""
         self._check_root(root, "scatter from")
         if self.rank == root and (data is None or len(data) != self.world_size):
             raise ReshardError(f"rank {root} is to give each of {self.world_size} ranks its data")
@@ -278,11 +279,10 @@ class Group:
     def distinct_answers(
         self, value: T, *, kind: Any = None, known: DistinctValues | None = None
     ) -> list[tuple[T, Sequence[int]]]:
-        """Return what the ranks have to say: each distinct answer, and the ranks that gave it, in
-        the order of the ranks.
+        """Return each distinct value, and the ranks that passed it, in rank order.
 
-        A digest of each travels first, unless the pool of all `digest_of` is `known`; if all are
-        equal nothing else does, and if not, each distinct answer once.
+        Ranks first send digests, unless the pool of all `digest_of` is `known`. If all digests are
+        equal, nothing else is sent; otherwise, each distinct value is sent once.
         """
         if self._rounds is None:
             return [(value, self.ranks)]
@@ -365,7 +365,7 @@ class Group:
 
     @property
     def deadline(self) -> float:
-        """When the current phase must be over, on the monotonic clock; never, outside of phases."""
+        """When the current phase must end, on the monotonic clock. Outside of phases, never."""
         return self._phases[-1].deadline if self._phases else float("inf")
 
     @property
@@ -375,12 +375,13 @@ class Group:
 
     @property
     def failed(self) -> bool:
-        """Whether a phase has failed: then every verb raises its failure, and only a new group can continue."""
+        """Whether a phase has failed. Then every collective method raises its error, and only a new
+        group can continue."""
         return self._rounds is not None and self._rounds.failure is not None
 
     def check(self) -> None:
-        """Raise an error if another rank has failed. Cheap, for the inside of long work, from any
-        thread, not collective."""
+        """Raise an error if another rank has failed. Cheap and not collective: call it during long
+        work, from any thread."""
         if self._rounds is not None:
             self._rounds.look()
             if self._rounds.failure is not None:
@@ -422,8 +423,8 @@ class Group:
             self._phases.pop()
 
     def _report(self, error: BaseException, phase: _GroupPhase) -> None:
-        """Report to the other ranks, unless they know or fail in the same way. Report to the user
-        which rank failed."""
+        """Report the error to the other ranks, unless they know it or fail in the same way. Report
+        to the user which rank failed."""
         rounds = self._rounds
         if rounds is None or rounds.failure is not None or error is self._common():
             return
@@ -527,9 +528,9 @@ def _is_here(kind: str) -> bool:
 
 
 def device_of_kind(kind: str, tensors: Iterable[torch.Tensor] = ()) -> torch.device:
-    """The device of this process: that of most of its tensors of that kind, whatever the current
-    device is; without any, the current one. It has a number, as tensors say theirs, and what is
-    compared with them must."""
+    """Return the device of this process: the one that has most of its tensors of that kind,
+    regardless of the current device. If it has none, the current device. The device has an index,
+    like those of tensors, so that it can be compared with them."""
     if kind == "cpu":
         return torch.device("cpu")
     held: Counter[torch.device] = Counter()
@@ -557,11 +558,11 @@ def digest_of(data: bytes) -> bytes:
 
 
 class DistinctValues(msgspec.Struct, frozen=True, array_like=True):
-    """The answers of a run of ranks."""
+    """The distinct answers of consecutive ranks."""
 
     distinct: list[bytes]
     count: int = 1
-    """How many ranks' they are."""
+    """The number of these ranks."""
     places: bytes = b""
     """For each rank, the index of its answer as a 32-bit number. Compressed, because few distinct
     answers recur. Empty if all ranks gave the same answer."""

@@ -1,4 +1,4 @@
-"""Which processes are alive, and which of them writes what."""
+"""Which processes are alive, and which process writes what."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ class PeerWatch:
             )
 
     def look(self, store: Any, *, all_came: bool) -> Gone | None:
-        """The watched process, if it is gone. A look at the local system; the store is asked whom
-        to watch, as long as that is not sure.
+        """Return the watched process if it has ended. This asks the local system. It asks the store
+        which process to watch, until that is certain.
 
-        `all_came`: every rank of the group has made its `PeerWatch`. Before, the first to come has
-        another one to watch at each look; it must look once after, whenever that is, to have the
-        last.
+        `all_came`: every rank of the group has made its `PeerWatch`. Until then, the process that
+        the first rank watches may change with each call, so that rank must call again after all
+        came.
         """
         if not self.knows_whom:
             # the first rank watches the last one, which may be another rank when it looks again
@@ -99,7 +99,7 @@ class PeerWatch:
 
 
 def machine() -> str:
-    """A text that two processes have in common only if each sees the other in /proc; "" if unknown."""
+    """Return text that two processes have in common only if each sees the other in /proc. "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = os.readlink("/proc/self/ns/pid")
@@ -150,7 +150,7 @@ _FOREIGN_AGE_S = 86_400.0
 BEAT_S = 5.0
 """Interval at which a claim that is kept is published again."""
 WATCH_S = 12.0
-"""After this time without a renewal, the process of a claim is considered dead."""
+"""After this time without a renewal, the process that made a claim is considered dead."""
 
 _running: set[str] = set()
 """Work that this process has in progress."""
@@ -161,8 +161,8 @@ _fences: dict[str, weakref.WeakMethod[Callable[[], None]]] = {}
 
 
 def set_fence(url: str, check: Callable[[], None]) -> None:
-    """Check everything that is published below the folder first, as long as the object exists whose
-    method this is."""
+    """Call `check` before anything is published below the folder, as long as the object exists
+    whose method it is."""
     _fences[url.rstrip("/") + "/"] = weakref.WeakMethod(check)
 
 
@@ -174,7 +174,7 @@ def check_fences(url: str) -> None:
 
 
 class WriterLease(msgspec.Struct, frozen=True):
-    """The process that writes."""
+    """The process that does some work, such as a save."""
 
     host: str
     pid: int
@@ -182,10 +182,10 @@ class WriterLease(msgspec.Struct, frozen=True):
     """Start time of the process in the kernel's ticks: a later process may have the same number."""
     unix_s: float
     machine: str = ""
-    """Where the number means this process: containers of one host may have the same name, and
-    numbers of their own."""
+    """Where the process number is valid. Containers of one host may have the same host name but
+    different process numbers."""
     has_left: bool = False
-    """It has given the work up, though the process may live on."""
+    """True if the process has given up the work. It may still run."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -204,15 +204,15 @@ class WriterLease(msgspec.Struct, frozen=True):
         return self.pid, self.process_start, self.machine, self.host
 
     def is_running(self, work: str) -> bool:
-        """Return True if the process is seen to exist and, if it is this one, to do that work."""
+        """Return True if the process exists, as far as this machine sees. If it is this process, it
+        must also be doing that work."""
         if self.has_left or not self.is_seen() or (self.pid == os.getpid() and work not in _running):
             return False
         return not is_gone(self.pid, self.process_start)
 
 
 def take_lease(storage: Storage, name: str, work: str) -> WriterLease:
-    """Publish under `name` that this process does that work, until `release_lease`. `work` is a unique
-    text."""
+    """Publish under `name` that this process does the work, until `release_lease`. `work` is unique text."""
     _running.add(work)
     pid = os.getpid()
     mine = WriterLease(socket.gethostname(), pid, start_of(pid), time.time(), machine())
@@ -247,7 +247,8 @@ def may_be_alive(found: WriterLease | None, work: str) -> bool:
 
 
 class KeptLease:
-    """This process's claim, published again every `BEAT_S` seconds: processes that cannot see this one see that."""
+    """This process's claim, published again every `BEAT_S` seconds, for processes that cannot see
+    this one."""
 
     def __init__(self, storage: Storage, name: str, work: str) -> None:
         self._storage, self._name, self._work = storage, name, work
@@ -271,7 +272,7 @@ class KeptLease:
         return found is None or found.process != self.holder.process
 
     def _say(self, *, has_left: bool) -> bool:
-        """False if the claim is taken, which then stays as it is."""
+        """Publish the claim. Returns False if another process has taken it: then it stays unchanged."""
         said = msgspec.structs.replace(self.holder, unix_s=time.time(), has_left=has_left)
         try:
             self._storage.publish_while(self._name, msgspec.json.encode(said), self._check)
@@ -286,23 +287,23 @@ class KeptLease:
             raise StorageError(f"{self._name} of {self._storage.url} was taken by another process")
 
     def stop(self) -> None:
-        """Stop publishing. The claim stays, and the work is no longer done."""
+        """Stop publishing. The claim stays, but this process no longer does the work."""
         self._ended.set()
         self._thread.join()
         release_lease(self._work)
 
     def give_up(self) -> bool:
-        """Publish that the work is given up: other processes stop their parts of it, and any may
-        continue it.
+        """Publish that the work is given up: other processes stop their parts of it, and any of
+        them may continue it.
 
-        Returns False if another process has taken it already."""
+        Returns False if another process has already taken the claim.
+        """
         self.stop()
         return self._say(has_left=True)
 
 
 def is_kept(storage: Storage, name: str, found: WriterLease) -> bool:
-    """Return whether the claim, of a process that cannot be seen from here, is published again
-    within `WATCH_S` seconds."""
+    """Return whether a process that this machine cannot see renews its claim within `WATCH_S` seconds."""
     _log.info("waiting %.0f s to see whether %s is still at work in %s", WATCH_S, found, storage.url)
     stop = time.monotonic() + WATCH_S
     while time.monotonic() < stop:

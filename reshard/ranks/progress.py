@@ -1,5 +1,5 @@
-"""Records where time is spent: phases, always, and for OpenTelemetry if the program uses it. Long
-phases also have events, bars, and a log line if no terminal shows them."""
+"""Records where time is spent, by phase, also for OpenTelemetry if the program uses it. Long phases
+also have events, progress bars, and a log line if no terminal shows them."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _log = logging.getLogger("reshard")
 EVENT_GAP_S = 0.1
 """Minimum interval between two progress events of a phase."""
 BAR_AFTER_S = 0.5
-"""What is over sooner shows no bar."""
+"""Phases that end sooner show no bar."""
 
 EPOCH_NS = time.time_ns() - time.perf_counter_ns()
-"""Makes of the clock that measures, which never steps, one that counts from 1970."""
+"""Offset from the monotonic clock, which never steps, to nanoseconds since 1970."""
 
 
 current: ContextVar[Span] = ContextVar("current")
-"""The current phase, in which others are recorded."""
+"""The current phase, which contains the phases that begin now."""
 
 
 @contextmanager
@@ -137,10 +137,10 @@ _listeners_lock = threading.Lock()
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Have `listener` called with every event of this process, in the thread where it happens,
-    until the block ends: `with listening(lambda event: gauge.set(event.done_bytes)): ...`.
+    """Call `listener` with every event of this process, in the thread in which it happens, until
+    the block ends: `with listening(lambda event: gauge.set(event.done_bytes)): ...`.
 
-    It should be quick. One that raises is logged with its traceback; the work continues.
+    It should be fast. If it raises, the error is logged with its traceback, and the work continues.
     """
     with _listeners_lock:
         _listeners.append(listener)
@@ -181,7 +181,7 @@ class Progress:
 
     @contextmanager
     def phase(self, name: str, total_bytes: int | None = None, path: object = None) -> Iterator[Phase]:
-        """A phase, from its start to its end or failure."""
+        """Yield a phase, from its start to its end or failure."""
         with phase(name, path=path) as span:
             step = Phase(self, span, total_bytes)
             step.tell("started")
@@ -219,7 +219,7 @@ class Phase:
             self.tell("advanced")
 
     def tell(self, kind: Literal["started", "advanced", "finished", "failed"]) -> None:
-        """Report what has become of it: show it, and call all listeners."""
+        """Report the state of the phase: show it, and call all listeners."""
         event = Event(kind, self.name, self._span.nbytes, self.total_bytes, time.monotonic() - self._start)
         work = self._progress
         if work.bars is not None:
@@ -263,7 +263,7 @@ class _Bars:
             self.opened().update(task, completed=event.done_bytes)
 
     def opened(self) -> RichProgress:
-        """The bars, shown from now on."""
+        """Return the bars, shown from now on."""
         if self._bars is None:
             from rich.console import Console  # slow to import, and mostly not needed
             from rich.progress import (

@@ -46,25 +46,26 @@ from reshard.ranks.store import (
 )
 
 FAN = 128
-"""The number of ranks, or of pools of theirs, that are joined at a time."""
+"""How many ranks, or groups of ranks, are joined at a time."""
 _BOX_RANKS = 1024
-"""More do not put into one box."""
+"""The maximum number of ranks that put something into one box."""
 _INLINE_BYTES = 32 << 10
-"""A larger payload gets keys of its own, so that logs stay small."""
+"""A larger payload gets separate keys, so that logs stay small."""
 _WATCH_GAP_S = 0.5
-"""How often a rank looks whether the one that it watches is alive."""
+"""How often a rank checks whether the rank that it watches is alive."""
 _LAST_CALL_S = 1.0
-"""Even a rank that is itself past the deadline looks this long for an outcome."""
+"""Even a rank that is past its deadline waits this long for an outcome."""
 _VERDICT_S = 2.0
-"""For this time, the other ranks let one rank determine which ranks missed the deadline."""
+"""How long ranks let one rank find out which ranks missed the deadline."""
 _HERE_S = 2.0
-"""A rank that has waited this long says so, for the ranks that will ask which of them hangs."""
+"""A rank that has waited this long records that it waits, so that others can find out which rank hangs."""
 _SEEN_S = 2.0
 """How long the first rank, which usually hosts the store, stays so that the others can read the outcome."""
 _MAX_LOOK_GAP_S = 4.0
 
 Combine = Callable[[list[bytes]], bytes]
-"""Makes one answer of several, which are in rank order. Called on answers of ranks, and again on what it made."""
+"""Combines several answers, in rank order, into one. It is called on ranks' answers, and then on
+its own results."""
 
 
 class Rounds:
@@ -91,7 +92,7 @@ class Rounds:
     ) -> None:
         self.failure: Failure | None = None
         self.session = 0
-        """Its number, which all ranks know it by."""
+        """The number of the session, which is the same on all ranks."""
         self._store = store
         self._peers = peers
         self._next_watch = self._next_look = 0.0
@@ -162,12 +163,12 @@ class Rounds:
             return whole
 
     def collect(self, box: str, places: Sequence[int], *, owner: bool | None = None) -> dict[int, bytes]:
-        """Return what was put into a box in the round just taken, by place, in order.
+        """Return what was put into a box in the round that just ended, by place, in order.
 
         Args:
             places: who may have put something there.
-            owner: whether this rank removes the box; default: if it is the first of those who put
-                something there.
+            owner: whether this rank removes the box. Default: if it is the first rank that put
+            something there.
         """
         with self._lock, self._noting_loss():
             log = f"{self.session}/{self._round - 1}/box/{box}"
@@ -177,7 +178,8 @@ class Rounds:
             return {place: self._store.fetch(head) for place, head in heads.items()}
 
     def look(self) -> None:
-        """Learn of a failure of another rank, if there is one; asks the store only now and then. From any thread."""
+        """Check whether another rank has failed. This asks the store only occasionally. Call it
+        from any thread."""
         now = time.monotonic()
         if self.failure is not None or now < self._next_look:
             return
@@ -209,10 +211,10 @@ class Rounds:
             return self.failure
 
     def seen(self) -> None:
-        """Say that this rank knows the outcome of the latest round. The first rank waits for the
-        others, briefly.
+        """Record that this rank knows the outcome of the latest round. The first rank briefly waits
+        for the others.
 
-        It often hosts the store, and with its process the outcome would be gone before the others
+        It often hosts the store: if its process ended, the outcome would be lost before the others
         have read it. A store that does not answer delays no rank further, because the outcome is
         known.
         """
@@ -228,8 +230,8 @@ class Rounds:
         self.seen()
 
     def _acknowledge(self, n: int) -> None:
-        """Round n was the last one; the first rank removes its keys when all know. Who missed the
-        end of a session must find its outcome there."""
+        """Round n was the last one. The first rank removes its keys when all ranks know the
+        outcome. A rank that missed the end of a session must find its outcome there."""
         count, everybody = f"{self.session}/{n}/seen", f"{self.session}/{n}/all"
         failed, missing = self.failure is not None, set(self.failure.missing if self.failure is not None else ())
         expected = len(self._ranks) - 1 - len(missing - {self._ranks[0]})
@@ -258,8 +260,8 @@ class Rounds:
         self._stale_keys.leave(self.session, dict.fromkeys(keys))
 
     def _climb(self, label: str, data: bytes, combine: Combine, only: int | None) -> Outcome | None:
-        """Post, and as long as this rank is the last to come to a log, combine what is in it and
-        post that above."""
+        """Post to a log. As long as this rank is the last to post to a log, combine its entries and
+        post the result to the log above."""
         place, oldest = self._rank, min(self._stale_keys.live, default=0)
         for level, sizes in enumerate(_levels(len(self._ranks))):
             group, slot = divmod(place, FAN)
@@ -297,9 +299,9 @@ class Rounds:
         return self._read() or self._overdue(label, allowed_s) if arrived is None else decode_outcome(arrived)
 
     def _say_here(self) -> bool:
-        """Note that this rank has posted and waits. A rank that posted without this note hangs, or
-        died before it waited. It may be the one that should close a log, which nothing else would
-        show."""
+        """Record that this rank has posted and waits. A rank that posted without this record hangs,
+        or died before it waited. It may be the one that should close a log, which nothing else
+        would reveal."""
         group, slot = divmod(self._rank, FAN)
         log = self._key(f"here/{group}")
         self._store.append(log, slot, b"")
@@ -307,7 +309,7 @@ class Rounds:
         return True
 
     def _silent(self) -> list[int]:
-        """The ranks that do not say that they wait, though they have had the time to."""
+        """Return the ranks that have not recorded that they wait, although they had enough time."""
         until = time.monotonic() + _HERE_S + 2 * _WATCH_GAP_S
         for _ in self._store.awaited(self._key("outcome"), until, _WATCH_GAP_S):
             pass
@@ -324,7 +326,7 @@ class Rounds:
 
     def _watch(self, label: str) -> Outcome | None:
         """End the session if the watched rank died before there was an outcome. Even a rank that
-        has posted may have been the one that should close a log."""
+        has posted may be the one that should have closed a log."""
         now = time.monotonic()
         if self._peers is None or now < self._next_watch:
             return None
@@ -338,7 +340,7 @@ class Rounds:
         return self._settle(Failure("error", rank, f"rank {rank} ({gone.where}) is gone: {why}", [rank]))
 
     def _diverged(self, entries: Mapping[int, LogEntry], span: int, group: int) -> Failure:
-        """`span`: of how many ranks each entry is."""
+        """`span`: the number of ranks in each entry."""
         said: dict[str, list[int]] = {}
         for slot, entry in entries.items():
             first = (group * FAN + slot) * span
@@ -385,7 +387,7 @@ class Rounds:
         return None if packed is None else decode_outcome(packed)
 
     def _settle(self, outcome: Outcome) -> Outcome:
-        """Write the outcome of this round unless it has one. Return the outcome that counts."""
+        """Write the outcome of this round unless there is one. Return the outcome that counts."""
         return decode_outcome(self._store.settle(self._key("outcome"), msgspec.msgpack.encode(outcome)))
 
     @contextmanager
@@ -400,7 +402,7 @@ class Rounds:
 
 
 def _levels(count: int) -> list[list[int]]:
-    """Return the number of writers of a log at each level, from that of the ranks to the top."""
+    """Return the number of writers of a log at each level, from the ranks to the top."""
     levels = []
     while True:
         full, rest = divmod(count, FAN)

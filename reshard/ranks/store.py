@@ -60,7 +60,7 @@ class SharedStore:
         self.give_back(client)
 
     def lend(self, until: float) -> StoreClient:
-        """A client that no other caller has until it is given back."""
+        """Return a client that no other caller uses until it is given back."""
         try:
             client = self._idle.pop()
         except IndexError:
@@ -81,7 +81,8 @@ class SharedStore:
         return client
 
     def give_back(self, client: StoreClient) -> None:
-        """It may be lent again if the store has answered every question, also those that a caller has left."""
+        """Take a client back. It is lent again only if the store has answered every request,
+        including abandoned ones."""
         if client.worker.is_idle and client.second.is_idle and not client.silent_for:
             self._idle.append(client)
 
@@ -117,8 +118,8 @@ def _raw_store(process_group: dist.ProcessGroup) -> Any:
 
 
 def _client_of(store: Any) -> Callable[[], Any]:
-    """Return what opens another client of a store; the same one again where it serves any number of
-    threads."""
+    """Return a function that opens another client of a store. It returns the same one if that
+    serves any number of threads."""
     if hasattr(store, "clone"):
         return cast(Callable[[], Any], store.clone)
     # older releases of torch cannot clone: 2.6, for one
@@ -157,7 +158,7 @@ Answer = tuple[Any, Exception | None]
 
 
 class Worker:
-    """A thread for calls that may block for ever, one after another. It ends with this object, and
+    """A thread for calls that may block forever, one after another. It ends with this object, or
     with the process."""
 
     def __init__(self) -> None:
@@ -168,11 +169,11 @@ class Worker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no call is in progress, including those that a caller has left."""
+        """Whether no call is in progress, including abandoned calls."""
         return self.pending is None or not self.pending.empty()
 
     def begin(self, call: Callable[..., Any], *args: Any) -> SimpleQueue[Answer]:
-        """Have it called. Raises RuntimeError if the system allows no more threads."""
+        """Start a call. Raises RuntimeError if the system allows no more threads."""
         if self._thread is None or not self._thread.is_alive():  # a fork has none
             self._asked = SimpleQueue()
             self._thread = threading.Thread(target=_serve, args=(self._asked,), name="reshard-wait", daemon=True)
@@ -183,9 +184,9 @@ class Worker:
         return self.pending
 
     def call(self, until: float, grace_s: float, call: Callable[..., Any], *args: Any) -> Any:
-        """Return what the call returns. Raises TimeoutError if it has not `grace_s` seconds after
-        `until`, on the monotonic clock. While this process itself is stopped, these seconds do not
-        pass."""
+        """Return the result of the call. Raises TimeoutError if there is none `grace_s` seconds
+        after `until`, on the monotonic clock. These seconds do not pass while this process itself
+        is stopped."""
         begun = time.monotonic()
         try:
             pending = self.begin(call, *args)
@@ -217,10 +218,10 @@ def _serve(asked: SimpleQueue[tuple[Any, ...] | None]) -> None:
 PART_BYTES = 4 << 20
 """Values are stored in parts of this size: the server of torch's TCPStore refuses values over 8 MiB."""
 _ABSENT = b"?"
-"""No rank stores this."""
+"""A value that no rank stores."""
 _NAP_S = 0.01
 _MAX_WAIT_S = 1_728_000.0
-"""Longer waits are not what torch takes them for: it counts milliseconds in 32 bits."""
+"""Longer waits would overflow: torch counts milliseconds in 32 bits."""
 _INLINE, _PARTS = b"\0", b"\1"
 GRACE_S, _SLICE_S = 6.0, 0.5
 """Time that the store may take to answer after the deadline of a call."""
@@ -280,8 +281,8 @@ class StoreClient:
         self._appends = store.has_extended_api()
 
     def awaited(self, key: str, until: float, gap_s: float) -> Iterator[None]:
-        """Ends when the key is there, its value in `arrived`, or, on the monotonic clock, it is
-        `until`; yields every `gap_s` seconds before."""
+        """Wait until the key exists, with its value in `arrived`, or until the monotonic clock
+        reaches `until`. Yields every `gap_s` seconds meanwhile."""
         self.arrived = None
         while (left := until - time.monotonic()) > 0.0:
             try:
@@ -319,7 +320,7 @@ class StoreClient:
         return self._ask(lambda store: bytes(store.compare_set(key, "", value)))
 
     def add(self, key: str, value: int) -> int:
-        """The number after adding to it."""
+        """Add to a number, and return the result."""
         return self._ask(lambda store: store.add(key, value))
 
     def set(self, key: str, value: bytes) -> None:
@@ -327,12 +328,12 @@ class StoreClient:
         self._ask(lambda store: store.set(key, value))
 
     def delete(self, keys: Collection[str]) -> None:
-        """Remove values that no rank will ask for."""
+        """Remove values that no rank will request."""
         if keys:
             self._ask(lambda store: [store.delete_key(key) for key in keys])
 
     def append(self, log: str, place: int, entry: bytes, count: str = "") -> int:
-        """Add an entry to a log; returns the number after adding 1 to `count`, if that is given."""
+        """Append an entry to a log. Return the number after adding 1 to `count`, if given."""
         packed = msgspec.msgpack.encode((place, entry))
         packed = struct.pack("<I", len(packed)) + packed
 
@@ -362,8 +363,8 @@ class StoreClient:
         return [log] if self._appends else [f"{log}/{place}" for place in places]
 
     def put(self, name: str, data: bytes, limit: int, keys: list[str]) -> bytes:
-        """Return a few bytes by which `fetch` finds the data. Adds stored keys to `keys`. Up to
-        `limit` bytes, nothing is stored."""
+        """Store the data, and return a few bytes with which `fetch` finds it. Adds stored keys to
+        `keys`. Up to `limit` bytes, nothing is stored."""
         if len(data) <= limit:
             return _INLINE + data
         parts = range(0, len(data), PART_BYTES)
@@ -373,7 +374,7 @@ class StoreClient:
         return _PARTS + msgspec.msgpack.encode((name, len(parts)))
 
     def fetch(self, head: bytes) -> bytes:
-        """The data for what `put` gave."""
+        """Return the data for a result of `put`."""
         if head[:1] == _INLINE:
             return head[1:]
         name, count = msgspec.msgpack.decode(head[1:], type=tuple[str, int])
@@ -385,7 +386,7 @@ class StoreClient:
         return b"".join(part[1:] for part in parts if part is not None)
 
     def _ask(self, ask: Callable[[KeyValueStore], T]) -> T:
-        """Return what `ask` makes of a client's answers, on a worker."""
+        """Return the result of `ask`, which gets a client, and runs on a worker."""
         try:
             if not self.silent_for:
                 if self.worker.is_idle:
@@ -422,8 +423,8 @@ def _value(store: KeyValueStore, key: str) -> bytes | None:
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True):
-    """Why a session ended, in ranks of the default group: which failed first (-1: none), which were
-    missed."""
+    """Why a session ended, in ranks of the default group: the first that failed (-1: none), and
+    those that were missing."""
 
     kind: Literal["error", "deadline", "diverged"]
     rank: int
@@ -432,7 +433,7 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
     traceback: str = ""
 
     def raise_(self) -> NoReturn:
-        """Raise it as the error that every rank gets."""
+        """Raise the error that every rank gets."""
         if self.kind == "deadline":
             raise DeadlineError(self.message)
         if self.kind == "error":
@@ -442,7 +443,7 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
 
 class RoundOutcome(msgspec.Struct, frozen=True, tag=True):
     head: bytes
-    """Stands for what the ranks' answers were combined to."""
+    """Reference to the combined answers of the ranks."""
     oldest: int
     """No rank is in a session before this one."""
 
@@ -461,7 +462,7 @@ decode_outcome: Callable[[bytes], Outcome] = msgspec.msgpack.Decoder(Failure | R
 
 
 class StaleKeys:
-    """Keys that this rank deletes when no rank is in their session any longer."""
+    """Keys that this rank deletes when no rank is in their session anymore."""
 
     def __init__(self) -> None:
         self._keys: dict[int, list[str]] = {}
@@ -469,10 +470,10 @@ class StaleKeys:
         """The sessions that this rank is in."""
 
     def leave(self, session: int, keys: Iterable[str]) -> None:
-        """Note that this rank has left the session, with these keys."""
+        """Record that this rank has left the session, which has these keys."""
         self.live.discard(session)
         self._keys.setdefault(session, []).extend(keys)
 
     def take(self, oldest: int) -> list[str]:
-        """Return what may be deleted where no rank is in a session before `oldest`."""
+        """Return the keys to delete if no rank is in a session before `oldest`."""
         return [key for session in sorted(self._keys) if session < oldest for key in self._keys.pop(session, ())]

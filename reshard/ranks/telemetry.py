@@ -1,4 +1,5 @@
-"""What OpenTelemetry gets when a call is over: a span of it and of each of its phases, seconds, bytes."""
+"""Exports a finished call to OpenTelemetry: a span for the call and for each of its phases,
+seconds, and bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _bytes = _meter.create_counter("reshard.bytes", unit="By", description="Bytes th
 
 
 def tell(call: Span) -> None:
-    """Export a call that has ended, with all that it did in the background."""
+    """Export a call that has ended, including its work in the background."""
     nbytes, seconds = _bytes_of(call), call.seconds
     facts: dict[str, Any] = {"reshard.operation": call.name, "reshard.rank": this_rank()} | _failure(call)
     _seconds.record(seconds, facts)
