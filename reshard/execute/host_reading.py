@@ -401,8 +401,8 @@ class _HostRun:
     def _list(self, first: int, last: int, filler: _SlotFiller, open_files: ExitStack) -> WorkList:
         """List the turns [first, last).
 
-            wait until my slot is free | read | compare | publish
-            for each rank, nearest first: wait for its slot, copy my part | publish
+        wait until my slot is free | read | compare | publish
+        for each rank, nearest first: wait for its slot, copy my part | publish
         """
         ranks, memory = len(self._turns.begins) - 1, self._memory
         is_end = last > int(self._turns.turn.max())

@@ -1,4 +1,4 @@
-"""The compiled kernel: where it is found, switched off, and shown to be right."""
+"""Finds the compiled kernel, switches it off if wanted, and tests that it computes correctly."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ Ints32 = npt.NDArray[np.int32]
 
 
 class Kernel(Protocol):
-    """The part of `reshard_kernels` that is called."""
+    """The functions of `reshard_kernels` that are called."""
 
     REGION: np.dtype[Any]
     ENTRY: np.dtype[Any]
     COPY: np.dtype[Any]
 
     def table(self, numbers: Residues, /) -> Ints32:
-        """Columns' numbers, as the other two want them."""
+        """Return the columns' numbers in the form that the other two functions expect."""
 
     def fold(self, words: Ints32, columns: Ints32, rows: Residues, /) -> tuple[int, int]:
-        """The sum over words (rows, columns), each row one run of memory."""
+        """Return the sum over words (rows, columns). Each row is contiguous in memory."""
 
     def fold_rows(self, words: Ints32, columns: Ints32, /) -> Residues:
-        """The sum of each row by itself, (LANES, rows)."""
+        """Return the sum of each row, (LANES, rows)."""
 
     def run(
         self,
@@ -56,12 +56,12 @@ class Kernel(Protocol):
         limit_ns: int,
         /,
     ) -> tuple[int, int, int]:
-        """Run a list of `reshard.execute.work_list`. Return where it ended, why, and what comes with that."""
+        """Run a list of `reshard.execute.work_list`. Return where it ended, why, and the details."""
 
 
 @lru_cache(maxsize=1)
 def kernel() -> Kernel | None:
-    """The compiled loops, or None if numpy has to do."""
+    """Return the compiled loops, or None if numpy must be used."""
     if os.environ.get("RESHARD_KERNELS") == "0":
         return None
     try:
@@ -78,8 +78,8 @@ def kernel() -> Kernel | None:
 
 
 def is_right(kernel: Kernel) -> bool:
-    """Return True if its sums are those of Python's integers, for the largest words and numbers and
-    for some between."""
+    """Return True if its sums equal those of Python's integers, for the largest words and numbers
+    and for some others."""
     width = 1037  # two strips and what is left of a third
     ramp = np.arange(width)
     words = np.stack([0 * ramp - 2**31, ramp - 2**31, 2**31 - 1 - 3 * ramp, ramp * 4052037 - 2**31, 5 - ramp])

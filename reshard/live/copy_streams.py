@@ -28,17 +28,17 @@ _log = logging.getLogger("reshard")
 
 
 class StreamEvent(Protocol):
-    """The work of a lane up to some point."""
+    """The work of a stream up to some point."""
 
     def synchronize(self) -> None:
-        """The host waits until it is done."""
+        """Let the host wait until the work is done."""
 
 
 def pinned(nbytes: int) -> torch.Tensor:
-    """New memory of the host, as bytes, that devices copy from and to while the host continues.
+    """Allocate memory of the host, as bytes, with which devices can copy while the host continues.
 
-    Where the system gives no such memory it is common memory: copies are right, and slower, and a
-    warning is logged.
+    If the system provides no pinned memory, this is ordinary memory: copies are correct, but
+    slower, and a warning is logged.
     """
     try:
         return _pin(nbytes)
@@ -52,8 +52,8 @@ def _pin(nbytes: int) -> torch.Tensor:
 
 
 def device_module(device: torch.device) -> Any:
-    """torch's module of such devices, or None: the CPU, and devices that other libraries know how
-    to wait for."""
+    """Return torch's module for such devices. None for the CPU, and for devices that other
+    libraries know how to wait for."""
     try:
         return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
     except RuntimeError:  # such as "xla" has none
@@ -61,7 +61,7 @@ def device_module(device: torch.device) -> Any:
 
 
 def has_copy_streams(device: torch.device) -> bool:
-    """Return True if what is asked of the device is asked of streams."""
+    """Return True if the device executes its work on streams."""
     return hasattr(device_module(device), "Stream")
 
 
@@ -83,7 +83,7 @@ class CopyStream:
     """A separate stream of a device. Its work starts after all earlier work of the caller's stream."""
 
     def __init__(self, device: torch.device) -> None:
-        """Create it on the thread, and with the current stream, that the lane must follow."""
+        """Create it on the thread, and under the current stream, that it must follow."""
         self._module: Any = device_module(device)
         try:
             self._stream = _unused[device].pop()
@@ -102,27 +102,27 @@ class CopyStream:
         self._module.current_stream(self._device).wait_event(self._stream.record_event())
 
     def use(self) -> AbstractContextManager[Any]:
-        """Within, on this thread, all that is asked of the device is asked of this lane."""
+        """Within this context, work of this thread for the device runs on this stream."""
         context: AbstractContextManager[Any] = self._module.stream(self._stream)
         return context
 
     def mark(self) -> StreamEvent:
-        """Return what was asked until now."""
+        """Return an event for the work that was submitted so far."""
         event: StreamEvent = self._stream.record_event()
         return event
 
     def wait(self) -> None:
-        """Until all that was asked is done."""
+        """Wait until all submitted work is done."""
         self._stream.synchronize()
 
 
 class CopyStreams:
-    """A lane for each device that has streams, all from the moment that they are made.
+    """A copy stream for each device that has streams. All start at the moment when this is made.
 
-    Before other threads touch tensors: a thread starts on the default stream, and where the caller
-    is on another one, neither waits for the other. A save would read values that are still being
-    computed, and a load would write what a running kernel overwrites. So devices without lanes are
-    waited for here.
+    Make it before other threads touch tensors. A thread starts on the default stream, so if the
+    caller uses another one, neither waits for the other: a save would read values that are still
+    being computed, and a load would overwrite what a running kernel reads. The constructor waits
+    for devices without streams.
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
@@ -136,12 +136,11 @@ class CopyStreams:
                 wait_for(device)
 
     def __getitem__(self, device: torch.device) -> CopyStream | None:
-        """None for a device without streams."""
+        """Return None for a device without streams."""
         return self._lanes.get(device)
 
     def follow(self, device: torch.device) -> CopyStream:
-        """The lane of a device with streams, after what the calling thread's stream was asked until
-        now."""
+        """Return the copy stream of a device, after the work that the calling thread's stream has so far."""
         lane = self._lanes.get(device)
         if lane is None:
             lane = self._lanes[device] = CopyStream(device)
@@ -158,15 +157,15 @@ class CopyStreams:
             yield
 
     def wait(self) -> None:
-        """Until all that was asked of any of them is done."""
+        """Wait until all work that was submitted to any of them is done."""
         for lane in self._lanes.values():
             lane.wait()
 
 
 def of_caller() -> CopyStreams:
-    """A lane after the caller's stream of the current device, if this process has used one: for
-    threads that meet tensors only later. On other devices they must `wait_for` all that was
-    asked."""
+    """Return copy streams that start after the caller's stream of the current device, if this
+    process has used one. For threads that get tensors later. For other devices, they must
+    `wait_for` all submitted work."""
     kind = torch.accelerator.current_accelerator()
     module = torch.cpu if kind is None else torch.get_device_module(kind)
     if kind is None or not has_copy_streams(kind) or not module.is_initialized():
@@ -209,7 +208,7 @@ class Uploads(AbstractContextManager["Uploads"]):
         self._free = queue.Queue()
 
     def take_in(self, device: torch.device) -> bool:
-        """Return True if pieces for this device go this way. Before `begin`."""
+        """Return True if pieces for this device are uploaded this way. Call it before `begin`."""
         self._devices.add(device)
         return has_copy_streams(device)
 
@@ -228,11 +227,11 @@ class Uploads(AbstractContextManager["Uploads"]):
     def put(
         self, target: torch.Tensor, saved: torch.dtype, sizes: Sequence[int], read: Callable[[Array], None]
     ) -> None:
-        """Have `read` fill an array of `sizes`, whose elements of dtype `saved` then go into
+        """Let `read` fill an array of `sizes`. Its elements, of dtype `saved`, then go into
         `target`.
 
-        They cross as they are, in one run. What is strided, of another dtype or lazily conjugated
-        on the other side is put in its place there.
+        They are transferred unchanged, as one run. If the target is strided, has another dtype, or
+        is lazily conjugated, the device converts them.
         """
         lane = self._lanes[target.device]
         assert lane is not None, f"{target.device} was not taken in"
@@ -282,11 +281,11 @@ STAGE_BYTES = 64 << 20
 
 
 def row_major_pieces(tensors: Sequence[torch.Tensor], lanes: CopyStreams, stage_bytes: int) -> Iterator[memoryview]:
-    """The elements of all tensors, each in row-major order, one tensor behind another; a piece
-    holds until the next one is asked for.
+    """Yield the elements of all tensors, each in row-major order, one tensor after another. A piece
+    is valid until you request the next one.
 
-    With at most `stage_bytes` of copies for elements that are not in this order in CPU memory. Larger
-    elements come before smaller ones, so that all are aligned.
+    Elements that are not in this order in CPU memory are copied, at most `stage_bytes` at a time.
+    Larger elements come before smaller ones, so that all are aligned.
     """
     on_lanes = sum(tensor.nbytes for tensor in tensors if lanes[tensor.device] is not None)
     ring = _Ring(max(min(stage_bytes // 2, on_lanes), 16))
@@ -309,9 +308,9 @@ def row_major_pieces(tensors: Sequence[torch.Tensor], lanes: CopyStreams, stage_
 
 
 def _small_kind(tensor: torch.Tensor) -> torch.dtype | None:
-    """The dtype of a tensor that is on the host in the order in which it is written, and so small
-    that the call would cost more than the copy; None for others. Of these dtypes torch joins
-    all."""
+    """Return the dtype of a tensor on the host that is in row-major order and so small that the
+    call would cost more than the copy. None for other tensors. torch can join tensors of these
+    dtypes."""
     small = tensor.is_cpu and 0 < tensor.nbytes <= _SMALL_BYTES and tensor.dtype in _JOINED
     plain = small and tensor.is_contiguous() and is_resolved(tensor)
     return tensor.dtype if plain and type(tensor) in PLAIN else None
@@ -327,7 +326,7 @@ def _of_host(tensor: torch.Tensor, stage_bytes: int) -> Iterator[memoryview]:
 
 
 def _in_pieces(tensor: torch.Tensor, limit_bytes: int) -> Iterator[torch.Tensor]:
-    """The tensor split into rows, and rows of rows, of at most this many bytes or one element."""
+    """Split the tensor into rows, and rows of rows, of at most this many bytes, or of one element."""
     nbytes = tensor.numel() * tensor.element_size()
     if not nbytes:
         return
@@ -374,7 +373,7 @@ class _Ring:
         slot.used += piece.nbytes
 
     def flush(self) -> Iterator[memoryview]:
-        """Everything that was asked for."""
+        """Yield everything that was requested."""
         if self._filling is not None:
             self._close(self._filling)
         while self._under_way:
@@ -396,8 +395,8 @@ class _Ring:
 
 
 def _ask(elements: torch.Tensor, room: torch.Tensor, lane: CopyStream) -> None:
-    """Elements in row-major order into bytes of the host: strided ones are put in order on the
-    device."""
+    """Copy elements in row-major order into bytes of the host. The device puts strided ones in
+    order first."""
     with torch.no_grad(), lane.use():
         plain = resolved(elements).contiguous()
         room.view(plain.dtype).view(plain.shape).copy_(plain, non_blocking=True)
@@ -408,10 +407,9 @@ def _aligned(nbytes: int) -> int:
 
 
 class HostMemory:
-    """Memory for complete saves, kept for the next ones: the most that was ever in use at a time.
-    It is allocated in blocks, because torch rounds pinned memory up to a power of two. Little is
-    lost, except for tensors larger than a block.
-    """
+    """Memory for complete saves, kept for the next ones. It holds the most that was ever in use at
+    a time. It is allocated in blocks, because torch rounds pinned memory up to a power of two. This
+    wastes little, except for tensors larger than a block."""
 
     def __init__(self, make: Callable[[int], torch.Tensor] = pinned) -> None:
         """`make` allocates memory of a given number of bytes."""
@@ -420,8 +418,8 @@ class HostMemory:
         self._lock = threading.Lock()
 
     def take(self, sizes: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Memory for each of these sizes, one after another within blocks, aligned to cache lines; and
-        the blocks, to be given back."""
+        """Return memory for each of these sizes, consecutive within blocks and aligned to cache
+        lines, and the blocks, which you must give back."""
         rooms: list[torch.Tensor] = []
         blocks: list[torch.Tensor] = []
         for together in batches(sizes, _aligned, BLOCK_BYTES):
@@ -433,7 +431,7 @@ class HostMemory:
         return rooms, blocks
 
     def _block(self, nbytes: int) -> torch.Tensor:
-        """The smallest that fits, or new memory instead of some that does not."""
+        """Return the smallest kept block that fits, or replace one that does not."""
         with self._lock:
             fits = [i for i, memory in enumerate(self._free) if memory.numel() >= nbytes]
             if fits:
@@ -451,8 +449,7 @@ class HostMemory:
 def batches(
     items: Iterable[T], nbytes: Callable[[T], int], limit_bytes: int, kind: Callable[[T], object] = lambda _: None
 ) -> Iterator[list[T]]:
-    """Items in order, as many of one `kind` together as `limit_bytes` holds; what is larger is
-    alone."""
+    """Group items, in order: as many of one `kind` as fit into `limit_bytes`. A larger item is alone."""
     batch: list[T] = []
     total, kind_of_batch = 0, None
     for item in items:
@@ -468,8 +465,8 @@ def batches(
 
 
 def fetch(tensors: Iterable[torch.Tensor], lanes: CopyStreams, rooms: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of tensors on devices with lanes, each in its memory on the host. They are there when
-    the lanes are: wait for those."""
+    """Copy tensors on devices into their memory on the host. The copies are complete only after you
+    wait for the streams."""
     found = []
     for tensor, room in zip(tensors, rooms, strict=True):
         lane, at = lanes[tensor.device], 0
@@ -483,12 +480,11 @@ def fetch(tensors: Iterable[torch.Tensor], lanes: CopyStreams, rooms: Iterable[t
 
 
 def to_host(tensors: Sequence[torch.Tensor], stage_bytes: int = STAGE_BYTES) -> list[torch.Tensor]:
-    """Return each on the host, in common memory: a copy of a tensor on a device, or the tensor
-    itself if it is on the host already.
+    """Return each tensor on the host, in ordinary memory: a copy of a tensor on a device, or the
+    tensor itself if it is on the host.
 
-    One piece of pinned memory is filled by the device while another is emptied here; then they
-    change places, for all tensors together. Strided tensors, lazily conjugated ones and subclasses
-    are copied by torch.
+    The device fills one piece of pinned memory while another one is emptied, for all tensors
+    together. Strided and lazily conjugated tensors, and subclasses, are copied by torch.
     """
     lanes = CopyStreams(tensor.device for tensor in tensors)
     numbers = [i for i, tensor in enumerate(tensors) if lanes[tensor.device] is not None and _is_plain(tensor)]

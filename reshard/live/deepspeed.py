@@ -1,4 +1,5 @@
-"""Parameters that DeepSpeed's ZeRO-3 has sharded: recognized by its attributes, gathered by its own context."""
+"""Parameters that DeepSpeed's ZeRO-3 has sharded: recognized by their attributes, and gathered by
+DeepSpeed."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from reshard.errors import NormalizationError
 
 
 HOW_TO_SAVE = "save with DeepSpeed's engine.save_checkpoint; reshard opens and converts the result"
-"""What to do about state that only DeepSpeed can put together."""
+"""What to do about state that only DeepSpeed can reassemble."""
 
 HOW_TO_GET = (
     "get the full state dict (full_state_dict=True, or iter_full), which all ranks gather together; or get it "
@@ -30,18 +31,18 @@ WHOSE_OPTIMIZERS = f"only DeepSpeed knows which state of its optimizers belongs 
 
 
 def is_partitioned(parameter: object) -> bool:
-    """Return True if this rank has only a part of the parameter, outside of the tensor."""
+    """Return True if this rank has only a part of the parameter, which is outside the tensor."""
     return hasattr(parameter, "ds_id") and tuple(parameter.shape) != whole_shape(parameter)  # type: ignore[attr-defined]
 
 
 def whole_shape(parameter: Any) -> tuple[int, ...]:
-    """The shape that a parameter of ZeRO-3 has when it is whole."""
+    """Return the shape of the gathered parameter of ZeRO-3."""
     return tuple(parameter.ds_shape)
 
 
 def gather_partitioned(parameter: torch.Tensor, keep: bool) -> torch.Tensor | None:
-    """The whole parameter in memory of its own, None unless `keep`. Collective: all ranks that have
-    a part call.
+    """Return the gathered parameter in new memory, or None unless `keep`. Collective: all ranks
+    that have a part must call it.
 
     Raises NormalizationError if DeepSpeed cannot be imported.
     """

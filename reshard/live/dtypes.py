@@ -43,7 +43,7 @@ _POWERS = "float8_e8m0fnu"
 
 
 def refused_cast(old: object, new: object) -> str:
-    """Return why elements of one dtype, or class of numbers, do not become those of another; empty if they do."""
+    """Return why elements of one dtype, or class of numbers, cannot be cast to another. Empty if they can."""
     old, new = (str(one).removeprefix("torch.") for one in (old, new))
     if old == new:
         return ""
@@ -64,8 +64,7 @@ def scales_of(name: str, known: Container[str]) -> list[str]:
 
 
 def refused_codes(name: str, old: str, new: str, known: Container[str]) -> str:
-    """Return why a float8 tensor does not become one of another dtype: it has scales. Empty if
-    it has none."""
+    """Return why a float8 tensor cannot be cast to another dtype: it has scales. Empty if it has none."""
     scales = scales_of(name, known) if old.startswith("float8") and old != new else []
     if not scales:
         return ""
@@ -76,9 +75,10 @@ def refused_codes(name: str, old: str, new: str, known: Container[str]) -> str:
 
 
 def overflowing(elements: torch.Tensor, dtype: torch.dtype) -> int:
-    """The number of elements, on any device, beyond the least or largest number of a dtype: a cast
-    makes them infinite, NaN, another number, or that one. Infinite ones count if the dtype has
-    none. A complex one counts if either part is. Nothing is read where no element can be."""
+    """Return the number of elements, on any device, beyond the range of a dtype: a cast makes them
+    infinite, NaN, the largest number, or another number. Infinite elements count if the dtype has
+    no infinity. A complex element counts if either part does. Nothing is read if no element can be
+    out of range."""
     least, most = _range(elements.dtype)
     low, high = max(_range(dtype)[0], least), min(_range(dtype)[1], most)
     stay = not _has_infinity(elements.dtype) or _has_infinity(dtype)
@@ -98,7 +98,7 @@ def overflowing(elements: torch.Tensor, dtype: torch.dtype) -> int:
 
 
 def holds(dtype: torch.dtype, value: float) -> bool:
-    """Return whether a dtype can hold a number. A float is rounded, and others are not."""
+    """Return whether a dtype can hold a number. Floats may be rounded, others may not."""
     try:
         made = torch.full((), value, dtype=dtype, device="cpu")
     except (OverflowError, RuntimeError, TypeError):  # by far too large, or of another kind
@@ -125,14 +125,15 @@ def _range(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def full_name(dtype: str | torch.dtype) -> str:
-    """torch's name of a dtype, also for `bf16`, `fp8` and the like. A name that is not known stays as it is."""
+    """Return torch's name of a dtype, also for `bf16`, `fp8`, and other short names. An unknown
+    name stays unchanged."""
     name = str(dtype).lower().removeprefix("torch.")
     return SHORT_NAMES.get(name, name)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`"bfloat16"` of `torch.bfloat16`. Inverse of `dtype_from_name`. Raises FormatError for
-    quantized and other dtypes whose elements are not plain numbers."""
+    """Return `"bfloat16"` for `torch.bfloat16`. Inverse of `dtype_from_name`. Raises FormatError
+    for quantized and other dtypes whose elements are not plain numbers."""
     try:
         return _BY_DTYPE[dtype]
     except KeyError:
@@ -175,12 +176,12 @@ NO_MEMORY = (
 
 
 PLAIN = frozenset([torch.Tensor, torch.nn.Parameter])
-"""Classes of tensors that are nothing but an array in memory."""
+"""Classes of tensors that are just an array in memory."""
 
 
 def lacks_memory(local: torch.Tensor) -> bool:
-    """Return True if a plain tensor has no memory, though it is on a device with some. To read or
-    write its elements may end the process."""
+    """Return True if a plain tensor has no memory although its device has some. Reading or writing
+    its elements may end the process."""
     if type(local) not in PLAIN:
         return type(local).__name__ == "FakeTensor"
     is_dense = local.layout is torch.strided and not local.is_meta
@@ -188,12 +189,13 @@ def lacks_memory(local: torch.Tensor) -> bool:
 
 
 def is_resolved(tensor: torch.Tensor) -> bool:
-    """Return True if its values are in memory as they are, neither lazily conjugated nor negated."""
+    """Return True if memory holds the tensor's values: it is neither lazily conjugated nor lazily negated."""
     return not (tensor.is_conj() or tensor.is_neg())
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without its gradient, and with its values in memory; a copy only where they are not yet."""
+    """Return the tensor without its gradient, and with its values in memory. This is a copy only if
+    they were not."""
     return tensor.detach().resolve_conj().resolve_neg()
 
 
@@ -211,15 +213,15 @@ def as_array(tensor: torch.Tensor) -> Array:
 
 
 def row_major_bytes(array: Array) -> memoryview:
-    """The elements in row-major order; a copy only if they have another order."""
+    """Return the elements in row-major order. This is a copy only if they have another order."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def raw_elements(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements as integers of their size, sharing memory on any device: what `copy_` does to
-    them changes no bit.
+    """Return the elements as integers of the same size, which share memory on any device: `copy_`
+    then changes no bit.
 
-    Elements of 16 bytes, and lazily conjugated or negated ones, stay as they are: copying resolves
+    Elements of 16 bytes, and lazily conjugated or negated ones, stay unchanged: copying resolves
     the latter.
     """
     if tensor.element_size() not in _INTS or not is_resolved(tensor):

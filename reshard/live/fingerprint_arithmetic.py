@@ -1,4 +1,4 @@
-"""The arithmetic of fingerprints: a number for each place, and every word multiplied by its own."""
+"""The arithmetic of fingerprints: each place has a number, by which its word is multiplied."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from reshard.live.compiled_kernel import PRIME, Ints32, Kernel, Residues, kernel
 
 
 LANES = 2
-"""How many sums are kept, each with numbers of its own."""
+"""Number of sums. Each has numbers of its own."""
 BLOCK = 2048
 """How many indices share one outer number."""
 LIMB_BITS = 12
 LIMBS = 4
-"""A residue in (-PRIME/2, PRIME/2) is written in four digits of 12 bits, each in [-2048, 2048]."""
+"""Number of digits of a residue in (-PRIME/2, PRIME/2). A digit has 12 bits and is in [-2048, 2048]."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Key:
     """
 
     secret: bytes = b""
-    """Any bytes; none for the public key that everyone shares."""
+    """Any bytes. Empty for the public key."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.secret, bytes):
@@ -56,11 +56,11 @@ class Key:
         return hashlib.shake_256(_prefix(self.secret, b"name")).hexdigest(4) if self.secret else ""
 
     def inner(self, dim: int) -> Residues:
-        """The numbers of the BLOCK places within a block of `dim`, (LANES, BLOCK). Read only."""
+        """Return the numbers of the BLOCK places within a block of `dim`, (LANES, BLOCK), read-only."""
         return _table(self.secret, b"inner", dim, 0)
 
     def outer(self, dim: int, blocks: Ints) -> Residues:
-        """The numbers of these blocks of `dim`, (LANES, len(blocks))."""
+        """Return the numbers of these blocks of `dim`, (LANES, len(blocks))."""
         pages = blocks // BLOCK
         numbers = np.empty((LANES, blocks.size), np.int64)
         for page in distinct(pages):
@@ -69,20 +69,19 @@ class Key:
         return numbers
 
     def at(self, dim: int, index: Ints) -> Residues:
-        """The numbers of these indices of `dim`, inner times outer, (LANES, len(index))."""
+        """Return the numbers of these indices of `dim`, inner times outer, (LANES, len(index))."""
         return multiply(self.inner(dim)[:, index % BLOCK], self.outer(dim, index // BLOCK))
 
 
 PUBLIC = Key()
-"""The key without a secret: finds accidents. To detect tampering, use a key that is
-secret."""
+"""The key without a secret. It finds accidental changes. To detect tampering, use a secret key."""
 
 
 def multiply(a: Residues, b: Residues) -> Residues:
-    """Products in the field, element by element, with broadcasting.
+    """Multiply in the field, element by element, with broadcasting.
 
-    The quotient by PRIME is guessed in float64, which errs by less than 1 because both factors are
-    below 2^48; what the guess leaves over is exact, since it is small and int64 arithmetic is exact
+    The quotient by PRIME is estimated in float64. The error is less than 1, because both factors
+    are below 2^48. The remainder is exact, because it is small, and int64 arithmetic is exact
     modulo 2^64.
     """
     quotient = np.floor(a.astype(np.float64) * b.astype(np.float64) / PRIME).astype(np.int64)
@@ -93,8 +92,8 @@ def multiply(a: Residues, b: Residues) -> Residues:
 
 
 def products(vectors: Sequence[Residues]) -> Residues:
-    """The product of every choice of one number per vector, row-major: (LANES, product of the
-    lengths)."""
+    """Return the products of one number per vector, for all combinations, in row-major order:
+    (LANES, product of the lengths)."""
     result = np.ones((LANES, 1), np.int64)
     for vector in vectors:
         result = multiply(result[:, :, None], vector[:, None, :]).reshape(LANES, -1)
@@ -102,10 +101,10 @@ def products(vectors: Sequence[Residues]) -> Residues:
 
 
 def to_limbs(numbers: Residues) -> Floats:
-    """The digits of each number, least first: (LANES * LIMBS, n), digit l of lane k in row k *
-    LIMBS + l.
+    """Return the digits of each number, least significant first: (LANES * LIMBS, n), with digit l
+    of lane k in row k * LIMBS + l.
 
-    Sum over l of digit l times 2^(12 l) is the number, or the number minus PRIME.
+    The sum over l of digit l times 2^(12 l) is the number, or the number minus PRIME.
     """
     rest = np.where(numbers > PRIME // 2, numbers - PRIME, numbers)
     digits = np.empty((LANES, LIMBS, numbers.shape[1]), np.float64)
@@ -124,8 +123,8 @@ def _prefix(secret: bytes, use: bytes) -> bytes:
 
 @lru_cache(maxsize=256)
 def _table(secret: bytes, use: bytes, dim: int, page: int) -> Residues:
-    """(LANES, BLOCK) numbers, read only: 16 bytes of the stream for each place, 8 for each lane,
-    modulo PRIME."""
+    """Return (LANES, BLOCK) numbers, read-only: 16 bytes of the stream for each place, 8 for each
+    lane, modulo PRIME."""
     seed = _prefix(secret, use) + dim.to_bytes(4, "little") + page.to_bytes(8, "little")
     stream = hashlib.shake_256(seed).digest(BLOCK * LANES * 8)
     table = (np.frombuffer(stream, "<u8") % np.uint64(PRIME)).astype(np.int64).reshape(BLOCK, LANES).T.copy()
@@ -143,7 +142,7 @@ Tile = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of an array of words, and which numbers belong to its places.
+    """One axis of an array of words, and the numbers of its places.
 
     `part` says what `intervals` count: "index" the indices of `dim`, "outer" its blocks, "inner"
     places in a block.
@@ -155,7 +154,7 @@ class Axis:
 
     @cached_property
     def starts(self) -> Ints:
-        """Local position of the first index of each interval, and behind them the size."""
+        """Local position of the first index of each interval, and the size at the end."""
         return running_sums([stop - start for start, stop in self.intervals])
 
     @property
@@ -164,7 +163,7 @@ class Axis:
         return sum(stop - start for start, stop in self.intervals)
 
     def numbers(self, key: Key, start: int, stop: int) -> Residues:
-        """The numbers of the local positions `[start, stop)`, (LANES, stop - start)."""
+        """Return the numbers of the local positions `[start, stop)`, (LANES, stop - start)."""
         position = np.arange(start, stop)
         which = np.searchsorted(self.starts, position, side="right") - 1
         index = position - self.starts[which] + np.array([first for first, _ in self.intervals])[which]
@@ -173,8 +172,8 @@ class Axis:
         return key.outer(self.dim, index) if self.part == "outer" else key.at(self.dim, index)
 
     def segments(self) -> list[tuple[int, int, Axes]]:
-        """The axis in pieces `(start, stop, axes)`: complete blocks become two axes, the rest
-        stays one."""
+        """Yield the axis in pieces `(start, stop, axes)`: complete blocks become two axes, and the
+        rest stays one."""
         if self.part != "index":
             return [(0, self.size, (self,))]
         found: list[tuple[int, int, Axes]] = []
@@ -196,7 +195,7 @@ class Axis:
         return found
 
     def cut(self, start: int, stop: int) -> Axis:
-        """The local positions `[start, stop)` as an axis of their own."""
+        """Return the local positions `[start, stop)` as a separate axis."""
         kept = []
         for (first, last), local in zip(self.intervals, self.starts.tolist()):
             a, b = max(first, first + start - local), min(last, first + stop - local)
@@ -209,10 +208,10 @@ Axes = tuple[Axis, ...]
 
 
 class Matrix(NamedTuple):
-    """One tile of rows and columns: its words, and whose numbers they are multiplied by."""
+    """One tile of rows and columns: its words, and the axes whose numbers multiply them."""
 
     words: torch.Tensor
-    """Has one dim per axis, those of the rows first."""
+    """One dim per axis, those of the rows first."""
     row_axes: Axes
     rows: Tile
     column_axes: Axes
@@ -220,7 +219,7 @@ class Matrix(NamedTuple):
 
 
 MAX_COLUMNS = 2048
-"""Columns of a matrix for which sums stay exact."""
+"""The maximum number of columns of a matrix for which sums stay exact."""
 _MAX_ROWS = 1 << 14
 _NARROW = 256  # fewer columns than this do not keep the matrix product busy
 THIN = 32
@@ -228,7 +227,7 @@ _MIN_ROWS = 16  # fewer rows than this do not pay for more columns
 
 
 def matrices(words: torch.Tensor, axes: Sequence[Axis]) -> Iterator[Matrix]:
-    """A tensor whose dims are `axes` as matrices, of rows that are as long as pays."""
+    """Yield a tensor whose dims are `axes` as matrices, with rows as long as is efficient."""
     sizes = tuple(words.shape)
     if 0 in sizes:
         return
@@ -250,14 +249,14 @@ def matrices(words: torch.Tensor, axes: Sequence[Axis]) -> Iterator[Matrix]:
 
 
 def _is_worth_widening(sizes: Sequence[int], first: int, width: int) -> bool:
-    """Return True if columns of more axes take no more numbers than a number for each row does. Of
-    very few columns the sums of rows would be as much work as the words."""
+    """Return True if adding axes to the columns does not need more numbers than one number per row
+    does. With very few columns, the sums of rows would cost as much as the words."""
     return width < THIN or math.prod(sizes[:first]) > width * min(sizes[first - 1], BLOCK)
 
 
 def _whole_axes(sizes: Sequence[int], limit: int) -> tuple[int, int]:
-    """(first, n): the axes from `first` on hold n <= `limit` places together, and one more would be
-    too many."""
+    """Return (first, n): the axes from `first` on have n <= `limit` places together, and with one
+    more axis there would be too many."""
     product = 1
     for first in range(len(sizes), 0, -1):
         if product * sizes[first - 1] > limit:
@@ -267,8 +266,8 @@ def _whole_axes(sizes: Sequence[int], limit: int) -> tuple[int, int]:
 
 
 def tiles(sizes: Sequence[int], limit: int) -> Iterator[Tile]:
-    """Split axes into tiles of at most `limit` places, each one run of the row-major order, in that
-    order."""
+    """Split axes into tiles of at most `limit` places. Each is contiguous in row-major order, and
+    tiles are in that order."""
     first, product = _whole_axes(sizes, limit)
     whole = [(0, size) for size in sizes[first:]]
     if not first:
@@ -282,7 +281,7 @@ def tiles(sizes: Sequence[int], limit: int) -> Iterator[Tile]:
 
 
 def cut(words: Words, tile: Tile) -> Words:
-    """The words of a tile. Nothing is copied."""
+    """Return the words of a tile. Nothing is copied."""
     return words[tuple(slice(start, stop) for start, stop in tile)]
 
 
@@ -306,13 +305,11 @@ Sums = tuple[int, ...]
 
 
 class Term(NamedTuple):
-    """The sum over one tile, being computed where the words are: digits that `known` puts
-    together."""
+    """The sum over one tile, which is computed on the device of the words. `known` combines its digits."""
 
     digits: torch.Tensor
     uses: tuple[torch.Tensor, ...]
-    """Memory that may be given up when the digits are known, since another stream than this one may
-    have made it."""
+    """Memory that may be freed when the digits are known. Another stream may have allocated it."""
 
 
 _HALF_BITS = 27
@@ -322,16 +319,16 @@ DEVICE_WORDS = 1 << 24
 
 
 def add_sums(*sums: Sums) -> Sums:
-    """The sums of disjoint parts, in any order."""
+    """Add the sums of disjoint parts, in any order."""
     return tuple(sum(lane) % PRIME for lane in zip((0,) * LANES, *sums))
 
 
 def fold(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Sums:
-    """The sum of word times numbers over an int32 tensor whose dims are `axes`; at least one dim,
-    any strides.
+    """Return the sum of word times numbers over an int32 tensor whose dims are `axes`: at least one
+    dim, with any strides.
 
     Extra memory: one chunk as float64 (1 MiB on the CPU, 128 MiB on other devices; less with the
-    compiled loop) and up to 128 MiB of digits, kept for the next tensor of the same geometry.
+    kernel), and up to 128 MiB of digits, which are kept for the next tensor of the same geometry.
     """
     if words.device.type == "cpu" and (loop := kernel()) is not None:
         return add_sums(*(sums for matrix in matrices(words, axes) for sums in fold_matrix(loop, matrix, key)))
@@ -339,11 +336,11 @@ def fold(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Sums:
 
 
 def fold_each(rows: torch.Tensor, axes: Sequence[Axis], key: Key) -> list[Sums]:
-    """`fold` of each of many small tensors of one layout; int32 on the CPU, (tensors, words in
-    row-major order).
+    """Return `fold` of each of many small int32 CPU tensors of one layout, given as (tensors, words
+    in row-major order).
 
-    All axes are columns here, so that one product sums up all of them: for small ones the calls are
-    what takes time.
+    All axes are columns here, so that one product sums all tensors: for small ones, calls take most
+    of the time.
     """
     total = zeros((LANES, len(rows)))
     start, loop = 0, kernel()
@@ -362,13 +359,13 @@ def fold_each(rows: torch.Tensor, axes: Sequence[Axis], key: Key) -> list[Sums]:
 
 
 def known(found: Sequence[Term]) -> list[Sums]:
-    """Return each sum, as soon as all of them are computed: they come to the host together."""
+    """Return all sums as soon as they are computed. They are copied to the host together."""
     rows = torch.stack([term.digits for term in found]).tolist() if found else []
     return [_join(row) for row in rows]
 
 
 def terms(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Iterator[Term]:
-    """Yield what `fold` adds up. On a device each is asked for, and not waited for."""
+    """Yield the terms of `fold`. On a device, each is only submitted, not waited for."""
     for matrix in matrices(words, axes):
         column_limbs = _limbs(key, matrix.column_axes, matrix.columns, words.device)
         row_limbs = _limbs(key, matrix.row_axes, matrix.rows, words.device)
@@ -379,13 +376,13 @@ def terms(words: torch.Tensor, axes: Sequence[Axis], key: Key) -> Iterator[Term]
 _KEPT_BYTES = 128 << 20
 _KEPT = 512
 _kept: dict[tuple[Key, Axes, Tile, torch.device], torch.Tensor] = {}
-"""Digits, by what they belong to. The most recently used come last."""
+"""Digits, by what they belong to, most recently used last."""
 _lock = Lock()
 
 
 def _limbs(key: Key, axes: Axes, tile: Tile, device: torch.device) -> torch.Tensor:
-    """The digits of the products of the axes' numbers over a tile, (LANES * LIMBS, places of the
-    tile), float64."""
+    """Return the digits of the products of the axes' numbers over a tile, (LANES * LIMBS, places of
+    the tile), float64."""
     place = key, axes, tile, device
     with _lock:
         found = _kept.pop(place, None)
@@ -406,7 +403,7 @@ def _products(key: Key, axes: Axes, tile: Tile) -> Residues:
 
 
 def _contract(words: torch.Tensor, first: int, row_limbs: torch.Tensor, column_limbs: torch.Tensor) -> torch.Tensor:
-    """The digits of the sum over one tile: axes before `first` are its rows, the others its
+    """Return the digits of the sum over one tile. Axes before `first` are its rows, the others its
     columns."""
     rows, columns = row_limbs.shape[1], column_limbs.shape[1]
     if words.device.type == "cpu" and torch.get_num_threads() == 1:
@@ -426,7 +423,8 @@ def _contract(words: torch.Tensor, first: int, row_limbs: torch.Tensor, column_l
 
 
 def _multiply(words: Array, first: int, limbs: Array, out: Array) -> None:
-    """words @ limbs into `out`, in one thread: so thin a product numpy's BLAS does faster than torch's."""
+    """Compute words @ limbs into `out`, in one thread: numpy's BLAS multiplies such thin matrices
+    faster than torch's."""
     columns, room, done = len(limbs), np.empty(CPU_WORDS), 0
     step = _ONE_THREAD // limbs.size * columns  # at least a row: there are no more than MAX_COLUMNS
     for tile in tiles(words.shape[:first], CPU_WORDS // columns):
@@ -440,8 +438,8 @@ def _multiply(words: Array, first: int, limbs: Array, out: Array) -> None:
 
 
 def _chunk(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, int]:
-    """Memory for some rows of words, and how many those are: fewer where the device is nearly
-    full."""
+    """Return memory for some rows of words, and the number of rows, which is smaller if the device
+    is nearly full."""
     height = max(1, (CPU_WORDS if device.type == "cpu" else DEVICE_WORDS) // columns)
     while True:
         try:
@@ -453,8 +451,7 @@ def _chunk(rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor,
 
 
 def _join(parts: list[int]) -> Sums:
-    """Put digits together again, of all sums[half][lane][row digit][lane][column digit] those of
-    one lane each."""
+    """Combine digits: from all sums[half][lane][row digit][lane][column digit], those of one lane each."""
     return tuple(sum(map(operator.mul, of_lane(parts), _WORTH)) % PRIME for of_lane in _OF_LANE)
 
 
@@ -473,8 +470,8 @@ THREAD_WORDS = 1 << 20
 
 
 def fold_matrix(kernel: Kernel, matrix: Matrix, key: Key) -> list[tuple[int, int]]:
-    """Sums that add up to that over the words: in place, on torch's threads, if each row is a
-    run of memory; else of copies."""
+    """Return sums that add up to that over the words: in place, on torch's threads, if each row is
+    contiguous, and otherwise from copies."""
     columns = table(key, matrix.column_axes, matrix.columns)
     numbers = _row_numbers(key, matrix.row_axes, matrix.rows)
     height, words = numbers.shape[1], matrix.words
@@ -497,7 +494,7 @@ def fold_matrix(kernel: Kernel, matrix: Matrix, key: Key) -> list[tuple[int, int
 def _fold_copies(
     kernel: Kernel, words: torch.Tensor, width: int, columns: Ints32, numbers: Residues
 ) -> list[tuple[int, int]]:
-    """Some rows at a time, in one buffer."""
+    """Process some rows at a time, in one buffer."""
     leading = next(d for d in range(words.ndim + 1) if math.prod(words.shape[d:]) == width)
     step = max(1, _COPY_WORDS // width)
     room = torch.empty(min(step, numbers.shape[1]) * width, dtype=torch.int32, device="cpu")
@@ -514,8 +511,8 @@ def _fold_copies(
 
 @lru_cache(maxsize=64)
 def table(key: Key, axes: Axes, tile: Tile) -> Ints32:
-    """The products of the axes' numbers over a tile of columns, as the kernel wants them. There
-    must be one."""
+    """Return the products of the axes' numbers over a tile of columns, in the form for the kernel.
+    There must be a kernel."""
     loop = kernel()
     assert loop is not None
     return loop.table(_products(key, axes, tile))

@@ -1,4 +1,4 @@
-"""Fingerprints: what one part of a tensor adds, and how the parts of many ranks become the whole."""
+"""Fingerprints: what each part of a tensor contributes, and how the parts of many ranks are combined."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _COUNT_BYTES = 8
 _WORD_BYTES = 4
 _SMALL_BYTES = 64 << 10
 _BATCH_WORDS = 1 << 16
-"""Words of small tensors that are summed up together. As float64, they fit into the cache."""
+"""Words of small tensors that are summed together. As float64, they fit into the cache."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ def partial(
 def partials(
     parts: Iterable[tuple[torch.Tensor, Positions, Sequence[int] | None]], *, key: Key = PUBLIC
 ) -> list[Partial]:
-    """`partial` of each (tensor, positions, shape). Devices are asked for all of them, and then
-    waited for once; small tensors of the host with one layout are summed up together."""
+    """Return `partial` of each (tensor, positions, shape). All are submitted to their devices
+    before any is waited for. Small host tensors of one layout are summed together."""
     given = list(parts)
     together = grouped((_small_kind(*part), i) for i, part in enumerate(given))
     together.pop(None, None)
@@ -147,8 +147,8 @@ def partials(
 
 
 def _small_kind(tensor: torch.Tensor, positions: Positions, shape: Sequence[int] | None) -> tuple[object, ...] | None:
-    """Return what small tensors have in common that can be viewed as complete words and summed up
-    together; None for others."""
+    """Return a key for small tensors that can be viewed as complete words and summed together. None
+    for others."""
     if type(tensor) not in PLAIN or tensor.layout != torch.strided or tensor.is_quantized:
         return None
     if not tensor.is_cpu or not 0 < tensor.nbytes <= _SMALL_BYTES or not tensor.is_contiguous():
@@ -199,7 +199,7 @@ class _Begun(NamedTuple):
         return cls(add_sums(), [term for piece, axes in words for term in terms(piece, axes, key)], numel)
 
     def end(self, ended: Mapping[torch.device, Iterator[Sums]]) -> Partial:
-        """`ended`: the sums of all terms, in the order in which they were begun."""
+        """Return the partial. `ended`: the sums of all terms, in the order in which they were begun."""
         return Partial(add_sums(self.sums, *(next(ended[term.digits.device]) for term in self.terms)), self.numel)
 
 
@@ -210,8 +210,8 @@ def comparable(a: str, b: str) -> bool:
 
 
 class Fingerprinter:
-    """The fingerprint of one tensor that arrives in boxes, such as from a large file. Add each box
-    once, in any order."""
+    """Computes the fingerprint of one tensor that arrives in boxes, such as from a large file. Add
+    each box once, in any order."""
 
     def __init__(self, dtype: torch.dtype | str, shape: Sequence[int], *, key: Key = PUBLIC) -> None:
         self.dtype = dtype_from_name(dtype) if isinstance(dtype, str) else dtype
@@ -239,7 +239,7 @@ class Fingerprinter:
             self.add(torch.from_numpy(raw).view(self.dtype).view(box.sizes), box)
 
     def digest(self) -> str:
-        """The fingerprint. Raises LayoutError if elements are missing or were added twice."""
+        """Return the fingerprint. Raises LayoutError if elements are missing or were added twice."""
         return self.partial.digest(self.dtype, self.shape, key=self.key)
 
 
@@ -252,23 +252,23 @@ class Fingerprinter:
 
 
 Positions = Box | Part | Sequence[Box] | Sequence[Sequence[Range]] | None
-"""Where a local tensor is in the full one: None (it is full), a box, boxes in local order, or the
-intervals per dim."""
+"""Where a local tensor is in the full one: None (it is the full one), a box, boxes in local order,
+or the intervals per dim."""
 
 _COPY_WORDS = 1 << 20
 _BITS = {1: torch.uint8, 2: torch.int16}
 
 
 def local_parts(tensor: torch.Tensor, positions: Positions, shape: Sequence[int]) -> list[tuple[torch.Tensor, Part]]:
-    """The local tensor as pieces that are products of global intervals, dim by dim. Nothing is
-    copied.
+    """Yield the local tensor as pieces that are products of global intervals, dim by dim. Nothing
+    is copied.
 
-    Boxes must either tile the local tensor as a product does (as `TensorLayout.boxes` gives them),
-    or be the row-major pieces of a 1-D local tensor (a flat range).
+    Boxes must either tile the local tensor as a product does (as `TensorLayout.boxes` returns
+    them), or be the row-major pieces of a 1-D local tensor (a flat range).
 
     Raises:
-        LayoutError: positions that do not fit the local or the global shape, or that hold an
-            element twice.
+        LayoutError: positions do not fit the local or the global shape, or contain an element
+        twice.
         FormatError: as `partial` does.
     """
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
@@ -301,14 +301,14 @@ def local_parts(tensor: torch.Tensor, positions: Positions, shape: Sequence[int]
 
 
 def _boxes(positions: object) -> list[Box]:
-    """Return the boxes, or none if these are not boxes."""
+    """Return the boxes. Empty if the positions are not boxes."""
     if isinstance(positions, Box):
         return [positions]
     return [p for p in positions if isinstance(p, Box)] if isinstance(positions, Sequence) else []
 
 
 def _intervals(positions: object) -> Part:
-    """A part from its intervals per dim."""
+    """Return a part from its intervals per dim."""
     try:
         return Part(tuple(tuple((int(a), int(b)) for a, b in dim) for dim in positions))  # type: ignore[attr-defined]
     except (TypeError, ValueError):
@@ -319,8 +319,8 @@ def _intervals(positions: object) -> Part:
 
 
 def _product(boxes: Sequence[Box], local: Shape) -> Part | None:
-    """The product of intervals whose boxes in row-major order these are, if it has the local
-    shape."""
+    """Return the product of intervals whose boxes, in row-major order, these are, if it has the
+    local shape."""
     if len({box.ndim for box in boxes}) != 1:
         raise LayoutError(f"boxes of one tensor must have the same dims, got {list(boxes[:8])}")
     dims = []
@@ -367,9 +367,9 @@ def _check(tensor: torch.Tensor, part: Part, shape: Sequence[int]) -> None:
 
 
 def words_of(tensor: torch.Tensor, part: Part) -> Iterator[tuple[torch.Tensor, tuple[Axis, ...]]]:
-    """int32 tensors that hold the bits of the local tensor, with the axes that place them; seen in
-    place if possible, else as copies of at most 4 MiB in one buffer, each valid until the next one
-    is asked for."""
+    """Yield int32 tensors with the bits of the local tensor, and the axes that place them. They are
+    views if possible, and otherwise copies of at most 4 MiB in one buffer, each valid until you
+    request the next one."""
     if sys.byteorder != "little":
         raise LayoutError("fingerprints are defined on little-endian words, and this machine is big-endian")
     if not tensor.numel():
@@ -420,14 +420,14 @@ def _joined(intervals: Sequence[Range]) -> tuple[Range, ...]:
 
 
 def _word_axis(axis: Axis, itemsize: int) -> Axis:
-    """The words that hold these indices of the last dim, whole words for each interval."""
+    """Return the words that contain these indices of the last dim, with complete words for each interval."""
     size = _WORD_BYTES
     return Axis(axis.dim, tuple((a * itemsize // size, -(-b * itemsize // size)) for a, b in axis.intervals))
 
 
 def _copy(piece: torch.Tensor, words: torch.Tensor, axis: Axis, per_word: int) -> None:
     """Copy the bits of a piece into `words`, with zeros where an interval of its last dim begins or
-    ends in a word."""
+    ends inside a word."""
     if per_word == 1:
         words.view(piece.dtype).view(piece.shape).copy_(piece)
         return
@@ -443,11 +443,11 @@ def _copy(piece: torch.Tensor, words: torch.Tensor, axis: Axis, per_word: int) -
 
 def float64_is_exact(device: torch.device) -> bool:
     """Return True if this device's float64 matrix product is exact for the largest numbers that
-    occur, found by trying once; on the CPU, numpy's too.
+    occur, found by one trial. For the CPU, this includes numpy's product.
 
-    Devices without float64, or with an emulation of it, answer no; their tensors are copied to the
-    CPU in pieces. So do those whose product is refused where algorithms have to be deterministic,
-    as CUDA's without a setting of its own.
+    It is not exact on devices without float64 or with an emulation of it. It is also False if the
+    device refuses the product when algorithms must be deterministic, as CUDA does without a special
+    setting. Tensors of such devices are copied to the CPU in pieces.
     """
     strict = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     return _tried(device, strict)
@@ -482,7 +482,7 @@ def _tried(device: torch.device, strict: bool) -> bool:
 
 
 _Runs = list[Range]
-"""Ranks, in rows from a first to one past a last."""
+"""Ranges of ranks, as rows of the first and one past the last."""
 
 
 class Holding(msgspec.Struct, frozen=True, array_like=True):
@@ -492,15 +492,15 @@ class Holding(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     shape: Shape
     place: bytes
-    """8 bytes that are equal for ranks that hold the same elements. Empty if it holds none."""
+    """8 bytes that are equal for ranks that hold the same elements. Empty if the rank holds none."""
     sums: bytes
-    """`Partial.to_bytes()` of them."""
+    """`Partial.to_bytes()` of these elements."""
     holders: int = 0
     """Number of ranks that hold them, including this one. 0 if unknown."""
 
     @classmethod
     def nothing(cls, spec: TensorSpec) -> Holding:
-        """No element of a tensor, so that some rank names it."""
+        """Return the holding of no elements, so that some rank names the tensor."""
         return cls(spec.fqn, spec.dtype, spec.shape, b"", Partial().to_bytes())
 
 
@@ -508,18 +508,19 @@ class _SummedTensor(msgspec.Struct, array_like=True):
     """What some ranks hold of one tensor."""
 
     rank: int
-    """The first of them."""
+    """The first of these ranks."""
     dtype: str
     shape: Shape
     total: bytes
     """Sum of the elements whose holders have all sent their sums."""
     places: dict[bytes, tuple[int, dict[bytes, _Runs]]]
-    """The other elements: the number of their holders and, by sum, the ranks that have sent it."""
+    """Other elements: for each place, the number of ranks that hold it and, for each sum, the ranks
+    that sent it."""
     other: tuple[int, str, Shape] | None = None
-    """A rank that says another dtype or shape."""
+    """A rank that has another dtype or shape."""
 
     def add(self, more: _SummedTensor) -> None:
-        """Add what more ranks hold of it."""
+        """Add what more ranks hold of the tensor."""
         self.total = (Partial.from_bytes(self.total) + Partial.from_bytes(more.total)).to_bytes()
         if (more.dtype, more.shape) != (self.dtype, self.shape):
             self.other = self.other or (more.rank, more.dtype, more.shape)
@@ -530,7 +531,8 @@ class _SummedTensor(msgspec.Struct, array_like=True):
                 known[sums] = merge_ranges([*known.get(sums, ()), *runs])
 
     def settle(self, *, is_all: bool) -> None:
-        """Add up, and forget, what no further rank can hold; nothing where replicas differ."""
+        """Add up, and remove, the places that no further rank can hold. Keeps places where replicas
+        differ."""
         done = {}
         for place, (holders, versions) in self.places.items():
             if len(versions) == 1:
@@ -545,7 +547,7 @@ class HeldSums(msgspec.Struct, array_like=True):
     """What some ranks hold of all tensors."""
 
     ranks: int
-    """How many have sent their sums."""
+    """Number of ranks that have sent their sums."""
     tensors: dict[str, _SummedTensor]
 
     def add(self, fqn: str, tensor: _SummedTensor) -> None:
@@ -566,8 +568,8 @@ def sum_up(held: Iterable[Holding], rank: int) -> HeldSums:
 
 
 def add_holdings(parts: Sequence[HeldSums], world_size: int) -> HeldSums:
-    """Return what several ranks, or several lots of them, hold together; the first of them becomes
-    it. `world_size`: how many ranks there are in all."""
+    """Combine what several ranks, or several groups of ranks, hold. The first part becomes the
+    result. `world_size`: total number of ranks."""
     first, *rest = parts
     for more in rest:
         first.ranks += more.ranks
@@ -579,7 +581,7 @@ def add_holdings(parts: Sequence[HeldSums], world_size: int) -> HeldSums:
 
 
 def conclude(held: HeldSums, *, key: Key = PUBLIC) -> dict[str, str]:
-    """The fingerprints that the holdings of all ranks make up, in the order of first mention.
+    """Return the fingerprints from the holdings of all ranks, in the order of first mention.
 
     Raises:
         ReplicaDriftError: ranks that hold the same elements have different sums.
@@ -626,15 +628,16 @@ _ROW = np.dtype([("number", "<u4"), ("sums", "<u8", LANES), ("count", "<u8")])
 
 @gc_paused()
 def pack_tally(parts: Mapping[K, Partial], every: Iterable[K]) -> bytes:
-    """The parts by name, 28 bytes each. `every`: the names of all tensors, in the order of all
-    ranks."""
+    """Pack the parts by name, 28 bytes each. `every`: the names of all tensors, in the same order
+    on all ranks."""
     held = [(number, parts[name]) for number, name in enumerate(every) if name in parts] if parts else []
     return np.array([(number, part.sums, part.count) for number, part in held], _ROW).tobytes()
 
 
 @gc_paused()
 def digests_of(packed: bytes, every: Mapping[K, TensorLayout]) -> dict[K, str]:
-    """The fingerprint of every tensor, by name, from a tally of all parts. One without elements has no part."""
+    """Return the fingerprint of every tensor, by name, from a tally of all parts. A tensor without
+    elements has no part."""
     rows, none = _rows(packed), Partial()
     sums, counts = rows["sums"].tolist(), rows["count"].tolist()
     parts = [Partial(tuple(lanes), count) for lanes, count in zip(sums, counts)]

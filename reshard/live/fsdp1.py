@@ -40,7 +40,7 @@ class FlatPiece:
     """One original parameter inside a flat parameter."""
 
     flat: torch.Tensor
-    """The unit's flat parameter."""
+    """The flat parameter of the FSDP unit."""
     parameter: torch.Tensor
     """The optimizer's parameter: the original one with use_orig_params=True, otherwise `flat`."""
     shape: Shape
@@ -48,21 +48,21 @@ class FlatPiece:
     start: int
     """Where the parameter begins in the unsharded flat parameter, in elements."""
     shard_numel: int
-    """Elements of the flat parameter that each rank holds, with padding."""
+    """Elements of the flat parameter that each rank holds, including padding."""
     group: Any
-    """Process group of the unit. Every rank of it holds one range."""
+    """Process group of the unit. Each of its ranks holds one range."""
     sharded: bool
-    """False with NO_SHARD: every rank holds the whole."""
+    """False with NO_SHARD: every rank holds all elements."""
     mesh: Any = None
-    """FSDP's device mesh, if it was given one."""
+    """FSDP's device mesh, if FSDP was given one."""
     is_dtensor: bool = False
     """True if the original parameter was a DTensor, as under tensor parallelism. `shape` is then its local one."""
     handle: Any = None
-    """FSDP's, of the unit."""
+    """FSDP's handle of the unit."""
 
     @property
     def identity(self) -> tuple[int, int]:
-        """Equal for two names of one shared parameter only."""
+        """Equal only for two names of one shared parameter."""
         return id(self.flat), self.start
 
     @property
@@ -83,12 +83,13 @@ class FlatPiece:
 
     @property
     def lacks_ranks(self) -> bool:
-        """Whether the optimizer of some rank keeps no state of it, as the rank holds none of its elements."""
+        """Whether the optimizer of some rank has no state of the parameter because that rank holds
+        none of its elements."""
         ranks = range(dist.get_world_size(self.group))
         return self.parameter is not self.flat and any(low == high for low, high in map(self.range_of, ranks))
 
     def range_of(self, position: int) -> Range:
-        """The range of the parameter's flattening that the group's member at `position` holds."""
+        """Return the range of the flattened parameter that the group's member at `position` holds."""
         if not self.sharded:
             return 0, self.numel
         low = min(max(position * self.shard_numel - self.start, 0), self.numel)
@@ -102,14 +103,14 @@ class FlatPiece:
         return slice(at, at + high - low) if high > low else slice(0, 0)
 
     def value(self) -> torch.Tensor:
-        """The parameter as a sharded tensor that shares memory with the flat one."""
+        """Return the parameter as a sharded tensor that shares memory with the flat one."""
         # before the first forward pass the parameter itself is the shard
         shard: torch.Tensor = getattr(self.flat, "_local_shard", self.flat.data) if self.sharded else self.flat.data
         return self.tensor(shard[self.local_slice()])
 
     def tensor(self, local: torch.Tensor) -> torch.Tensor:
-        """A tensor of the parameter's shape from this rank's range of its flattening, whose memory
-        it shares; nothing is sent."""
+        """Return a tensor of the parameter's shape from this rank's range, whose memory it shares.
+        Nothing is sent."""
         if self.is_dtensor:
             raise NormalizationError(
                 f"FSDP1 has flattened the local part, of shape {self.shape}, of a parameter that tensor parallelism "
@@ -128,7 +129,7 @@ class FlatPiece:
             self.handle._prefetched = False
 
     def cut(self) -> FlatCut:
-        """Return which ranges of the parameter's flattening the ranks of the unit's group hold."""
+        """Return the ranges of the flattened parameter that the ranks of the unit's group hold."""
         ranges = tuple(self.range_of(position) for position in range(dist.get_world_size(self.group)))
         return FlatCut(self.shape, ranges, self.group, self.mesh)
 
@@ -137,9 +138,9 @@ _Pieces = dict[int, list[tuple[str, FlatPiece]]]
 
 
 def flat_pieces(unit: nn.Module) -> _Pieces:
-    """Of one FSDP1 unit, by id of a module below it: the names of the module's own parameters that
-    are in the unit's flat parameter, shared ones too. Empty for a unit without parameters of its
-    own."""
+    """Return, for one FSDP1 unit and by id of a module below it, the names of the module's own
+    parameters that are in the unit's flat parameter, including shared ones. Empty for a unit
+    without parameters of its own."""
     handle = unit.__dict__.get("_handle")
     if handle is None:
         return {}
@@ -199,45 +200,45 @@ def group_of(tensor: Any) -> Any:
 
 @dataclass(frozen=True)
 class FlatCut:
-    """The ranges of a tensor's flattening that the ranks of a process group hold, one behind
-    another."""
+    """The consecutive ranges of a flattened tensor that the ranks of a process group hold."""
 
     shape: Shape
     ranges: tuple[Range, ...]
-    """By position in the group, the range of elements: the first, and one past the last. Equal if empty."""
+    """The range of elements of each position in the group: the first, and one past the last. Equal
+    if the range is empty."""
     group: Any
     mesh: Any = None
     """FSDP's device mesh, of which the group is an axis. None without a mesh."""
 
     @property
     def is_chunks(self) -> bool:
-        """Whether every rank holds the rows that `torch.chunk` along dim 0 would give it, along the
-        last axis of the mesh, which is where torch's state dicts have them, also where FSDP shards
-        along another."""
+        """Whether every rank holds the rows that `torch.chunk` along dim 0 would assign to it,
+        along the last axis of the mesh. torch's state dicts have them there, even if FSDP shards
+        along another axis."""
         return self.ranges == self.chunks().ranges and (self.mesh is None or self.axis() == self.mesh.ndim - 1)
 
     def axis(self) -> int:
-        """The axis of the mesh that the group is."""
+        """The axis of the mesh that is the group."""
         ranks = sorted(dist.get_process_group_ranks(self.group))
         axes = range(self.mesh.ndim - 1, -1, -1)
         return next(axis for axis in axes if sorted(dist.get_process_group_ranks(self.mesh.get_group(axis))) == ranks)
 
     def chunks(self) -> FlatCut:
-        """Return the same tensor on the same ranks, as `torch.chunk` along dim 0 splits it."""
+        """Return the same tensor on the same ranks, split by `torch.chunk` along dim 0."""
         rows, per_row = self.shape[0], prod(self.shape[1:])
         step = -(-rows // len(self.ranges)) * per_row
         ends = [min(i * step, rows * per_row) for i in range(len(self.ranges) + 1)]
         return FlatCut(self.shape, tuple(pairwise(ends)), self.group, self.mesh)
 
     def here(self) -> int:
-        """Elements that this rank holds."""
+        """Return the number of elements that this rank holds."""
         low, high = self.ranges[dist.get_rank(self.group)]
         return high - low
 
     def tensor(self, local: torch.Tensor) -> torch.Tensor:
-        """The sharded tensor of which `local`, 1-D, is what this rank holds, and whose memory it
-        shares; nothing is sent, since every rank can compute what the others hold. A DTensor or
-        ShardedTensor if its shards are chunks."""
+        """Return the sharded tensor of which this rank holds `local`, 1-D, whose memory it shares.
+        Nothing is sent, because every rank can compute what the others hold. The result is a
+        DTensor or ShardedTensor if the shards are chunks."""
         if self.is_chunks:
             return self.chunk(local)
         from reshard.live.fsdp1_across_rows import CutAcrossRows  # ShardedTensor is deprecated upstream
@@ -245,8 +246,8 @@ class FlatCut:
         return CutAcrossRows.of(self, local, _sharded_tensor(self, local))
 
     def chunk(self, local: torch.Tensor) -> torch.Tensor:
-        """The tensor that torch's state dicts have, of a chunk of rows; collective where FSDP
-        shards along another axis of its mesh than the last."""
+        """Return the tensor that torch's state dicts have, from a chunk of rows. Collective if FSDP
+        shards along another axis of its mesh than the last one."""
         mesh = self.mesh
         if mesh is None or mesh.device_type != local.device.type:  # DTensor would move it to the mesh's device
             return _sharded_tensor(self, local)
@@ -262,7 +263,8 @@ def cut_of(tensor: Any) -> tuple[FlatCut, torch.Tensor] | None:
 
 
 def remade_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Unfilled memory for a tensor of another dtype with the layout of `tensor`, sharded or not."""
+    """Return uninitialized memory for a tensor of another dtype with the layout of `tensor`,
+    sharded or not."""
     found = cut_of(tensor)
     if found is None:
         return torch.empty_like(tensor, dtype=dtype)
@@ -314,7 +316,7 @@ def _sharded_tensor(cut: FlatCut, local: torch.Tensor) -> torch.Tensor:
 
 
 def _device_of(rank: int, local: torch.Tensor) -> str:
-    """Return where another rank has its part: on the device that FSDP takes it to have."""
+    """Return where another rank has its part: on the device that FSDP expects."""
     kind = local.device.type
     count = 0 if kind in ("cpu", "meta") else torch.get_device_module(kind).device_count()
     return f"{kind}:{rank % count}" if count else kind
@@ -328,11 +330,11 @@ def _device_of(rank: int, local: torch.Tensor) -> str:
 
 
 def split_state(piece: FlatPiece, parameter: torch.Tensor, values: Mapping[Any, Any], copy: bool) -> dict[Any, Any]:
-    """The state of one original parameter out of that of `parameter`, the flat one or, with
-    use_orig_params=True, this
-    rank's range of the original. Tensors of its length become tensors of the original's shape,
-    memory shared. `copy`: others are copied, since those of a parameter before this one are they
-    themselves, and no optimizer of the original parameters has one step count for several."""
+    """Extract the state of one original parameter from that of `parameter`, which is the flat one
+    or, with use_orig_params=True, this rank's range of the original. Tensors of its length become
+    tensors of the original's shape that share memory. `copy`: copy the others, because an earlier
+    parameter already has them, and no optimizer of the original parameters shares one step count
+    among several."""
     out: dict[Any, Any] = {}
     for key, value in values.items():
         if isinstance(value, torch.Tensor) and value.dim() == 1 and value.shape == _held_shape(piece, parameter):
@@ -347,8 +349,8 @@ def join_state(
     together: Sequence[tuple[str, FlatPiece, Mapping[str, Any] | None]],
     pairs: list[tuple[torch.Tensor, torch.Tensor]],
 ) -> dict[Any, Any] | None:
-    """One state out of those of all original parameters, by name, that are pieces of `parameter`;
-    of tensors that are still to be written: `pairs` gets each given value and its place.
+    """Combine the states of all original parameters, by name, that are pieces of `parameter` into
+    one. For tensors that must still be written, `pairs` gets each given value and its place.
 
     Raises NormalizationError if they were saved with different scalars, of which a flat parameter
     has only one.
@@ -388,7 +390,7 @@ def _holds(nest: Any, shape: Shape) -> bool:
 
 
 def _held_shape(piece: FlatPiece, parameter: torch.Tensor) -> torch.Size:
-    """Shape of a state tensor that covers the whole of what the optimizer has."""
+    """Return the shape of a state tensor that covers everything that the optimizer has."""
     if parameter is piece.flat:
         return torch.Size([piece.shard_numel])
     return parameter.shape
@@ -397,9 +399,9 @@ def _held_shape(piece: FlatPiece, parameter: torch.Tensor) -> torch.Size:
 def fill_absent(
     state: Mapping[str, Mapping[Any, Any]], pieces: Mapping[str, FlatPiece]
 ) -> dict[str, Mapping[Any, Any]]:
-    """State that only some ranks have, since the others hold no element of an original parameter,
-    as an empty part on those others; so that all can gather it together. Collective over the ranks
-    of each unit."""
+    """Add state that only some ranks have, as empty parts on the others, which hold no element of
+    an original parameter, so that all ranks can gather it together. Collective over the ranks of
+    each unit."""
     sharded = {name: piece for name, piece in pieces.items() if piece.sharded}
     mine = {
         name: {key: dtype_of(value) if is_sharded(value) else value for key, value in state[name].items()}

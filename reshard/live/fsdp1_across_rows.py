@@ -1,4 +1,5 @@
-"""A ShardedTensor that is not split between rows, as FSDP1 shards: it cannot be taken for one that is."""
+"""A ShardedTensor that, under FSDP1, is split inside rows. It cannot be mistaken for one that is
+split between rows."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ _Local = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _NoChunks(list[Any]):
-    """A list whose length no list of one chunk has, and whose items raise. torch's planners look at
-    the length alone."""
+    """A list whose length differs from that of a list with one chunk, and whose items raise.
+    torch's planners use only the length."""
 
     def __init__(self, tensor: CutAcrossRows) -> None:
         super().__init__()
@@ -46,16 +47,16 @@ class _NoChunks(list[Any]):
 
 
 class CutAcrossRows(ShardedTensor):
-    """This rank's range of a tensor's flattening, which begins or ends within rows on some rank.
+    """This rank's range of a flattened tensor, which begins or ends inside a row on some rank.
 
-    Its metadata say what every rank holds, and torch's planners, which read them, save and load it
-    right: it speaks their protocol (`__create_write_items__` and the others). Everything else that
-    reads ShardedTensors of FSDP1, such as torch's own setters and gathering, takes the first shard
-    of each rank for its chunk of rows: it gets an error.
+    Its metadata describe what every rank holds. torch's planners read these, so they save and load
+    it correctly: it implements their protocol (`__create_write_items__` and the others). All other
+    code that reads ShardedTensors of FSDP1, such as torch's setters and gathering, would mistake
+    the first shard of each rank for its chunk of rows. It gets an error instead.
 
     Attributes:
-        flat_cut: how it is sharded, a `FlatCut`.
-        flat_local: this rank's range, 1-D; the shards are views of it.
+        flat_cut: how the tensor is sharded, a `FlatCut`.
+        flat_local: this rank's range, 1-D. The shards are views of it.
     """
 
     _is_cut_across_rows = True
@@ -64,15 +65,15 @@ class CutAcrossRows(ShardedTensor):
 
     @classmethod
     def of(cls, cut: Any, local: torch.Tensor, sharded: Any) -> torch.Tensor:
-        """The ShardedTensor `sharded`, made of `local`, as one of these."""
+        """Create it from the ShardedTensor `sharded`, which was made from `local`."""
         sharded.__class__ = cls
         sharded.flat_cut, sharded.flat_local = cut, local
         made: torch.Tensor = sharded
         return made
 
     def local_shards(self) -> Any:
-        """A list that refuses to give a shard: callers would take it for a chunk of
-        rows."""
+        """Return a list that refuses to return a shard, because callers would mistake it for a
+        chunk of rows."""
         return _NoChunks(self)
 
     def _remade(self, change: _Local) -> torch.Tensor:
@@ -104,7 +105,7 @@ class CutAcrossRows(ShardedTensor):
         return self._remade(lambda local: copy.deepcopy(local, memo))
 
     def __create_write_items__(self, fqn: str, value: Any) -> list[Any]:
-        """Return what torch's planners save of it."""
+        """Return what torch's planners save for it."""
         from torch.distributed.checkpoint import planner
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
@@ -119,14 +120,14 @@ class CutAcrossRows(ShardedTensor):
         ]
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Return what torch's planners load into it."""
+        """Return what torch's planners load into."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         sizes = [(shard.metadata.shard_offsets, shard.metadata.shard_sizes) for shard in self._local_shards]
         return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(size)) for offsets, size in sizes]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        """The memory of one of these."""
+        """Return the memory of one of these chunks."""
         for shard in self._local_shards:
             if tuple(shard.metadata.shard_offsets) == tuple(index.offset or ()):
                 found: torch.Tensor = shard.tensor

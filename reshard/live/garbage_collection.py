@@ -1,4 +1,4 @@
-"""No cyclic garbage collection while many small containers are made that all stay."""
+"""Pauses cyclic garbage collection while many small containers are made that all stay."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause garbage collection. It would scan all containers repeatedly while more are created,
-    which takes longer than everything else for 100,000 tensors. As a decorator, so that the
-    function's own are freed when it continues.
+    """Pause garbage collection. It would repeatedly scan all containers while more are created,
+    which takes longer than everything else for 100,000 tensors. Use it as a decorator, so that the
+    function's own containers are freed when collection continues.
 
-    For what ends soon, or makes no circles: whatever runs beside it in the process is not collected
-    either. Long work collects only what is young between its parts, by `gc.collect(1)`, as `run_tasks`
-    does: what stays is not looked at again.
+    Use it only for work that ends soon, or creates no reference cycles, because nothing else in the
+    process is collected meanwhile. Long work, such as `run_tasks`, calls `gc.collect(1)` between
+    its parts, which does not scan older objects again.
     """
     enabled = gc.isenabled()
     gc.disable()

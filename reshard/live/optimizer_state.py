@@ -39,7 +39,7 @@ from reshard.live.tree import flatten, leaves_of, unflatten
 from reshard.state import KeyPath, key_of
 
 SCALARS = frozenset(["step", "eta", "mu", "mu_product"])
-"""State that torch's optimizers keep in tensors without dims, which are never DTensors."""
+"""State that torch's optimizers store in 0-d tensors, which are never DTensors."""
 
 
 class PartialState(dict[Any, Any]):
@@ -60,7 +60,7 @@ class PartialState(dict[Any, Any]):
 
     @property
     def is_placed(self) -> bool:
-        """Whether some unsharded tensor here is to stay so beside a DTensor."""
+        """Whether some unsharded tensor here should stay unsharded beside a DTensor."""
         return None in self.elsewhere.values()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -108,7 +108,7 @@ class LazyOptimizerState(PartialState):
         return super().is_placed or any(map(is_dtensor, self.parameters.values()))
 
     def receive(self, filled: Mapping[Any, Any]) -> None:
-        """Hold these places. Nothing is offered, and no other rank alone has state."""
+        """Set these places. After that, nothing is offered, and no other rank alone has state."""
         self.offered = frozenset()
         self.elsewhere = {name: at for name, at in self.elsewhere.items() if not isinstance(at, int)}
         self.clear()
@@ -125,18 +125,18 @@ class Saved(NamedTuple):
     key: str
     path: KeyPath
     shape: Shape | None
-    """None for what is no tensor."""
+    """None if it is not a tensor."""
     dtype: str = ""
     first: str = ""
-    """The key of the tensor that this is a further name of."""
+    """The key of the first tensor, if this is another name of it."""
     value: Any = None
     """The value of an object, if it must exist before the load."""
     read: Callable[[], Any] | None = None
-    """Gives the elements of a tensor, or the object, where it can be had before the load."""
+    """Returns the elements of a tensor, or the object, if it is available before the load."""
     on_mesh: bool | None = None
     """True if it was a DTensor. None if the checkpoint does not record it."""
     in_parts: bool = False
-    """Whether it was one of which each rank held a part."""
+    """Whether each rank held a part of it."""
 
 
 @contextmanager
@@ -246,7 +246,8 @@ def fill(
 
 
 def _held(one: LazyOptimizerState, leaves: Iterable[KeyPath]) -> set[KeyPath]:
-    """Paths of what stays as it is: state that is not merely offered, and fields of groups in the flat form."""
+    """Return the paths of what stays unchanged: state that is not merely offered, and fields of
+    groups in the flat form."""
     fields = {(key,) for key in one if is_field((key,))}
     return fields | {path for path in leaves if _owner(path, one.parameters) not in one.offered}
 
@@ -258,7 +259,8 @@ def _of_classes(
     containers: Mapping[KeyPath, str],
     held: Container[KeyPath],
 ) -> dict[KeyPath, Any]:
-    """State that was saved as the parts of tensors of classes that can be made again, where nothing is held."""
+    """Return state that was saved as the parts of tensor classes that can be made again, where no
+    state exists yet."""
     parts: dict[KeyPath, list[Saved]] = {}
     for row in rows:
         if containers.get(row.path[:-1], "").startswith("tensor:") and row.shape is not None and row.read is not None:
@@ -281,7 +283,8 @@ def _of_classes(
 
 
 def _listed(above: KeyPath, rows: Iterable[Saved]) -> set[str]:
-    """The parameters in saved groups beside the state at the path `above`, or of the flat form there."""
+    """Return the parameters in saved groups beside the state at the path `above`, or of the flat
+    form there."""
     front = (*above[:-1], "param_groups")
     named = [row for row in rows if row.read and "params" in row.path and _is_below(row.path, front)]
     below = [row.path[len(above) :] for row in rows if _is_below(row.path, above)]
@@ -290,7 +293,7 @@ def _listed(above: KeyPath, rows: Iterable[Saved]) -> set[str]:
 
 
 def _is_own(key: str, listed: Container[str]) -> bool:
-    """Return whether a key below the state, or of the flat form, is of no parameter that the groups list."""
+    """Return whether a key below the state, or of the flat form, belongs to no parameter of the groups."""
     if not is_flat_key(key):
         return key not in listed
     section, _, name = key.partition(".")
@@ -298,12 +301,12 @@ def _is_own(key: str, listed: Container[str]) -> bool:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A param group without what lists its parameters."""
+    """Return a param group without the list of its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def listed_in(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
-    """The parameters of all param groups, by name or id as these list them."""
+    """Return the parameters of all param groups, by the name or id that the groups list."""
     return [one for group in groups for one in group.get("params", ())]
 
 
@@ -313,8 +316,8 @@ def is_field(path: KeyPath) -> bool:
 
 
 def _owner(rest: KeyPath, parameters: Mapping[str, Any]) -> str | None:
-    """The parameter whose state is at a path: below its name, or at and below a key of the flat
-    form."""
+    """Return the parameter whose state is at a path: below its name, or at and below a key of the
+    flat form."""
     first = str(rest[0]) if rest else ""
     if len(rest) >= 2 and first in parameters:
         return first
@@ -333,15 +336,15 @@ class _UnshardedState:
     ) -> None:
         owners = [(row, _owner(row.path[depth:], parameters)) for row in rows if row.on_mesh]
         self._on_mesh = {owner for _, owner in owners}
-        """Parameters with state that was a DTensor."""
+        """Parameters whose state was a DTensor."""
         self._in_parts = {owner for row, owner in owners if row.in_parts}
-        """Parameters that were sharded, or had state that was."""
+        """Parameters that were sharded, or had sharded state."""
         self._in_parts |= {str(row.path[-1]) for row in all_rows if row.in_parts and row.path[-1] in parameters}
 
     def has(self, row: Saved, owner: str) -> bool:
-        """Return whether a parameter's state is such.
+        """Return whether each rank had all of this state of a parameter.
 
-        A state dict without any DTensor is a full one, which says nothing.
+        A state dict without any DTensor is a full one, from which this cannot be determined.
         """
         if row.in_parts or not self._on_mesh:
             return False
@@ -349,14 +352,14 @@ class _UnshardedState:
 
 
 class _StateMemory:
-    """Memory for state, one for all keys under which one tensor was saved."""
+    """Memory for state, shared by all keys under which one tensor was saved."""
 
     def __init__(self, live: Mapping[str, Any]) -> None:
         self._live, self._made = live, dict[str, Any]()
 
     def place(self, row: Saved, parameter: Any, there: Any, is_beside: bool = False) -> Any:
-        """Return unfilled memory for a tensor, placed like its parameter if the shapes are equal
-        and it was not kept unsharded beside what was sharded."""
+        """Return uninitialized memory for a tensor. It is placed like its parameter if the shapes
+        are equal, unless the tensor was kept unsharded beside sharded ones."""
         if row.shape is None:  # a tensor can hold a number, but not None
             is_none = is_tensor(there) and row.read is not None and row.read() is None
             return row.value if there is None or is_none else there
@@ -383,8 +386,9 @@ def _fits(known: Any, shape: Shape, dtype: torch.dtype) -> bool:
 
 
 def _is_laid_out_like(known: Any, like: Any, *, is_like: bool) -> bool:
-    """Return whether a tensor has the layout of a parameter, or of what is on its mesh without
-    being `is_like` it; a full tensor, if there is no layout to follow."""
+    """Return whether a tensor has the layout of a parameter or, if it is not `is_like` the
+    parameter, that of a tensor on the parameter's mesh. Without a layout to follow: whether it is a
+    full tensor."""
     if not (is_sharded(known) or is_sharded(like)):
         return like is None or like.device.type == "meta" or bool(known.device == like.device)
     if not (is_dtensor(known) and is_dtensor(like)) or known.device_mesh != like.device_mesh:
@@ -426,7 +430,7 @@ class _Groups(NamedTuple):
         return any(key.startswith(front) for key in keys)
 
     def as_saved(self, rows: Iterable[Saved], containers: Mapping[KeyPath, str]) -> None:
-        """Give them the form of the saved ones, unless they have it."""
+        """Convert the groups to the form of the saved ones, unless they have it."""
         front = self.front
         saved = {row.path[len(front) :]: row for row in rows if _is_below(row.path, front)}
         if not saved or not (self.has_tensors or any(row.shape is not None for row in saved.values())):
@@ -438,7 +442,7 @@ class _Groups(NamedTuple):
 
 
 def _at(value: Any, path: KeyPath) -> Any:
-    """Return what a nest has at a path; None for nothing."""
+    """Return the value at a path of a nest. None if there is none."""
     for part in path:
         known = value if isinstance(value, Mapping) else dict(enumerate(value)) if type(value) in (list, tuple) else {}
         value = known.get(part)
@@ -446,14 +450,15 @@ def _at(value: Any, path: KeyPath) -> Any:
 
 
 def _usable(there: Any, row: Saved) -> Any:
-    """Return what is there, unless it is a tensor where an object was saved."""
+    """Return the existing value, unless it is a tensor and an object was saved."""
     return None if row.shape is None and is_tensor(there) else there
 
 
 def _within(
     nest: Any, is_one: Callable[[Any], bool] = lambda value: isinstance(value, dict) and is_nested(value)
 ) -> list[tuple[KeyPath, Any]]:
-    """Return the values in a nest for which `is_one`, with their paths. Default: optimizers of the nested form."""
+    """Yield the values in a nest for which `is_one` is True, with their paths. Default: optimizers
+    of the nested form."""
     return [(path, one) for path, one in leaves_of(nest, is_one).items() if is_one(one)]
 
 
@@ -469,8 +474,8 @@ def _put_back(
 
 
 def lost_state(state_dict: Any, saved: Iterable[Saved]) -> list[str]:
-    """Keys of optimizers' states that are empty, and not in the checkpoint: a load would silently
-    leave them so."""
+    """Return keys of optimizers' states that are empty, and not in the checkpoint: a load would
+    silently leave them empty."""
     fresh = [(path, one["param_groups"]) for path, one in _within(state_dict) if one["state"] == {}]
     empty = [((*path, "state"), {str(n) for of in groups for n in of["params"] or ()}) for path, groups in fresh]
     rows = list(saved) if empty else []
@@ -482,17 +487,17 @@ def lost_state(state_dict: Any, saved: Iterable[Saved]) -> list[str]:
 
 
 def _is_on_mesh(row: Saved, parameter: Any) -> bool:
-    """Return whether state of another shape than its parameter's is to be a DTensor, with all
-    elements on each rank: if it was one, or may have been one, since arithmetic with the parameter
-    needs it."""
+    """Return whether state of another shape than its parameter's becomes a DTensor, with all
+    elements on each rank. It does if it was one, or may have been one, because arithmetic with the
+    parameter needs it."""
     if not is_dtensor(parameter) or row.on_mesh is False:
         return False
     return bool(row.shape) or (row.on_mesh is True and row.path[-1] != "step")  # which optimizers of torch keep apart
 
 
 def _place_like(like: Any, shape: Shape, dtype: torch.dtype, *, is_like: bool) -> torch.Tensor:
-    """Unfilled memory for a tensor of a parameter's state: placed like the parameter, or with all
-    elements on each rank of its mesh. Without a parameter, an unsharded tensor."""
+    """Return uninitialized memory for a tensor of a parameter's state: placed like the parameter,
+    or with all elements on each rank of its mesh. Without a parameter, an unsharded tensor."""
     if like is None or (type(like) is torch.Tensor and like.device.type == "meta"):
         return torch.empty(shape, dtype=dtype, device="cpu")
     if is_like:
@@ -532,8 +537,8 @@ def is_nested(tree: Mapping[Any, Any]) -> bool:
 
 
 def with_names(saved: Mapping[Any, Any], live: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """Return a saved optimizer with the names of a live one, if it has no state yet, and its groups
-    list as many parameters, by number: both are in the order in which the optimizer got them."""
+    """Return a saved optimizer with the names of a live one, if it has no state yet and its groups
+    list an equal number of parameters by id. Both are in the order in which the optimizer got them."""
     if not (is_nested(saved) and is_nested(live)) or saved["state"]:
         return saved
     groups, others = saved["param_groups"], live["param_groups"]
@@ -559,7 +564,7 @@ def is_flat(keys: Iterable[Any]) -> bool:
 
 
 def form_of(tree: Any) -> str:
-    """The form of the state dict of an optimizer; empty if this is none."""
+    """Return the form of an optimizer's state dict. Empty if it is not one."""
     if not isinstance(tree, Mapping):
         return ""
     if "param_groups" in tree:
@@ -568,8 +573,8 @@ def form_of(tree: Any) -> str:
 
 
 def owner_of(name: str, known: Container[str]) -> str | None:
-    """The parameter whose name, and a dot, `name` begins with; the longest of `known` if there are
-    several."""
+    """Return the parameter whose name, followed by a dot, `name` begins with. If there are several
+    in `known`, the longest."""
     while "." in name:
         name = name.rpartition(".")[0]
         if name in known:
@@ -585,14 +590,14 @@ class FlatKey(NamedTuple):
     owner: str
     """Name of the parameter."""
     path: tuple[str, ...]
-    """Where in the parameter's state, or which field of its group."""
+    """The path within the parameter's state, or the field of its group."""
 
 
 def split_flat_key(key: str, known: Container[str] = ()) -> FlatKey:
-    """The parts of a key. The parameter's name and its state's may both have dots, so `known` names
-    decide; of an unknown parameter the last segment is the state's name.
+    """Split a key. The names of the parameter and of its state may both have dots, so the `known`
+    names decide. For an unknown parameter, the last segment is the name of the state.
 
-    Raises NormalizationError for a key that is none of the flat form.
+    Raises NormalizationError for a key that is not of the flat form.
     """
     section, _, rest = key.partition(".")
     if not is_flat_key(key) or "." not in rest:
@@ -608,11 +613,12 @@ def split_flat_key(key: str, known: Container[str] = ()) -> FlatKey:
 
 
 def flatten_optimizer(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The flat form of a nested one. Every parameter carries the fields of its group, so that dicts
-    of pipeline stages have no key in common. Empty groups leave no trace, and keys of nested state
-    become text.
+    """Return the flat form of a nested state dict. Every parameter has the fields of its group, so
+    that dicts of pipeline stages have no key in common. Empty groups are lost, and keys of nested
+    state become text.
 
-    Raises NormalizationError for state whose name has a dot, or that of another."""
+    Raises NormalizationError for state whose name has a dot, or equals another one.
+    """
     flat: dict[str, Any] = {}
     last: tuple[Any, ...] = ()
     for name, values in state_dict["state"].items():

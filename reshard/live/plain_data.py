@@ -33,7 +33,8 @@ class _LongInt(int):
 
 
 def represent(value: Any, words: Callable[[Any], str] = repr) -> str:
-    """The `repr` of a value for people. Ints that Python does not write in decimal are in hex."""
+    """Return the `repr` of a value for people. Ints that Python does not write in decimal are in
+    hexadecimal."""
     with suppress(ValueError):
         return words(value)
 
@@ -64,7 +65,7 @@ def encode_plain(value: Any, *, tensor_bytes: int = 0) -> Any:
 
 @dataclass
 class _Tensors:
-    """The number of bytes of tensors that plain data may have, and that may still be added."""
+    """How many bytes of tensors plain data may contain, and how many are left."""
 
     limit_bytes: int
     left_bytes: int
@@ -145,7 +146,7 @@ def _encode(value: Any, above: set[int], tensors: _Tensors) -> Any:
 
 
 def _fix(value: object) -> str:
-    """Return what to save instead."""
+    """Return advice on what to save instead."""
     if isinstance(value, torch.nn.Module):
         return "make the model a value of a dict, as {'model': model}, or save get_model_state_dict(model)"
     if isinstance(value, torch.optim.Optimizer):
@@ -176,12 +177,11 @@ UNSUPPORTED_TENSORS = {
         "a tensor with torch's negative bit, which is not supported: save x.resolve_neg() instead"
     ),
 }
-"""What tensors are that pickles have as calls of these functions, and what to save instead."""
+"""Kinds of tensors that pickles store as calls of these functions, and what to save instead."""
 
 
 def check_text(text: str) -> str:
-    """The text itself. Raises FormatError if it cannot be stored, such as a file's name that is no
-    UTF-8."""
+    """Return the text. Raises FormatError if it cannot be stored, such as a file name that is not UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -322,7 +322,7 @@ def are_equal(a: Any, b: Any) -> bool:
 
 
 def _as_saved(value: Any) -> Any:
-    """Values of a class of their own, and those in sets, as they are read again."""
+    """Return values of custom classes, and those in sets, as they are after reading them again."""
     if isinstance(value, set | frozenset):
         return set(map(_as_saved, value))
     with suppress(FormatError):  # which cannot be saved
@@ -331,7 +331,8 @@ def _as_saved(value: Any) -> Any:
 
 
 def _kind(value: Any) -> Any:
-    """Return what two values must share to be equal: whether they are bools, or an array's shape and dtype."""
+    """Return what two values must have in common to be equal: whether they are bools, or an array's
+    shape and dtype."""
     if isinstance(value, np.ndarray | torch.Tensor):
         return isinstance(value, np.ndarray), tuple(value.shape), value.dtype
     return isinstance(value, bool | np.bool_)

@@ -298,12 +298,12 @@ def _by_group(state: Mapping[str, Any], above: KeyPath = ()) -> Iterator[tuple[K
 
 
 AFTER_WRITES: MutableMapping[torch.Tensor, Callable[[], object]] = WeakTensorKeyDictionary()
-"""Tensor of a model -> what to call after its elements were written. FSDP then frees the copy of
-the parameter that a forward pass gathered, because the next pass would use it again."""
+"""Tensor of a model -> function to call after its elements were written. FSDP then frees the copy
+of the parameter that a forward pass gathered, because the next pass would use it again."""
 
 
 def tell_owners(written: Iterable[torch.Tensor]) -> None:
-    """Call what `AFTER_WRITES` has for these tensors."""
+    """Call the functions that `AFTER_WRITES` has for these tensors."""
     for tensor in written if AFTER_WRITES else ():
         if (call := AFTER_WRITES.get(tensor)) is not None:
             call()
@@ -315,14 +315,14 @@ class CheckedState(dict[str, Any]):
     checks: dict[KeyPath, Callable[[Any], object]]
     """Functions by path. Each gets the saved value at its path, and may raise."""
     apart: Collection[KeyPath]
-    """Paths of objects. What is around them is matched entry by entry."""
+    """Paths of objects. The containers around them are matched entry by entry."""
     models: Collection[KeyPath]
     """Paths of models, which keep their dtypes."""
     optimizers: Collection[KeyPath]
     """Paths of optimizers."""
 
     def of_optimizers(self, keys: Iterable[str], *, known: bool = False) -> list[str]:
-        """Return, for keys of models, where the optimizers have the state of the same parameters.
+        """Return, for keys of models, where the optimizers store the state of the same parameters.
 
         If `known`, only of parameters that they have now.
         """
@@ -345,7 +345,7 @@ class CheckedState(dict[str, Any]):
 
 
 def _settings(state: Mapping[str, Any], above: KeyPath = ()) -> Iterator[KeyPath]:
-    """Yield what the constructor was given. Releases of torch differ in the rest."""
+    """Yield the arguments of the constructor. Releases of torch differ in the rest."""
     for name in state:
         if not name.startswith("_") and name != "verbose":
             yield *above, name
@@ -357,9 +357,9 @@ _NO_OBJECTS = (str, int, float, torch.Tensor, type, Mapping)
 
 
 def is_object(value: Any, *, within: bool = False) -> bool:
-    """Return whether a value is a model or stage, an optimizer, a generator, or another object
-    with `state_dict` and `load_state_dict`. A container of tensors is none. `within`: or
-    whether dicts, lists, and tuples have one in it."""
+    """Return whether a value is a model or stage, an optimizer, a generator, or another object with
+    `state_dict` and `load_state_dict`. A container of tensors is not. `within`: also return True
+    for dicts, lists, and tuples that contain one."""
     found, seen = [value], set[int]()
     for each in found:
         one = each.value if isinstance(each, PerRank) else each
@@ -544,17 +544,16 @@ class Targets(State[LiveTensor]):
         self._new.clear()
 
     def _fill(self, key: str, value: torch.Tensor) -> None:
-        """Write what was made of a saved number into the live tensor, which others may hold."""
+        """Write the tensor made from a saved number into the live tensor, which others may refer to."""
         for local, made in zip(self.writable(key), LiveTensor(key, value).local, strict=True):
             with torch.inference_mode(local.is_inference()):
                 local.copy_(made)
 
 
 def _refilled(live: Any, value: Any, filled: set[int]) -> Any:
-    """Return the dict `live` with the contents of the dict `value`, since variables of the
-    caller may hold it, or a dict in it. What is no dict is replaced, and so is one that is
-    `filled` already.
-    """
+    """Return the dict `live` with the contents of the dict `value`, because variables of the caller
+    may refer to it, or to a dict in it. Anything else is replaced, and so is a dict that is already
+    `filled`."""
     if type(live) is not type(value) or type(live) not in (dict, OrderedDict, defaultdict) or id(live) in filled:
         return value
     filled.add(id(live))
@@ -565,8 +564,8 @@ def _refilled(live: Any, value: Any, filled: set[int]) -> Any:
 
 
 def _saved_whole(saved: Mapping[str, Any], full: set[KeyPath], path: KeyPath, value: Any) -> bool:
-    """Return True if the container at a path was saved as one object and can be replaced by it: not
-    those that are `full`, to which the ones around each `OwnState` are added."""
+    """Return True if the container at a path was saved as one object and can be replaced by it.
+    This excludes containers in `full`, to which those around each `OwnState` are added."""
     if isinstance(value, OwnState):
         full |= containers_around([path])
     key = key_of(path)

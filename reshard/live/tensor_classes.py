@@ -48,18 +48,18 @@ class _TensorClass(NamedTuple):
 
 
 def _scaled(cls: Any, parts: Mapping[str, torch.Tensor], like: torch.Tensor, **more: Any) -> torch.Tensor:
-    """torchao's states of float8."""
+    """torchao's float8 optimizer states."""
     made: torch.Tensor = cls(**parts, dtype=like.dtype, **more)
     return made
 
 
 def _of_table(cls: Any, parts: Mapping[str, torch.Tensor], like: torch.Tensor, **more: Any) -> torch.Tensor:
-    """torchao's states of 8 bits."""
+    """torchao's 8-bit optimizer states."""
     return _scaled(cls, parts, like, signed=bool(parts["qmap"][0] < 0), **more)
 
 
 def _packed(cls: Any, parts: Mapping[str, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """torchao's states of 4 bits."""
+    """torchao's 4-bit optimizer states."""
     return _of_table(cls, parts, like, shape=tuple(like.shape))
 
 
@@ -124,8 +124,8 @@ def register_tensor_class(
 
 
 def expanded(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
-    """`leaves`, with the inner tensors instead of a tensor that is made of them, at its path
-    and their attribute.
+    """Return `leaves` with a tensor's inner tensors in its place, at its path followed by their
+    attribute.
 
     Raises KeyMismatchError if something else has such a key; LayoutError for a part of a DTensor's
     local tensor that has no registered layout, or whose blocks the sharding splits.
@@ -147,7 +147,7 @@ def expanded(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, Any]:
 
 
 def _placed_part(value: torch.Tensor, name: str, path: KeyPath) -> torch.Tensor:
-    """An inner tensor; of a DTensor, sharded as that is."""
+    """Return an inner tensor. That of a DTensor is sharded as the DTensor is."""
     local = holder(value)
     part: torch.Tensor = getattr(local, name)
     known = registered_classes.get(class_name(local))
@@ -189,8 +189,8 @@ def _block_of(numel: int, parts: int, of: str) -> int:
 
 
 def _in_blocks(whole: Sequence[int], shape: Sequence[int], block: int, of: str) -> list[int]:
-    """The shape of a part with one element for each `block` elements of the flattening, viewed such
-    that it is sharded as the tensor is: of `shape`, a shard of `whole`."""
+    """Return the shape of a part with one element per `block` elements of the flattened tensor,
+    viewed so that it is sharded like the tensor: of `shape`, a shard of `whole`."""
     if not whole:
         return []
     # the last dim that whole blocks can end along
@@ -208,15 +208,15 @@ def _in_blocks(whole: Sequence[int], shape: Sequence[int], block: int, of: str) 
 
 
 def _rows_of_blocks(whole: Sequence[int], dim: int, block: int) -> int:
-    """The number of rows of a dim that are complete blocks."""
+    """Return the number of rows of a dim that are complete blocks."""
     return block // math.gcd(block, math.prod(whole[dim + 1 :]))
 
 
 def _placed(
     part: torch.Tensor, shape: Sequence[int], outer: torch.Tensor, whole: Sequence[int], uncut: Collection[int] = ()
 ) -> torch.Tensor:
-    """`part`, viewed with `shape`; in a DTensor sharded as `outer` is, a part of one of shape
-    `whole`, equal along the dims `uncut`."""
+    """Return `part`, viewed with `shape`. For a DTensor, it is sharded as `outer` is, a part of one
+    of shape `whole`, equal along the dims `uncut`."""
     seen = part.detach().view(tuple(shape))
     if not is_dtensor(outer):
         return seen
@@ -259,8 +259,8 @@ class SavedPart(NamedTuple):
 
 
 def made_of_parts(name: str, saved: Mapping[str, SavedPart], parameter: torch.Tensor) -> torch.Tensor | None:
-    """Unfilled state of the class of this name, placed like its parameter; None if the class is not
-    registered with a way to make it, or the program has not imported it.
+    """Return uninitialized state of the class with this name, placed like its parameter. None if
+    the class is not registered with a way to make it, or the program has not imported it.
 
     Raises LayoutError if the sharding splits a block.
     """

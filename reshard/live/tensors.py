@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 Forms = tuple[ProductForm, ...]
 
 NEWEST_TRIED = (2, 15)
-"""The newest release of torch with which all tests were run."""
+"""The newest release of torch with which all tests have run."""
 
 
 def warn_if_untried(version: str) -> None:
-    """Warn of a torch newer than was tried."""
+    """Warn if torch is newer than `NEWEST_TRIED`."""
     major, minor = map(int, version.split(".")[:2])
     if (major, minor) > NEWEST_TRIED:
         tried = ".".join(map(str, NEWEST_TRIED))
@@ -60,7 +60,7 @@ def this_rank() -> int:
 
 
 def world_size() -> int:
-    """Return how many ranks the job has; 1 without a process group."""
+    """Return the number of ranks of the job; 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -70,20 +70,20 @@ def is_tensor(value: object) -> bool:
 
 
 def global_shape(tensor: Any) -> Shape:
-    """Shape of the full tensor."""
+    """Return the shape of the full tensor."""
     # every attribute of a ShardedTensor that a plain tensor has too warns of its age; its metadata does not
     return tuple(tensor.metadata().size) if is_sharded_tensor(tensor) else tuple(tensor.shape)
 
 
 def dtype_of(tensor: Any) -> torch.dtype:
-    """Type of its elements."""
+    """Return the dtype of its elements."""
     dtype: torch.dtype = tensor.metadata().tensor_properties.dtype if is_sharded_tensor(tensor) else tensor.dtype
     return dtype
 
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """A tensor of a state dict, under its key. Each fact is found once, when first asked for."""
+    """A tensor of a state dict, under its key. Each fact is determined once, on first access."""
 
     key: str
     value: Any
@@ -91,7 +91,7 @@ class LiveTensor:
 
     @cached_property
     def spec(self) -> TensorSpec:
-        """Name, global shape and dtype. Raises LayoutError for a tensor whose elements are no
+        """Name, global shape, and dtype. Raises LayoutError for a tensor whose elements are not a
         plain array in memory."""
         tensor = self.value
         dense = type(tensor) in PLAIN or is_dtensor(tensor)  # nearly always
@@ -123,12 +123,11 @@ class LiveTensor:
 
     @cached_property
     def form(self) -> Form:
-        """How the tensor is placed. A plain tensor is whole on every rank of the job, or on the
-        one rank without a job.
+        """How the tensor is placed. A plain tensor is full on every rank of the job, or on the one
+        rank without a job.
 
-        Raises LayoutError for a DTensor with pending reductions (`Partial`), a placement that is
-        not known here, or one that allows several layouts between which its local tensor does not
-        decide.
+        Raises LayoutError for a DTensor with pending reductions (`Partial`), an unknown placement,
+        or a placement that allows several layouts, if the local tensor does not determine which.
         """
         if len(self.forms) > 1:
             here, shape = _rank(), global_shape(self.value)
@@ -138,11 +137,11 @@ class LiveTensor:
 
     @cached_property
     def forms(self) -> tuple[Form, ...]:
-        """All layouts that the tensor may have, by what this rank holds of it; the likeliest
-        first. Usually one: there are several if a strided shard is uneven. Then all ranks together
-        decide, see `agreed_form`.
+        """All layouts that the tensor may have, given what this rank holds of it; the most likely
+        first. Usually there is one. There are several if a strided shard is uneven: then all ranks
+        together decide, see `agreed_form`.
 
-        Raises LayoutError as `form` does, but for the last reason.
+        Raises LayoutError as `form` does, except for the last reason.
         """
         tensor, key = self.value, self.key
         if is_sharded_tensor(tensor):
@@ -161,7 +160,7 @@ class LiveTensor:
 
     @cached_property
     def _possible(self) -> Forms:
-        """What the placements of a DTensor can mean, the likeliest first."""
+        """Return the possible meanings of a DTensor's placements, the most likely first."""
         tensor: DTensor = self.value
         mesh = tensor.device_mesh
         groups = tuple(getattr(mesh, "_dim_group_names", ()))
@@ -172,17 +171,17 @@ class LiveTensor:
 
     @property
     def is_ambiguous(self) -> bool:
-        """True if the placements can mean several forms, among which only what all ranks hold
-        decides. The same on all ranks of its mesh."""
+        """True if the placements can mean several forms, so that only the local tensors of all
+        ranks decide. The same on all ranks of its mesh."""
         if not is_dtensor(self.value) or not any(map(is_strided_shard, self.value.placements)):
             return False
         return len(matching_shards(self._possible, tuple(self.value.shape), {})) > 1
 
     def form_by_all(self) -> Form:
-        """How the tensor is placed, as all ranks that hold it find together: collective over them,
-        unless no rank can doubt.
+        """Return the form that all ranks of the tensor agree on: collective over them, unless no
+        rank can be in doubt.
 
-        Raises LayoutError as `form` does, on all ranks where they find several ways to be possible.
+        Raises LayoutError as `form` does, on all ranks if several forms are possible.
         """
         tensor = self.value
         ways = matching_shards(self._possible, tuple(tensor.shape), {}) if is_dtensor(tensor) else self.forms
@@ -209,10 +208,10 @@ class LiveTensor:
     @cached_property
     def local(self) -> tuple[torch.Tensor, ...]:
         """The local tensors of this rank, detached and sharing memory, one for each part of the
-        layout; () where none.
+        layout. () if there are none.
 
-        For a DTensor or plain tensor that is one tensor; for a ShardedTensor, one for each local
-        shard, in the order of its metadata. Raises LayoutError if their memory was freed.
+        For a DTensor or plain tensor, this is one tensor. For a ShardedTensor, it is one for each
+        local shard, in the order of its metadata. Raises LayoutError if their memory was freed.
         """
         tensor = self.value
         if is_dtensor(tensor) and tensor.device_mesh.get_coordinate() is None:
@@ -245,7 +244,7 @@ class LiveTensor:
 
     @cached_property
     def is_sharded(self) -> bool:
-        """True if it may hold only a part of its tensor: a DTensor or ShardedTensor."""
+        """True if it may hold only a part of its tensor: it is a DTensor or ShardedTensor."""
         return is_sharded(self.value)
 
     @cached_property
@@ -269,8 +268,8 @@ class LiveTensor:
 
 
 def identity_of(tensor: Any) -> tuple[Any, ...] | None:
-    """Equal for tied tensors: the same view of the same memory, also if it is not allocated yet.
-    None if this is unknown, as on a rank that holds no element."""
+    """Return a value that is equal for tied tensors: the same view of the same memory, even if it
+    is not allocated yet. None if this is unknown, as on a rank that holds no element."""
     if type(tensor) in PLAIN:  # nearly always
         own = _memory_of(tensor)
         return (own, tuple(tensor.shape), ()) if own else None
@@ -288,19 +287,19 @@ def identity_of(tensor: Any) -> tuple[Any, ...] | None:
 
 
 def held_tensors(tensor: Any) -> list[torch.Tensor]:
-    """The tensors in whose memory this rank's elements are. Compare `LiveTensor.local`."""
+    """Return the tensors whose memory contains this rank's elements. See also `LiveTensor.local`."""
     if is_sharded_tensor(tensor):
         return [shard.tensor for shard in tensor._local_shards]
     return [holder(tensor)]
 
 
 def holder(value: torch.Tensor) -> torch.Tensor:
-    """The tensor in which this rank's elements are: of a DTensor, its local tensor."""
+    """Return the tensor that contains this rank's elements: for a DTensor, its local tensor."""
     return value._local_tensor if is_dtensor(value) else value
 
 
 def reach_bytes(tensor: torch.Tensor) -> int:
-    """Bytes from the first to behind the last element in memory."""
+    """Return the bytes from the first element in memory to the end of the last one."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size() if tensor.numel() else 0
 
@@ -317,7 +316,7 @@ def mark_overwritten(tensor: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def _memory_of(local: torch.Tensor) -> tuple[Any, ...] | None:
-    """Return where a local tensor is and how it is seen; () without elements, None if it is unknown."""
+    """Return where a local tensor is in memory, with its view. () without elements, None if it is unknown."""
     if local.is_nested:
         return None
     if local.numel() == 0:
@@ -330,8 +329,8 @@ def _memory_of(local: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 def _mesh_ranks(device_mesh: DeviceMesh) -> torch.Tensor:
-    """Ranks by coordinate; also without a process group, where `.mesh` of a submesh asks for this
-    process's rank."""
+    """Return ranks by coordinate. This also works without a process group, when `.mesh` of a
+    submesh asks for this process's rank."""
     layout, ranks = getattr(device_mesh, "_layout", None), getattr(device_mesh, "_rank_map", None)
     if layout is not None and ranks is not None and not dist.is_initialized():
         whole: torch.Tensor = layout.remap_to_tensor(ranks)
@@ -344,9 +343,10 @@ def lines_of(device_mesh: DeviceMesh, here: int) -> list[tuple[list[int], list[i
     """Return the ranks along each axis through `here`, in the order of the mesh and in that of
     their process group.
 
-    Process groups ascend, unless `new_group(..., sort_ranks=False)` made them. So do those that
-    cannot be asked: a mesh may have none, or outlive them; their names may be those of others by
-    then."""
+    The ranks of process groups ascend, unless `new_group(..., sort_ranks=False)` made them. Groups
+    that cannot be asked are assumed to ascend: a mesh may have none, or outlive them, and other
+    groups may have their names by then.
+    """
     grid = _mesh_ranks(device_mesh)
     lines: list[tuple[list[int], list[int]]] = []
     for axis in range(grid.ndim) if (grid == here).any() else ():
@@ -360,14 +360,14 @@ def lines_of(device_mesh: DeviceMesh, here: int) -> list[tuple[list[int], list[i
 
 
 def mesh_line(grid: torch.Tensor, rank: int, axis: int) -> list[int]:
-    """The ranks along an axis of a mesh through `rank`, in its order."""
+    """Return the ranks along an axis of a mesh through `rank`, in the order of the mesh."""
     at = (grid == rank).nonzero()[0].tolist()
     line: list[int] = grid[(*at[:axis], slice(None), *at[axis + 1 :])].tolist()
     return line
 
 
 UNSHARDED = ("world",)
-"""Names of the axes of the mesh that a tensor without one of its own is recorded with."""
+"""Names of the axes of the mesh that is recorded for a tensor without a mesh."""
 
 
 @lru_cache(maxsize=8)
@@ -381,7 +381,8 @@ def _rank() -> int:
 
 @lru_cache(maxsize=4096)  # of a state with many tensors, few differ in this
 def _forms_held(forms: Forms, shape: Shape, here: int, local: Shape) -> Forms:
-    """Metadata do not say how a tensor was sharded. What this rank holds, `local`, does."""
+    """Return the forms that fit the local tensor of this rank, because metadata do not say how the
+    tensor was sharded."""
     return matching_shards(forms, shape, {here: local} if here in forms[-1].mesh else {})
 
 
@@ -389,11 +390,11 @@ def _forms_held(forms: Forms, shape: Shape, here: int, local: Shape) -> Forms:
 def _readings(
     device_mesh: DeviceMesh, here: int, groups: tuple[str, ...], placements: tuple[object, ...], ndim: int
 ) -> Forms:
-    """Return what the placements may mean, the likeliest first.
+    """Return what the placements may mean, the most likely first.
 
-    The same slice of a mesh has other ranks for another process, yet compares equal. `here`
-    separates them, as the names of its groups separate meshes that differ in nothing but the order
-    of the ranks in these.
+    The same slice of a mesh has other ranks for another process, yet the meshes compare equal, so
+    `here` is part of the key. So are the names of its groups: they distinguish meshes that differ
+    only in the order of the groups' ranks.
     """
     kept = set()
     for axis, (line, group) in enumerate(lines_of(device_mesh, here)):
@@ -432,8 +433,8 @@ def _sharded_tensor_form(tensor: Any, fqn: str) -> Form:
 
 
 def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """Return the same DTensor over another local tensor of equal sizes, which stays where it is:
-    `from_local` would move it to the device of the mesh."""
+    """Return the same DTensor over another local tensor of equal sizes, which stays on its device:
+    `from_local` would move it to that of the mesh."""
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
@@ -471,8 +472,8 @@ def layout_of(state: Any, fqn: str = "") -> TensorLayout | StateLayout:
 
 
 def state_instead_of(given: object) -> str:
-    """For an error: the type of what is no state dict, and the call that makes one of a module or
-    an optimizer."""
+    """Return, for an error, the type of a value that is not a state dict, and the call that makes
+    one from a module or an optimizer."""
     fix = ""
     if isinstance(given, torch.nn.Module):
         fix = ": pass reshard.get_model_state_dict(model)"
@@ -484,16 +485,17 @@ def state_instead_of(given: object) -> str:
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, sharing memory on any device.
+    """Return the bytes of a contiguous tensor, sharing memory, on any device.
 
-    A dim of size 1 may have any stride and be contiguous all the same, but torch refuses to see it
-    as bytes then.
+    A contiguous tensor may have any stride in a dim of size 1, but torch then refuses to view it as
+    bytes.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def resolved_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of any tensor in row-major order; a copy only where its memory has others."""
+    """Return the bytes of any tensor in row-major order. This is a copy only if its memory has
+    another order."""
     return raw_bytes(resolved(tensor).contiguous())
 
 
@@ -508,8 +510,8 @@ def resolved_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _named(*names: str) -> Callable[[object], bool]:
-    """A test whether a value is of one of torch.distributed's classes with such a name, or of one
-    derived from it."""
+    """Return a function that tests whether a value's class, or one of its base classes, is a class
+    of torch.distributed with such a name."""
 
     @lru_cache(maxsize=1024)  # programs that make classes as they go have them forgotten
     def known(cls: type) -> bool:
@@ -523,18 +525,18 @@ def _named(*names: str) -> Callable[[object], bool]:
 is_dtensor = cast("Callable[[object], TypeIs[DTensor]]", _named("DTensor"))
 is_sharded_tensor = _named("ShardedTensor")
 is_sharded = _named("DTensor", "ShardedTensor")
-"""Whether a value may hold only a part of its tensor."""
+"""Return whether a value may hold only a part of its tensor."""
 is_strided_shard = _named("_StridedShard")
-"""Returns whether a placement is that of FSDP2 over tensor parallelism, for which torch has no
+"""Return whether a placement is that of FSDP2 over tensor parallelism, for which torch has no
 public name. In some releases of torch, it is a subclass of `Shard`."""
 is_pending = _named("Partial")
-"""Whether a placement of a DTensor is a reduction that was not done yet."""
+"""Return whether a placement of a DTensor is a pending reduction."""
 
 
 def dtensor_of(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any] | None = None, **whole: Any) -> DTensor:
-    """A DTensor of this local tensor, which stays on its device: `DTensor.from_local` would move it
-    to that of the mesh. FSDP2 with CPU offload has parameters on the host, on a mesh of devices.
-    `whole`: shape and stride."""
+    """Return a DTensor of this local tensor, which stays on its device: `DTensor.from_local` would
+    move it to that of the mesh. FSDP2 with CPU offload has parameters on the host, on a mesh of
+    devices. `whole`: shape and stride."""
     from torch.distributed.tensor import DTensor
 
     stays = local.device.type in (mesh.device_type, "meta")
@@ -544,8 +546,7 @@ def dtensor_of(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any] 
 
 
 def dtensor_like(local: torch.Tensor, model: DTensor) -> DTensor:
-    """A DTensor of this local tensor, of the shape of `model`, on its mesh and placed as it is
-    there."""
+    """Return a DTensor of this local tensor with the shape, mesh, and placements of `model`."""
     return dtensor_of(local, model.device_mesh, model.placements, shape=model.shape, stride=model.stride())
 
 
@@ -567,16 +568,16 @@ def dtensor_like(local: torch.Tensor, model: DTensor) -> DTensor:
 
 @lru_cache(maxsize=1024)
 def candidate_layouts(mesh: Mesh, placements: tuple[Placement, ...], kept: frozenset[int] = frozenset()) -> Forms:
-    """Return what tensors of these placements may be, the likeliest first, each once: as FSDP2
-    shards what tensor parallelism (by `distribute_tensor`) has left, as all axes shard that a
-    strided shard leaves for later, and as the placements say. The shapes of local tensors decide
-    which it is, see `matching_shards`.
+    """Return the possible forms of tensors with these placements, each once, the most likely first:
+    as FSDP2 shards what tensor parallelism (by `distribute_tensor`) leaves; as all axes shard that
+    a strided shard leaves for later; and as the placements say literally. The shapes of local
+    tensors decide, see `matching_shards`.
 
     Args:
-        kept: axes whose process groups have their ranks in the order of the mesh. Those of all
-            others ascend.
+        kept: axes whose process groups have their ranks in the order of the mesh. The ranks of all
+        others ascend.
 
-    Raises LayoutError, without the tensor's name, where the groups would leave elements to no rank.
+    Raises LayoutError, without the tensor's name, if the groups would assign elements to no rank.
     """
     grouped = _mesh_in_group_order(mesh, placements, kept)
     if grouped is None:
@@ -596,8 +597,8 @@ def candidate_layouts(mesh: Mesh, placements: tuple[Placement, ...], kept: froze
 
 def matching_shards(forms: Sequence[ProductForm], shape: Shape, held: Mapping[int, Shape]) -> Forms:
     """Return the `forms` whose local tensors have the shapes that some ranks hold (rank -> shape),
-    in order. Of forms that give every rank the same elements, the last one stays, which says it as
-    the placements do."""
+    in order. Of several forms that give every rank the same elements, the last one stays, which
+    matches the placements literally."""
     found: list[ProductForm] = []
     for form in forms:
         if all(_local_shape(form, shape, rank) == sizes for rank, sizes in held.items()):
@@ -607,10 +608,11 @@ def matching_shards(forms: Sequence[ProductForm], shape: Shape, held: Mapping[in
 
 
 def agreed_form(shape: Shape, said: Iterable[Collection[Form]]) -> Form | None:
-    """The one form out of what each rank says that a tensor may be; None if no form is possible
-    on all ranks.
+    """Return the one form that is possible on all ranks, from the forms that each rank considers
+    possible. None if there is none.
 
-    Raises LayoutError, without the tensor's name, where several are that differ in some element.
+    Raises LayoutError, without the tensor's name, if several are possible that differ in some
+    element.
     """
     parties = list(said)
     found = [form for form in parties[0] if all(form in other for other in parties[1:])]
@@ -620,8 +622,8 @@ def agreed_form(shape: Shape, said: Iterable[Collection[Form]]) -> Form | None:
 
 
 def explain_ambiguity(shape: Shape, forms: Sequence[Form], rank: int | None) -> str:
-    """Why the layout of a tensor of this shape is unknown: all these forms fit what `rank` holds,
-    or all ranks."""
+    """Explain why the layout of a tensor of this shape is unknown: all these forms fit what `rank`
+    holds, or all ranks."""
     who = "all ranks hold" if rank is None else f"rank {rank} holds, and it cannot determine which one"
     return (
         f"of shape {shape} may be sharded in {len(forms)} ways that fit what {who}: {'; '.join(map(str, forms))}. "
@@ -642,8 +644,8 @@ def same_parts(a: ProductForm, b: ProductForm, shape: Shape) -> bool:
 
 
 def _mesh_in_group_order(mesh: Mesh, placements: Sequence[Placement], kept: Collection[int]) -> Mesh | None:
-    """The mesh with each rank at its place in its process groups, along the sharding axes. None
-    if two ranks would be at one place, as on `[[0, 3], [2, 1]]`."""
+    """Return the mesh with each rank at its place in its process groups, along the sharding axes.
+    None if two ranks would be at one place, as on `[[0, 3], [2, 1]]`."""
     grid = mesh.ranks.reshape(mesh.shape)
     cut = [a for a, placement in enumerate(placements) if not isinstance(placement, Replicate) and a not in kept]
     if all((np.diff(grid, axis=axis) > 0).all() for axis in cut):
@@ -657,12 +659,11 @@ def _mesh_in_group_order(mesh: Mesh, placements: Sequence[Placement], kept: Coll
 
 
 def _cut_later(form: ProductForm, axes: Collection[int]) -> ProductForm:
-    """Return the same shards, but those of the strided shards on `axes` made after the number of later
-    ones that their split factors stand for: inner axes first, on a mesh with its axes in that
-    order.
+    """Return a form with the same shards, in which the strided shards on `axes` come after the
+    inner axes whose product is their split factor, on a mesh with its axes in that order.
 
     `(_S(0, 2), S(0))` on (dp, tp=2) becomes `(S(0), S(0))` on (tp=2, dp). A strided shard whose
-    split factor is no such product means what it says, and stays.
+    split factor is no such product is meant literally, and stays.
     """
     mesh, placements = form.mesh, form.placements
     order: list[int] = []  # the axes, in the order in which they shard
@@ -693,13 +694,13 @@ wrappers: dict[str, str] = {
     f"{_TRAINING}.bitnet.BitNetTrainingLinearWeight": "_data",
     f"{_TRAINING}.int8_mixed_precision.Int8MixedPrecisionTrainingLinearWeight": "_data",
 }
-"""Classes by full name that only change how a tensor is computed with, and the attribute with that
-tensor."""
+"""Full names of classes that only change how a tensor is used in computations, and the attribute
+with the tensor."""
 
 
 def inner_names(value: Any) -> list[str]:
-    """The attributes with the tensors that a tensor, or a DTensor's local one, is made of; none of
-    a plain one."""
+    """Return the attributes with the tensors that make up a tensor, or a DTensor's local one. Empty
+    for a plain one."""
     local = holder(value)
     if is_plain(value) or class_name(local) in wrappers or not hasattr(local, "__tensor_flatten__"):
         return []
@@ -707,8 +708,7 @@ def inner_names(value: Any) -> list[str]:
 
 
 def tensor_class(value: Any) -> str:
-    """The class of a tensor, or of a DTensor's local one, if it says more than its elements; "" for
-    plain ones."""
+    """Return the class of a tensor, or of a DTensor's local one, if it matters. "" for plain ones."""
     local = holder(value)
     if is_plain(value) or is_sharded_tensor(local) or class_name(local) in wrappers:
         return ""  # how a tensor is sharded, or multiplied, is no class of its values
@@ -716,13 +716,13 @@ def tensor_class(value: Any) -> str:
 
 
 def is_plain(value: object) -> bool:
-    """Return True unless a value is a tensor, or a DTensor's local one is, of a class of its own."""
+    """Return False if a value is a tensor of a custom class, or a DTensor whose local tensor is one."""
     return not isinstance(value, torch.Tensor) or type(holder(value)) in PLAIN
 
 
 def class_kinds(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, str]:
-    """ "tensor:app.Quantized" by path, for tensors of classes of their own, and for such that these
-    are made of."""
+    """Return "tensor:app.Quantized" by path, for tensors of custom classes, and for tensors of such
+    classes inside them."""
     out: dict[KeyPath, str] = {}
     for path, value in leaves.items():
         if is_plain(value):
@@ -735,8 +735,8 @@ def class_kinds(leaves: Mapping[KeyPath, Any]) -> dict[KeyPath, str]:
 
 
 def settled(value: Any) -> Any:
-    """The value itself; for the result of a collective that may be in progress, the plain tensor,
-    after it has arrived; for a wrapper, the tensor inside."""
+    """Return the value itself. For the result of a collective that may be in progress, return the
+    plain tensor after it has arrived; for a wrapper, the tensor inside."""
     if is_plain(value):
         return value
     local = holder(value)
@@ -751,7 +751,7 @@ def settled(value: Any) -> Any:
 
 
 def wrapped_like(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """`value`; inside a wrapper of the same class if `model` is one."""
+    """Return `value`, inside a wrapper of the same class if `model` is one."""
     local, inner = holder(model), holder(value)
     attribute = wrappers.get(class_name(local))
     if attribute is None:
@@ -762,8 +762,8 @@ def wrapped_like(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
 
 
 def forget_derived(value: torch.Tensor) -> None:
-    """Set what a wrapper has computed from the tensor inside, such as a scale, to None: the tensor
-    changed."""
+    """Set what a wrapper has computed from the tensor inside, such as a scale, to None, because the
+    tensor changed."""
     local = holder(value)
     attribute = wrappers.get(class_name(local))
     if attribute is not None:

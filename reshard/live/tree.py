@@ -1,4 +1,5 @@
-"""Nested containers as flat leaves with typed key paths, and back, in the types of the live values."""
+"""Takes nested containers apart into flat leaves with typed key paths, and puts them together in
+the types of the live values."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ from reshard.state import IntKey, KeyPath, key_of, plain_key
 
 _MAX_INT_KEY = 1 << 256
 _MOST_ABSENT = 1 << 16
-"""A sequence that lacks more items than this closes up: a checkpoint can claim any place."""
+"""If a sequence lacks more items than this, the missing items are dropped, because a checkpoint can
+claim any position."""
 MAX_DEPTH = 100
-"""Levels of nesting that are supported: what is written can then be read without exhausting the stack,
-in any program."""
+"""Supported levels of nesting: any program can then read what is written without exhausting the stack."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Flat:
     """A nest taken apart. `unflatten(flat.leaves, flat.containers)` builds it again."""
 
     leaves: dict[KeyPath, Any]
-    """Every value that is no container, by path, in order."""
+    """Every value that is not a container, by path, in order."""
     containers: dict[KeyPath, str] = field(default_factory=dict)
     """"dict" and "list" for empty containers, which have no leaf; for every other sequence,
     what `reshard.live.tree.sequence_kind` says of it, and for mappings without tensors, if they are
@@ -40,8 +41,8 @@ class Flat:
 
 
 def other_key_of(path: KeyPath) -> str:
-    """The dotted key that a path has where its ints have the same text beside them, or, where they
-    have, without."""
+    """Return the other dotted key of a path: with marked ints if it is plain, and plain if its ints
+    are marked because a dict has the same keys as text."""
     return key_of(tuple(IntKey(part.value, not part.apart) if isinstance(part, IntKey) else part for part in path))
 
 
@@ -75,9 +76,9 @@ def map_leaves(
     is_leaf: Callable[[Any], bool] | None = None,
     path: tuple[Any, ...] = (),
 ) -> Any:
-    """The dicts, lists and tuples of a nest, copied as plain ones, with `change(path, leaf)`
-    instead of every leaf; the path has keys as they are. Nothing is checked: see `flatten` for
-    what is to be saved."""
+    """Return copies of the dicts, lists, and tuples of a nest, as plain ones, with `change(path,
+    leaf)` instead of every leaf. The path has the original keys. Nothing is checked: see `flatten`
+    for what can be saved."""
     kind = type(nest)
     if is_leaf is None or not is_leaf(nest):
         if kind is list or kind is tuple:
@@ -88,14 +89,14 @@ def map_leaves(
 
 
 def copy_containers(value: Any) -> Any:
-    """Copies of nested dicts, lists and tuples; the leaves are shared."""
+    """Return copies of nested dicts, lists, and tuples. The leaves are shared."""
     if isinstance(value, dict) and set(map(type, value.values())) == {torch.Tensor}:
         return dict(value)  # nearly always, and there are many
     return map_leaves(lambda path, leaf: leaf, value)
 
 
 def leaves_of(nest: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[tuple[Any, ...], Any]:
-    """The leaves that `map_leaves` meets, by path."""
+    """Return the leaves that `map_leaves` visits, by path."""
     found: dict[tuple[Any, ...], Any] = {}
     map_leaves(found.__setitem__, nest, is_leaf)
     return found
@@ -106,7 +107,7 @@ def _show(path: KeyPath) -> str:
 
 
 class _Walk(NamedTuple):
-    """Where the taking apart ends, besides at what is no container, and what it has come across."""
+    """Where to stop taking containers apart, and what was found so far."""
 
     is_leaf: Callable[[Any], bool]
     whole_at: Callable[[KeyPath, Any], bool]
@@ -116,7 +117,7 @@ class _Walk(NamedTuple):
 
 
 def _flatten(value: Any, path: KeyPath, flat: Flat, walk: _Walk) -> bool:
-    """Return True if there is nothing below that `walk.is_leaf` stops at."""
+    """Take a value apart. Return True if `walk.is_leaf` stops at nothing below it."""
     other = walk.seen.setdefault(key_of(path), path) if path else path
     if other != path:
         raise KeyMismatchError(
@@ -150,7 +151,7 @@ _KEYS = {str, int}
 
 
 def _items(value: Any) -> tuple[str, list[tuple[str | int | IntKey, Any]]] | None:
-    """Kind and items of a container; None for a leaf."""
+    """Return the kind and items of a container. None for a leaf."""
     if not isinstance(value, Mapping):
         kind = sequence_kind(value)
         return None if kind is None else (kind, list(enumerate(value)))
@@ -167,8 +168,8 @@ def _items(value: Any) -> tuple[str, list[tuple[str | int | IntKey, Any]]] | Non
 
 
 def _part_of(key: Any) -> str | IntKey | None:
-    """A dict's key in a path; None for one that can only be saved with the dict as one value. One
-    of a class of its own counts as the text or number that it is equal to."""
+    """Return a dict's key as part of a path. None if the dict can only be saved as one value. A key
+    of a custom class counts as the text or number that it equals."""
     if type(key) is str:
         return key
     if isinstance(key, str):
@@ -213,7 +214,7 @@ class _Leaf:
 
 
 def _descend(root: dict[Any, Any], path: KeyPath) -> dict[Any, Any]:
-    """The container at `path`, made on the way down."""
+    """Return the container at `path`. Creates the containers on the way."""
     node = root
     for i, part in enumerate(path):
         node = node.setdefault(part, {})
@@ -256,13 +257,12 @@ _PLAIN_OF: dict[type, Callable[[Any], Any]] = {
     tuple: lambda value: tuple(tuple.__iter__(value)),
     list: lambda value: list(list.__iter__(value)),
 }
-"""Plain types, and how a value of a class that extends one becomes plain, past what that class
-overrides."""
+"""Plain types, and how a value of a derived class becomes plain, ignoring what that class overrides."""
 
 
 @dataclass(frozen=True)
 class CustomValue:
-    """A value of a class that only a live value can bring: what is saved of it."""
+    """What is saved of a value whose class only a live value can provide."""
 
     name: str
     """Module and class."""
@@ -271,11 +271,10 @@ class CustomValue:
 
 
 def typed(value: Any) -> CustomValue | None:
-    """Return what can be saved of a value whose class extends a plain type or Enum; None for any
+    """Return what can be saved of a value whose class extends a plain type or Enum. None for any
     other value.
 
-    Raises FormatError, naming the class, for a value with attributes of its own, which would be
-    lost.
+    Raises FormatError, naming the class, for a value with attributes, which would be lost.
     """
     if isinstance(value, Enum):
         return CustomValue(_name(type(value)), (value.name, value.value))
@@ -295,19 +294,19 @@ def _name(cls: type) -> str:
 
 
 def class_name(value: Any) -> str:
-    """The class of a value as reports name it: without a module where it is a builtin."""
+    """Return the class of a value as reports name it: without a module if it is built in."""
     return _name(type(value)).removeprefix("builtins.")
 
 
 def _base(cls: type) -> type | None:
-    """The plain type that a class is or extends; torch.Size is a value of its own."""
+    """Return the plain type that a class is or extends. torch.Size counts as a plain type."""
     return None if cls is torch.Size else next((base for base in _PLAIN_OF if issubclass(cls, base)), None)
 
 
 def sequence_kind(value: Any) -> str | None:
-    """Return what kind of sequence is taken apart: "list", "tuple", "deque" or, with a largest
-    length, "deque:8"; of a class that extends one, "tuple:app.P". None for what is none, or has
-    attributes besides its items."""
+    """Return the kind of a sequence that is taken apart: "list", "tuple", "deque" or, with a
+    maximum length, "deque:8"; for a derived class, "tuple:app.P". None for other values, and for
+    those that have attributes besides items."""
     cls = type(value)
     if cls is tuple or cls is list:
         return cls.__name__
@@ -333,8 +332,8 @@ def mapping_kind(value: Mapping[Any, Any]) -> str:
 def builtin_kinds(
     containers: Mapping[KeyPath, str], leaves: Collection[KeyPath]
 ) -> tuple[dict[KeyPath, str], dict[str, tuple[str, str]]]:
-    """Return the same containers as dicts, lists, tuples, and plain tensors, which other programs read
-    without the classes that they were of; and by key, those classes and what is in their place.
+    """Return the same containers as dicts, lists, tuples, and plain tensors, which other programs
+    read without the original classes. Also return, by key, these classes and their replacements.
     `leaves` are the paths of all values."""
     kinds: dict[KeyPath, str] = {}
     changed_classes: dict[str, tuple[str, str]] = {}
@@ -350,7 +349,7 @@ def builtin_kinds(
 
 
 def make_sequence(kind: str, items: Iterable[Any]) -> Any:
-    """A sequence of a kind that `sequence_kind` returns. Raises FormatError for any other."""
+    """Return a sequence of a kind that `sequence_kind` returns. Raises FormatError for any other."""
     base, _, rest = kind.partition(":")
     if base == "deque" and (not rest or rest.isdecimal()):
         return deque(items, int(rest) if rest else None)
@@ -361,14 +360,14 @@ def make_sequence(kind: str, items: Iterable[Any]) -> Any:
 
 
 def rebuilt(live: tuple[Any, ...], items: Iterable[Any]) -> Any:
-    """A tuple of the type of `live` with other items."""
+    """Return a tuple of the type of `live` with other items."""
     return tuple(items) if type(live) is tuple else _make(type(live), tuple(items))
 
 
 def restore_types(value: Any, live: Any) -> Any:
-    """`value`, or the same in the type of `live` where it is plain data for that type; the inside
-    of containers, too. Neither is changed. What stays `CustomValue` needs a class that is nowhere
-    in `live` (see `unresolved_class`)."""
+    """Return `value` in the type of `live`, if it is plain data for that type, including the
+    contents of containers. Otherwise, return `value`. Neither is changed. A remaining `CustomValue`
+    needs a class that does not occur in `live` (see `unresolved_class`)."""
     if unresolved_class(value) is not None:
         classes: dict[str, type] = {}  # those that a saved value may ask for, by name
         for cls in map(type, nested(live)):
@@ -379,13 +378,13 @@ def restore_types(value: Any, live: Any) -> Any:
 
 
 def unresolved_class(value: Any) -> str | None:
-    """The class of the first value of a nest that is still `CustomValue`."""
+    """Return the class of the first value of a nest that is still a `CustomValue`."""
     return next((one.name for one in nested(value) if isinstance(one, CustomValue)), None)
 
 
 def nested(value: Any) -> Iterator[Any]:
-    """A value and all inside it: keys and values of mappings and namespaces, items of sequences and
-    sets. Plain items are omitted where all are plain."""
+    """Yield a value and everything inside it: keys and values of mappings and namespaces, items of
+    sequences and sets. Omits plain items if all items are plain."""
     yield value
     if isinstance(value, argparse.Namespace | types.SimpleNamespace):
         value = vars(value)
@@ -402,7 +401,7 @@ def needs_class(name: str) -> str:
 
 
 def _resolved(value: Any, classes: Mapping[str, type]) -> Any:
-    """The nest with what is `CustomValue` made, as far as the classes go."""
+    """Return the nest with `CustomValue`s replaced by values, if their classes are known."""
     if isinstance(value, CustomValue):
         plain = _resolved(value.value, classes)
         cls = classes.get(value.name)
@@ -418,8 +417,8 @@ def _resolved(value: Any, classes: Mapping[str, type]) -> Any:
 
 
 def _make(cls: type, plain: Any) -> Any:
-    """A value of a class out of the plain one, past its `__init__`; None if the class makes
-    something else of it."""
+    """Make a value of a class from the plain one, without calling `__init__`. None if the class
+    changes the value."""
     try:
         if issubclass(cls, Enum):
             member = cls(plain[1])
@@ -435,7 +434,8 @@ def _make(cls: type, plain: Any) -> Any:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Return whether two plain values are the same; of sequences, whether their items are the same objects."""
+    """Return whether two plain values are the same. For sequences, whether their items are the same
+    objects."""
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(x is y for x, y in zip(a, b))
     return bool(a == b) or (a != a and b != b)
@@ -464,7 +464,8 @@ def _alike(value: Any, live: Any) -> Any:
 
 
 def _in_order(value: dict[Any, Any], live: Mapping[Any, Any]) -> dict[Any, Any]:
-    """`value` with empty containers, whose places are not saved, where `live` has them. Nothing else moves."""
+    """Return `value` with empty containers, whose positions are not saved, at their positions in
+    `live`. Nothing else moves."""
     empty = {key for key, item in value.items() if isinstance(item, (dict, *_SEQUENCES)) and not item}
     order = [key for key in live if key in value] if empty else []
     is_same = [key for key in order if key not in empty] == [key for key in value if key not in empty]
@@ -472,8 +473,8 @@ def _in_order(value: dict[Any, Any], live: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def _with_items(kind: Sequence[Any], items: list[Any], value: Sequence[Any]) -> Any:
-    """A sequence like `kind` of these items; like `value`, which has the same, where the class of
-    `kind` makes something else of them."""
+    """Return a sequence like `kind` of these items, or one like `value`, which has the same items,
+    if the class of `kind` changes them."""
     if isinstance(kind, deque):
         made: Any = deque(items, kind.maxlen)
         if len(made) == len(items):
@@ -486,8 +487,8 @@ def _with_items(kind: Sequence[Any], items: list[Any], value: Sequence[Any]) -> 
 
 
 def _mapping(items: dict[Any, Any], live: Mapping[Any, Any]) -> Any:
-    """A mapping of the type of `live`, with all that is its own besides the items: a default, a
-    method that a scheduler calls after a load."""
+    """Return a mapping of the type of `live`, with everything else that it has besides items: a
+    default, or a method that a scheduler calls after a load."""
     if isinstance(live, types.MappingProxyType):
         return types.MappingProxyType(items)
     try:

@@ -1,4 +1,5 @@
-"""What modules, wrappers and optimizers keep to themselves, and names without what wrappers add. A border module."""
+"""Reads what modules, wrappers, and optimizers keep private, and removes wrappers from names.
+Private names of torch."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ _WRAPPERS = {
     ("deepspeed.runtime.engine", "DeepSpeedEngine"): "module",
     ("lightning.fabric.wrappers", "_FabricModule"): "_forward_module",
 }
-"""(module, class name) of each wrapper, and the child that it stands for. By name, because
-importing the classes takes seconds, and instances exist only if their class was imported."""
+"""(module, class name) of each wrapper, and the child that it wraps. Classes are given by name,
+because importing them takes seconds, and instances exist only if their class was imported."""
 
 WRAPPER_SEGMENTS = frozenset(_WRAPPERS.values())
 """The segments that wrappers add to names."""
@@ -45,17 +46,17 @@ _KNOWN_MODULES = ("torch.nn.", "torch.distributed.", "torch._dynamo.", "deepspee
 
 @dataclass(frozen=True, slots=True)
 class ClassFacts:
-    """What is true of every module of one class."""
+    """Facts about every module of one class."""
 
     wrapped: str | None
-    """The child that a wrapper class stands for."""
+    """The child that a wrapper class wraps."""
     overrides: bool
-    """Whether the user's own code reads or writes its state dict."""
+    """Whether the user's code reads or writes its state dict."""
     has_extra_state: bool
     modifiers: bool
     """Whether it has the method that declares hidden children."""
     flattens: bool
-    """Whether it puts the parameters below it one after another into a flat one, as FSDP1 does."""
+    """Whether it flattens the parameters below it into one, as FSDP1 does."""
 
 
 class ModuleReader:
@@ -71,7 +72,7 @@ class ModuleReader:
         self._facts: dict[type, ClassFacts] = {}
 
     def facts(self, module: nn.Module) -> ClassFacts:
-        """The facts of the module's class."""
+        """Return the facts about the module's class."""
         cls = type(module)
         found = self._facts.get(cls)
         if found is None:
@@ -79,7 +80,7 @@ class ModuleReader:
         return found
 
     def hidden(self, module: nn.Module) -> frozenset[str]:
-        """Names of the children whose own segment is no part of canonical names."""
+        """Return the names of the children whose segment is omitted from canonical names."""
         facts = self.facts(module)
         names = {facts.wrapped} if facts.wrapped is not None else set()
         if facts.modifiers:
@@ -87,23 +88,22 @@ class ModuleReader:
         return frozenset(names)
 
     def is_opaque(self, module: nn.Module, facts: ClassFacts) -> bool:
-        """Return True if only the module's own `state_dict` and `load_state_dict` know its state:
-        it overrides them, or the user hooked them. Hooks of FSDP and of activation checkpointing do
-        not count, their effect is known."""
+        """Return True if only the module's own `state_dict` and `load_state_dict` know its state,
+        because it overrides them, or has hooks of the user's. Hooks of FSDP and of activation
+        checkpointing do not count, because their effect is known."""
         own = module.__dict__
         if facts.overrides or "state_dict" in own or "load_state_dict" in own:
             return True
         return not all(_is_known(hook) for kind in _HOOKS for hook in own.get(kind, {}).values())
 
     def touched(self, module: nn.Module) -> bool:
-        """Return True if hooks or overrides decide how this module is saved and loaded; that is
-        rare, in many modules."""
+        """Return True if hooks or overrides decide how this module is saved and loaded. Few modules
+        have any."""
         return any(map(module.__dict__.get, (*_HOOKS, "state_dict", "load_state_dict")))
 
     def settle(self, module: nn.Module) -> Mapping[int, list[tuple[str, FlatPiece]]]:
-        """Bring FSDP2 parameters to their sharded form, as its own hook does before a state dict is
-        taken. FSDP1's does more: of its units this is what their flat parameters consist of, see
-        `flat_pieces`."""
+        """Bring FSDP2 parameters to their sharded form, as FSDP2's own hook does before a state
+        dict is taken. FSDP1's hook does more: see `flat_pieces` for what its units contain."""
         if self.facts(module).flattens:
             return flat_pieces(module)
         for hook in module.__dict__.get("_state_dict_pre_hooks", {}).values():
@@ -112,9 +112,9 @@ class ModuleReader:
         return {}
 
     def overwritten(self, module: nn.Module) -> Mapping[int, int]:
-        """By id, the buffers that this module will overwrite before its next forward pass with
-        those of another rank, and that rank: DistributedDataParallel gives all ranks the buffers of
-        the first one of its group."""
+        """Return, by id, the buffers that this module will overwrite before its next forward pass
+        with those of another rank, and that rank. DistributedDataParallel copies the buffers of the
+        first rank of its group to all ranks."""
         inner = self.children(module).get("module")  # a compiled module has the attributes of what it wraps
         if inner is None or not getattr(module, "broadcast_buffers", False) or hasattr(module, "buffer_hook"):
             return {}
@@ -125,11 +125,11 @@ class ModuleReader:
         return {id(buffer): first for name, buffer in inner.named_buffers() if name not in ignored}
 
     def children(self, module: nn.Module) -> Mapping[str, nn.Module | None]:
-        """Every child under every name that it has."""
+        """Yield every child under each of its names."""
         return module._modules
 
     def child(self, module: nn.Module, name: str) -> nn.Module | None:
-        """The child of this name."""
+        """Return the child with this name."""
         return module._modules.get(name)
 
     def owns(self, module: nn.Module, name: str) -> bool:
@@ -137,15 +137,15 @@ class ModuleReader:
         return name in module._modules or name in module._parameters or name in module._buffers
 
     def parameters(self, module: nn.Module) -> Mapping[str, nn.Parameter | None]:
-        """The module's own parameters."""
+        """Return the module's own parameters."""
         return module._parameters
 
     def buffers(self, module: nn.Module) -> Mapping[str, torch.Tensor | None]:
-        """The module's own buffers."""
+        """Return the module's own buffers."""
         return module._buffers
 
     def transient(self, module: nn.Module) -> Iterable[str]:
-        """Names of the buffers that are no part of state dicts."""
+        """Return the names of the buffers that state dicts omit."""
         names: Iterable[str] = module._non_persistent_buffers_set
         return names
 
@@ -166,8 +166,8 @@ def as_parameter(tensor: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 
 
 def assign_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    """Replace a parameter or buffer by `tensor`, for those on the meta device that
-    cannot be copied into. FSDP2 learns of its new parameter by its own hook."""
+    """Replace a parameter or buffer by `tensor`, if it is on the meta device and cannot be copied
+    into. FSDP2 learns about its new parameter from its own hook."""
     if isinstance(tensor, nn.Parameter):
         module._parameters[name] = tensor
     else:
@@ -187,19 +187,19 @@ def copy_all(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
 
 
 def of_version(state: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """`state` with the versions of modules that torch attaches to their `own` state dict: a module
-    may take values without a version for old ones."""
+    """Return `state` with the versions of modules that torch attaches to their `own` state dict: a
+    module may mistake values without a version for old ones."""
     out = OrderedDict(state)
     out._metadata = getattr(own, "_metadata", None)  # type: ignore[attr-defined]
     return out
 
 
 _TOGETHER = 64
-"""Tensors that are copied by one call."""
+"""Number of tensors that are copied by one call."""
 
 
 def loads_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the optimizer's class or its user has a say in how its state is loaded."""
+    """Return True if the optimizer's class or its user customizes how its state is loaded."""
     if not _definer(type(optimizer), "load_state_dict").startswith("torch.optim.") or "load_state_dict" in vars(
         optimizer
     ):
@@ -214,8 +214,7 @@ def has_torchs_setstate(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _definer(cls: type, method: str) -> str:
-    """The Python module of the class that defines the method that instances of `cls` have, with a
-    dot."""
+    """Return the Python module of the class that defines a method, followed by a dot."""
     return next(c.__module__ for c in cls.__mro__ if method in c.__dict__) + "."
 
 
@@ -226,7 +225,7 @@ def _is_known(hook: Any) -> bool:
 
 
 def forget_meshes() -> None:
-    """Forget known meshes, when a process continues as another rank: torch 2.6 returns old ones,
+    """Forget known meshes when a process continues as another rank: torch 2.6 returns old ones,
     even without their process groups."""
     known = getattr(device_mesh, "_mesh_resources", None)
     for name in ("child_to_root_mapping", "root_to_flatten_mapping", "flatten_name_to_root_dims"):
@@ -248,10 +247,10 @@ def forget_meshes() -> None:
 
 
 CERTAIN_SEGMENTS = (WRAPPER_SEGMENTS - {"module"}) | {"_fpw_module"}
-"""Segments that nothing but a wrapper is called."""
+"""Segments that only wrappers use."""
 
 PEFT_PREFIX = "base_model.model."
-"""What PEFT puts before every name of a model with adapters in it."""
+"""Prefix of every name in a model with PEFT adapters."""
 
 _KINDS = (
     r"(?:(?:de|gra|poly_|supertuning_)?lora|hada|hira|lily|lokr|b?oft)_\w+|ia3_l|hra_u|miss_block|beft_bias|c3a_kernel"
@@ -297,7 +296,7 @@ class WrapperNames:
         self.without_adapter = _adapter_dropper(map(self.without_wrappers, [*bare, *others]) if adapted else ())
 
     def without_wrappers(self, name: str) -> str:
-        """The name without wrappers' segments and the common fronts; an adapter's name stays."""
+        """Return the name without segments of wrappers and common prefixes. An adapter's name stays."""
         if any(segment in name for segment in self._certain):
             name = ".".join(part for part in name.split(".") if part not in self._certain)
         for prefix in self.prefixes:
@@ -305,7 +304,7 @@ class WrapperNames:
         return name
 
     def __call__(self, name: str) -> str:
-        """The name without all that wrappers and adapters add."""
+        """Return the name without anything that wrappers and adapters add."""
         return self.without_adapter(self.without_wrappers(name))
 
 
@@ -318,10 +317,10 @@ def _common_front(names: list[str], beside: Collection[str]) -> str | None:
 
 
 def _adapter_dropper(names: Iterable[str]) -> Callable[[str], str]:
-    """A function that takes the adapter's name out of a name; `names` are all names of a model,
-    without `PEFT_PREFIX`.
+    """Return a function that removes the adapter's name from a name. `names` are all names of a
+    model, without `PEFT_PREFIX`.
 
-    It changes nothing where there are several adapters, or none.
+    It changes nothing if there are several adapters, or none.
     """
     found = {match[1] for name in names for pattern in (_ADAPTER, _SAVED_WHOLE) if (match := pattern.search(name))}
     if len(found) != 1:
