@@ -352,7 +352,7 @@ class DeltaExchange(Exchange):
                 at += 1 + blocks
 
     def _tell(self, waiter: Waiter, to: dict[int, list[int]], sizes: dict[int, int]) -> dict[int, list[int]]:
-        """Send numbers to some ranks, and receive numbers from others, as many as `sizes` specifies."""
+        """Send numbers to some ranks, and receive from others the number of them in `sizes`."""
         given = {peer: torch.tensor(numbers, device=self._device) for peer, numbers in to.items()}
         found = {p: torch.empty(size, dtype=torch.int64, device=self._device) for p, size in sizes.items()}
         ops = [self._op(dist.isend, numbers, peer) for peer, numbers in given.items()]

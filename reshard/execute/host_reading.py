@@ -548,7 +548,7 @@ class _HostRun:
 
 def slots_for(copies: Iterable[Copy], room_bytes: int | None) -> tuple[int, int]:
     """Return the number and size of the slots that this rank shares with the others on its host:
-    one for each request that storage should have in flight, or as many as fit into half of its
+    one for each request that storage should have in flight, or fewer to fit into half of its
     memory. None if there would be fewer than two."""
     sources = {copy.place.source for copy in copies if isinstance(copy.place.source, FileSource)}
     nbytes = max((piece_bytes(source) + TAIL_PAGE_BYTES for source in sources), default=mmap.PAGESIZE)

@@ -1,1 +1,2 @@
-"""The formats of others: a module or a folder each, with its files, its names, its optimizer and its writer."""
+"""The formats of other libraries: one module or folder each, with its files, names, optimizers, and
+writer."""

@@ -32,7 +32,7 @@ _FOLDER = re.compile(
     rf"(?:\.metadata|{DATA_FILE.pattern})"
 )
 _FOR_ITSELF: list[list[str]] = [[], ["model"], ["weights"], ["optim"], ["optimizer"]]
-"""Subfolders that are checkpoints by themselves, and not parts of one, if there are no others."""
+"""Subfolders that are separate checkpoints, not parts of one, if there are no other subfolders."""
 _WEIGHTS = re.compile(
     r"(model|pytorch_model|pytorch_model_fsdp|adapter_model)((?:_\d+)?)(\.safetensors|\.bin)((?:\.index\.json)?)"
 )
@@ -40,15 +40,15 @@ _BESIDE = re.compile(
     r"((?:optimizer|scheduler|scaler|sampler|dl_state_dict|random_states|rng_state)(?:_\d+)?)\.(?:bin|pt|pkl|pth)"
 )
 _WHOLE = re.compile(r"(training_args|custom_checkpoint_\d+)\.(?:bin|pkl)")
-"""Files that hold one object of any class: it is read only when asked for. What `state_dict()` of
-an object gave (`custom_checkpoint`) is taken apart like other files if it is plain data."""
+"""Files that contain one object of any class. It is read only on request. The result of an object's
+`state_dict()` (`custom_checkpoint`) is taken apart like other files if it is plain data."""
 _NUMBER = re.compile(r"-\d+-of-\d+")
 _RANK_FILE = re.compile(r"(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin")
 
 
 def detect(storage: Storage, names: Listing) -> bool:
-    """Return True if there are weights with other files, folders of FSDP, or files of each rank.
-    Also if only the weights are missing, so that their loss is noticed."""
+    """Return True if there are weights with other files, folders of FSDP, or files of each rank, or
+    if only the weights are missing, so that their loss is noticed."""
     top = [n for n in names if "/" not in n]
     if _folders(names) or _rank_files(names):
         return True
@@ -66,22 +66,22 @@ def _folders(names: Iterable[str]) -> list[str]:
 
 
 def _lost_weights(top: Collection[str]) -> bool:
-    """Return True if there are an optimizer and a scheduler, and no other file of weights by any name."""
+    """Return True if there are an optimizer and a scheduler, but no file that could be the weights."""
     saved = [n for n in top if n.endswith((".bin", ".pt", ".pkl", ".pth", ".safetensors", ".ckpt"))]
     parts = {match[1] for n in saved if (match := _BESIDE.fullmatch(n))}
     return {"optimizer", "scheduler"} <= parts and all(map(_beside, saved))
 
 
 def _rank_files(names: Listing) -> list[rank_files.Section]:
-    """Models and optimizers that every rank saved by itself."""
+    """Return the files of models and optimizers that every rank saved separately."""
     return list(rank_files.sections_of({n: size for n, size in names.items() if _RANK_FILE.fullmatch(n)}).values())
 
 
 def open(files: Files) -> Contents:
-    """All parts as one checkpoint.
+    """Return all parts as one checkpoint.
 
     Raises:
-        FormatError: the weights are there twice, in two formats.
+        FormatError: the weights exist twice, in two formats.
         CorruptCheckpointError: a part is damaged, or the weights or the file of a rank are missing.
     """
     storage, names = files.storage, files.listed
@@ -116,7 +116,7 @@ def open(files: Files) -> Contents:
 
 
 def _whole(source: FileSource, key: str) -> tuple[str, Contents]:
-    """A file of one object, taken apart if it may be and is a dict of plain data and tensors."""
+    """Return a file of one object, taken apart if possible and if it is a dict of plain data and tensors."""
     warnings: tuple[str, ...] = ()
     if key != "training_args":
         try:

@@ -49,8 +49,7 @@ def is_single(value: Value) -> bool:
 
 
 def note_unjoined(lost: Collection[str]) -> list[str]:
-    """Return what to say of states that are not the same for all shards, and that do not have a
-    value for each element."""
+    """Return the note about states that differ between shards and do not have a value for each element."""
     words = "are not read: each rank has its own, and it is not known how to join them"
     return [f"optimizer states {words}: {format_names(lost)}"] if lost else []
 
@@ -63,7 +62,7 @@ class Canonical:
     state: States = field(default_factory=dict)
     groups: Groups = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What a reader should know: padding that could not be removed, lists that are incomplete ..."""
+    """What a reader should know: padding that could not be removed, incomplete lists, and so on."""
 
     def add_model(self, fqn: str, tensor: StoredTensor, source: str) -> None:
         """Raises NormalizationError if another tensor has the name already."""
@@ -82,20 +81,20 @@ class Canonical:
         known[name] = value.renamed(f"{fqn}.{name}") if isinstance(value, StoredTensor) else value
 
     def add_step(self, step: Value) -> None:
-        """Give all parameters with states this number of steps, unless they have one."""
+        """Give this number of steps to all parameters with states, unless they have one."""
         for fqn, states in self.state.items():
             if "step" not in states:
                 self.add_state(fqn, "step", step)
 
     def rename(self) -> Canonical:
-        """Return the same with every tensor of the model named as its key."""
+        """Return the same state with every tensor of the model named like its key."""
         self.model = {fqn: t if t.fqn == fqn else t.renamed(fqn) for fqn, t in self.model.items()}
         return self
 
 
 def ties(model: Tensors, before: Collection[str] = ()) -> dict[str, str]:
-    """Names of tensors that are the same chunks as an earlier one, with the name of that; those
-    `before` come first."""
+    """Return the names of tensors with the same chunks as an earlier one, with that one's name.
+    Names in `before` come first."""
     first: dict[int, str] = {}
     for fqn in (*before, *model):
         if model[fqn].found != ():
@@ -157,12 +156,12 @@ HINTS: dict[str, str] = {
 class Hints:
     """The hints that the caller gave.
 
-    Raises NormalizationError for one that is not known, or is no such number.
+    Raises NormalizationError for an unknown hint, or one that must be a number and is not.
     """
 
     def __init__(self, given: Mapping[str, Any] | None, *, model_only: bool = False) -> None:
-        """`model_only`: an optimizer whose parameters have no names is omitted, since only the
-        model is wanted."""
+        """`model_only`: omit an optimizer whose parameters have no names, because only the model is
+        wanted."""
         if not isinstance(given, Mapping | None):
             raise NormalizationError(f"hints must be a dict, such as {{'vocab_size': 50257}}, got {given!r:.80}")
         self._given, self.model_only = dict(given or {}), model_only
@@ -176,7 +175,7 @@ class Hints:
                 raise NormalizationError(f"the hint {name!r} must be a whole number >= 1, got {value!r:.40}")
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The hint's value."""
+        """Return the hint's value."""
         assert name in HINTS
         return self._given.get(name, default)
 
@@ -184,19 +183,19 @@ class Hints:
         return name in self._given
 
     def mapping(self, name: str) -> dict[Any, Any]:
-        """A hint that must be a dict; {} if it was not given."""
+        """Return a hint that must be a dict; {} if it was not given."""
         value = self.get(name, {})
         if not isinstance(value, Mapping):
             raise NormalizationError(f"the hint {name!r} must be a dict, {HINTS[name]}; got {type(value).__name__}")
         return dict(value)
 
     def missing(self, name: str, why: str, example: str) -> NoReturn:
-        """Raises the NormalizationError that asks for a hint."""
+        """Raise the NormalizationError that asks for a hint."""
         raise NormalizationError(f"{why}. Pass it as a hint: normalized(hints={{{name!r}: {example}}}) ({HINTS[name]})")
 
     def ids(self, scope: str | int | None = None) -> dict[int, str] | None:
-        """The names by id that `param_names` gives, for a stage or folder if there are several;
-        None if not given."""
+        """Return the names by id in `param_names`, for a stage or folder if there are several. None
+        if not given."""
         value = self.get("param_names")
         if value is None:
             return None
@@ -249,10 +248,10 @@ class NameMap:
     """Maps the names of one model and of its optimizer's states to canonical ones."""
 
     def __init__(self, names: Iterable[str], hints: Hints, extra_prefix: str = "", others: Iterable[str] = ()) -> None:
-        """`names` are those of the model, or of the optimizer's states where no model was saved.
+        """`names` are those of the model, or of the optimizer's states if no model was saved.
 
-        `extra_prefix` is a leading part that the format is known to add, `others` are names of the
-        optimizers, which may have an adapter's name where the file of the adapter does not. Raises
+        `extra_prefix` is a prefix that the format is known to add. `others` are names of the
+        optimizers, which may contain an adapter's name that the adapter's file omits. Raises
         NormalizationError for a parametrization, whose parameter is computed and not stored.
         """
         self._hinted = {str(k): str(v) for k, v in hints.mapping("names").items()}
@@ -267,7 +266,7 @@ class NameMap:
         )
 
     def __call__(self, name: str) -> str:
-        """The canonical name."""
+        """Return the canonical name."""
         hinted = self._from_hint(name)
         if hinted is not None:
             return hinted
@@ -283,7 +282,7 @@ class NameMap:
         return bare if hinted is None else hinted
 
     def _from_hint(self, name: str) -> str | None:
-        """Return the hint's name for the full name, or for its longest leading part in the hint."""
+        """Return the hint's name for the full name, or for its longest prefix in the hint."""
         if name in self._hinted:
             return self._hinted[name]
         head = name
@@ -300,14 +299,14 @@ class NameMap:
 _HOLDERS = frozenset(
     ["model", "net", "network", "module", "nn", "backbone", "seq", "sequential", "mlp", "_model", "_net"]
 )
-"""What training modules call the one child that is the model."""
+"""Names of the attribute of a training module that holds the model."""
 
 
 def common_attribute(names: Iterable[str]) -> str:
-    """The first segment, with its dot, that all names share, such as the attribute of a training
-    module that holds the model; "" if there is none. A container of numbered layers counts only if
-    it is called as models are: `layers.0.w` is a name of the module itself, `net.0.w` one of the
-    `Sequential` in it."""
+    """Return the first segment, with its dot, that all names share, such as the attribute of a
+    training module that holds the model. "" if there is none. A container of numbered layers counts
+    only if it is named as models are: `layers.0.w` is a name of the module itself, `net.0.w` one of
+    the `Sequential` in it."""
     given = list(names)
     heads = {name.partition(".")[0] for name in given}
     if len(heads) != 1 or any("." not in name for name in given):
@@ -395,9 +394,9 @@ def _states(tree: Tree) -> States:
 
 
 def regroup(by_name: States) -> Groups:
-    """Groups of the parameters whose settings are equal, in order of first appearance.
+    """Return groups of the parameters with equal settings, in order of first appearance.
 
-    How they were grouped when they were saved is not stored, so groups with equal settings become one.
+    The original grouping is not stored, so groups with equal settings become one.
     """
     groups: Groups = []
     for name, settings in by_name.items():
@@ -416,8 +415,8 @@ def params_beside(groups: Groups, settings: Mapping[str, Any]) -> list[Any]:
 
 
 def _small(value: Any) -> Any:
-    """A setting that is a tensor of one number, such as a learning rate, as the number; others as
-    they are."""
+    """Return a tensor setting of one number, such as a learning rate, as a number, and other
+    settings unchanged."""
     if not isinstance(value, StoredTensor) or value.spec.shape or len(value.chunks) != 1:
         return value
     return read_place(value.chunks[0].place, value.spec.dtype).item()
@@ -470,8 +469,8 @@ def _stored_names(saved: StoredOptimizer) -> dict[int, str] | None:
 
 
 def _with_names(group: dict[str, Any], rename: Callable[[Any], str]) -> dict[str, Any]:
-    """A group with names mapped; those that some optimizers store beside ids become the same, and
-    tensors in a sequence, such as betas, numbers."""
+    """Return a group with mapped names, including those that some optimizers store beside ids.
+    Tensors in a sequence, such as betas, become numbers."""
     out: dict[str, Any] = settings_of(group)
     for key, value in out.items():
         if type(value) in (list, tuple):

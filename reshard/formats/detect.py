@@ -1,4 +1,4 @@
-"""Detects the format of a path, also of a step of a run, and opens it."""
+"""Detects the format of a path, which may be a step of a run, and opens it."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ from reshard.stored.contents import DATA_FILE, Contents, has_dcp, name_checkpoin
 from reshard.stored.source import Files
 
 _OF_TREES = {tree for row in FORMATS for tree in row.trees}
-"""Files of formats that have folders of their own below them, of any names."""
+"""Files of formats whose subfolders can have any names."""
 
 _MARKERS = (MANIFEST, ".metadata")
-"""Files whose path may stand for their checkpoint, regardless of other files beside them."""
+"""Files whose path may be given instead of their checkpoint's, regardless of other files beside them."""
 
 _ATTEMPTS = 100
-"""So often a checkpoint is looked at that is being replaced just then: each time, another save was finished."""
+"""How many times to look at a checkpoint that is being replaced: each time, another save may have ended."""
 
 FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".safetensors", ".gguf", ".nemo", ".json")
 
@@ -61,7 +61,7 @@ JOB_FOLDER = re.compile(r"convert-[0-9a-f]{32}/")
 """The folder with the records of a conversion in progress."""
 
 BECOMES_FOLDER = "%s becomes a folder. Only the format torch_save writes a file at the path that you give"
-"""What to log where a folder is about to get a file's name."""
+"""What to log if a folder is about to get a file's name."""
 
 
 _Found = tuple[Storage, dict[str, int]]
@@ -115,10 +115,11 @@ def step_path(path: AnyPath, number: int) -> str:
 
 
 def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *, is_sure: bool) -> Run:
-    """The verdict on a folder, see `reshard.formats.detect`: the one place where it is decided.
+    """Decide what a folder is, see `reshard.formats.detect`. This is the only place that decides
+    it.
 
     Args:
-        found: of what is not a local path; of that all names are not listed before they must be.
+        found: for a path that is not local. Its names are listed only when they are needed.
     """
     none = Run([], [])
     text = "" if isinstance(path, Storage) else path_text(path)
@@ -159,8 +160,8 @@ def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *
 
 
 def _owns_all(storage: Storage, names: Listing, preferred: Format | None) -> bool:
-    """Return True if the names at the top belong to a format with folders of its own, of any names,
-    or to the preferred format."""
+    """Return True if the names at the top belong to a format whose folders can have any names, or
+    to the preferred format."""
     if preferred is not None and preferred.detect(storage, names):
         return True
     if not _OF_TREES & set(names):
@@ -169,7 +170,7 @@ def _owns_all(storage: Storage, names: Listing, preferred: Format | None) -> boo
 
 
 def run_in(names: Collection[str]) -> str:
-    """The newest steps, for a message, if these are the names in the folder of a run; else ""."""
+    """Return the newest steps, for a message, if these are the names in the folder of a run. "" otherwise."""
     look = partial(look_in, names)
     steps = steps_seen(look)
     return format_steps(steps) if any(is_certain(look, step) for step in steps) else ""
@@ -189,12 +190,12 @@ def refuse_run(url: str, names: Collection[str]) -> None:
 
 
 def refuse_first_step(path: StoragePath) -> None:
-    """Raise FormatError if a checkpoint at `path` would be the first step in a folder that is a
-    checkpoint, native or of DCP. That folder's path could mean either then. The tools of other
-    formats leave both side by side.
+    """Raise FormatError if a checkpoint at `path` would be the first step in a folder that is
+    itself a checkpoint, native or of DCP, because that folder's path would be ambiguous. The tools
+    of other formats leave both side by side.
 
-    Looks for two files. Of a `Storage`, and of a folder that cannot be looked into, it is not
-    known what is above.
+    Looks for two files. What is above a `Storage`, or above a folder that cannot be listed, is not
+    known.
     """
     if isinstance(path, Storage):
         return
@@ -218,7 +219,7 @@ def refuse_first_step(path: StoragePath) -> None:
 
 
 def _marker_in(storage: Storage) -> str:
-    """Return the file that marks a native checkpoint, or one of DCP, in this folder. "" if there is none."""
+    """Return the file that identifies a native or DCP checkpoint in this folder. "" if there is none."""
     for name in _MARKERS:
         with suppress(CheckpointNotFoundError):
             if native.detect(storage, {name: storage.size(name)}) or name != MANIFEST:
@@ -237,7 +238,7 @@ def has_ended(path: str) -> bool:
 
 
 def local_path(path: StoragePath) -> str | None:
-    """The path on this machine; None for a URL of anything else, and for a `Storage`."""
+    """Return the path on this machine. None for other URLs, and for a `Storage`."""
     text = "://" if isinstance(path, Storage) else path_text(path)
     if text.startswith("file://"):
         return unquote(text.removeprefix("file://"))
@@ -245,7 +246,7 @@ def local_path(path: StoragePath) -> str | None:
 
 
 def _file_of(path: AnyPath) -> str:
-    """The name that a path ends with, if files of checkpoints are called so."""
+    """Return the name that a path ends with, if it looks like a checkpoint file."""
     last = unquote(path_text(path).rstrip("/").rpartition("/")[2])
     return last if last in _MARKERS or last.endswith(FILE_SUFFIXES) else ""
 
@@ -282,7 +283,7 @@ def _open_at(
 
 
 def _of_a_hub(url: str) -> str:
-    """Return what to do where a path looks like the name of a model, "owner/name", and there is no such owner."""
+    """Return what to do if a path looks like the name of a model, "owner/name", and no such folder exists."""
     if not re.fullmatch(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.\-]*", url) or os.path.isdir(url.partition("/")[0]):
         return ""
     return (
@@ -302,7 +303,7 @@ _REPLACES = (
 
 
 def _nothing(storage: Storage, url: str) -> str:
-    """Return what to say of a path without files."""
+    """Return the message for a path without files."""
     empty = storage.empty_folders()
     if any(map(is_generation, empty)):
         return f"{url} holds no checkpoint yet: a save has just started, or was killed before it wrote anything"
@@ -376,7 +377,7 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
 
 
 def _find(path: StoragePath) -> tuple[Storage, dict[str, int]]:
-    """The storage and the files to look at: those of a folder, or a single file."""
+    """Return the storage and the files to look at: those of a folder, or a single file."""
     if isinstance(path, Storage):
         storage, file = path, ""
     else:
@@ -411,7 +412,7 @@ def _find(path: StoragePath) -> tuple[Storage, dict[str, int]]:
 
 
 def _pick(storage: Storage, names: Listing, url: str, preferred: Format | None) -> Format:
-    """The format that fits. Raises FormatError if none does, or more than one."""
+    """Return the matching format. Raises FormatError if none or more than one matches."""
     if ".metadata" in names and MANIFEST not in names:  # leftovers of a killed save beside it do not count
         names = {name: size for name, size in names.items() if not is_generation(name.partition("/")[0])}
     composite = next((f for f in formats() if f.is_composite and f.detect(storage, names)), None)
@@ -453,10 +454,11 @@ def _pick(storage: Storage, names: Listing, url: str, preferred: Format | None) 
 
 
 def kind_beside(storage: Storage, names: Listing, own: str, marks: Collection[str]) -> str:
-    """The format of what is in a folder, if a checkpoint of the format `own` would not open there.
+    """Return the format of the folder's contents, if a checkpoint of the format `own` would not
+    open there.
 
     Args:
-        marks: names that it will have, if these alone show its format.
+        marks: names that the checkpoint will have, if these alone identify its format.
     """
     there = {name: size for name, size in names.items() if not is_temporary(name) and not DATA_FILE.fullmatch(name)}
     found = [format for format in formats() if format.detect(storage, there)]
@@ -513,22 +515,21 @@ _BELOW = re.compile(r"(?:.*[-_])?(?:checkpoints?|ckpts?)", re.IGNORECASE)
 
 _MARKS = {mark for row in FORMATS for mark in row.marks if not mark.startswith("*")} | _OF_TREES
 _SUFFIXES = tuple(mark[1:] for row in FORMATS for mark in row.marks if mark.startswith("*"))
-"""What the files of every known format are called: one of them is at the top of a checkpoint, or a folder below it."""
+"""File names of every known format: one of them is at the top of a checkpoint, or of a folder below it."""
 
 _OWNED = re.compile(
     rf"\.metadata|__\d+\.metadata|{DATA_FILE.pattern}|.*\.index\.json"
     r"|(?:model|adapter_model|pytorch_model|diffusion_pytorch_model|consolidated)(?:[-._].*)?\.(?:safetensors|bin|pth)"
 )
 """Names of files that belong to a checkpoint in the same folder: those of DCP, and those that
-Hugging Face tools look for. Files with other names may be anything that a user keeps beside a
-run."""
+Hugging Face tools look for. Files with other names may be anything that a user keeps beside a run."""
 
 _MOST_FOLDERS = 256
-"""The number of folders that are searched if the top shows nothing."""
+"""The number of folders to search if the top folder shows no format."""
 
 
 def look_at(folder: str, below: str) -> tuple[list[str], list[str]]:
-    """Look below a local folder. One that cannot be listed shows nothing: opening says why."""
+    """Look below a local folder. A folder that cannot be listed shows nothing; opening it reports why."""
     folders: list[str] = []
     files: list[str] = []
     try:
@@ -541,17 +542,17 @@ def look_at(folder: str, below: str) -> tuple[list[str], list[str]]:
 
 
 def look_in(names: Collection[str], below: str) -> tuple[list[str], list[str]]:
-    """Look at names that were listed already."""
+    """Look at names that were already listed."""
     inside = [name.removeprefix(below).partition("/") for name in names if name.startswith(below)]
     folders = dict.fromkeys(head for head, slash, _ in inside if slash)
     return list(folders), [head for head, slash, _ in inside if not slash]
 
 
 def steps_seen(look: Look) -> list[RunStep]:
-    """Return the entries with names of checkpoints of a run, the oldest first, at the top or in one
-    folder below.
+    """Return the entries that are named like checkpoints of a run, the oldest first, at the top or
+    in one folder below.
 
-    Raises FormatError if two folders below hold a run each.
+    Raises FormatError if two folders below each contain a run.
     """
     runs: dict[str, list[RunStep]] = {}
     for below in ("", *(f"{name}/" for name in look("")[0] if _BELOW.fullmatch(name))):
@@ -567,14 +568,14 @@ def steps_seen(look: Look) -> list[RunStep]:
 
 
 def marks_in(names: Iterable[str]) -> list[str]:
-    """Return the names at the top that are those of files of a checkpoint, not of steps."""
+    """Return the names at the top that identify a checkpoint and not steps."""
     return sorted(name for name in names if "/" not in name and _is_mark(name) and not step_of(name))
 
 
 def is_certain(look: Look, step: RunStep) -> bool:
-    """Return True if more than a number as its name shows that it is a step: its name says so, or
-    it has files with names of a checkpoint's. Folders of ranks, of logs, and of items in a list
-    have numbers as names, too."""
+    """Return True if more than a number in its name shows that an entry is a step: the rest of its
+    name, or files that are named like a checkpoint's. Folders of ranks, logs, and list items also
+    have numbers as names."""
     last = step.name.rpartition("/")[2]
     if not last.isdigit():
         return step.step is not None
@@ -584,8 +585,8 @@ def is_certain(look: Look, step: RunStep) -> bool:
 
 
 def shows_nothing(look: Look) -> bool:
-    """Return True if a folder has many entries, and neither it nor its subfolders have a file with
-    the name of a checkpoint's."""
+    """Return True if a folder has many entries, and neither it nor its subfolders have a file that
+    is named like a checkpoint's."""
     folders, files = look("")
     if any(map(_is_mark, files)):
         return False

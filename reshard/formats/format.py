@@ -1,4 +1,4 @@
-"""What a format is: how its files are recognized and read, what its names mean, and how it is
+"""What defines a format: how its files are recognized and read, what its names mean, and how it is
 written."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Widen: TypeAlias = "Callable[[StoredTensor, str], StoredTensor]"
 
 
 MARKS = (MANIFEST, HF_INDEX, "*.safetensors", ".metadata")
-"""Files that decide as what a folder opens, regardless of its other files."""
+"""Files that determine the format of a folder, regardless of its other files."""
 
 
 @dataclass(frozen=True)
@@ -40,52 +40,57 @@ class Writing:
 
     writer: Callable[[Contents, Target], FormatWriter]
     own: tuple[str, ...] = ()
-    """Globs of `MARKS` that are of this format."""
+    """Globs of `MARKS` that belong to this format."""
     marks: tuple[str, ...] = ()
-    """Files whose names alone identify it, if there are such."""
+    """Files whose names alone identify the format, if there are any."""
     form: Callable[[Canonical, Contents, Mapping[str, Any] | None, Widen, str], Contents] | None = None
-    """Of a format with names and shapes of its own: contents, which normalize to the first, as the
-    writer takes them. The hints are the caller's, the text names the source in messages."""
+    """For a format with its own names and shapes: converts contents, which normalize to the first
+    argument, for the writer. The hints are the caller's; the text names the source in messages."""
     is_sharded: bool = False
     """Whether its files can be those of the ranks of a layout."""
     is_split: bool = False
     """Whether a new file can begin at any tensor, so that files can be of limited size."""
     is_one_file: bool = False
-    """Whether the target is a file, whose folder may contain anything."""
+    """Whether the target is one file, whose folder may contain anything."""
 
     @property
     def foreign(self) -> list[str]:
-        """Globs of files of other formats, beside which a folder does not open, or opens as what
-        was there before."""
+        """Return globs of files of other formats, beside which a folder does not open, or opens as
+        another format."""
         return [] if self.is_one_file else [mark for mark in MARKS if mark not in self.own]
 
 
 @dataclass(frozen=True)
 class Format:
-    """A format, as its reader knows it. The table of formats says where its canonical names and its writer are."""
+    """What a format's reader knows about it. The table of formats says where its canonical names
+    and its writer are."""
 
     name: str
     checksums: str
-    """What they leave open: `EVERY_BLOCK`, `CRC_OF_RECORDS` or `NO_CHECKSUMS`."""
+    """What its checksums cannot detect: `EVERY_BLOCK`, `CRC_OF_RECORDS`, or `NO_CHECKSUMS`."""
     detect: Callable[[Storage, Listing], bool]
-    """Returns whether the files (name -> size in bytes) look like this format. Cheap: mostly by names."""
+    """Returns whether the files (name -> size in bytes) look like this format. Cheap: usually by
+    names only."""
     open: Callable[[Files], Contents]
-    """What the files hold: names, shapes and where the bytes are, but no bytes of tensors. Raises
-    FormatError or CorruptCheckpointError, naming the file."""
+    """Returns the contents of the files: names, shapes, and where the bytes are, but no bytes of
+    tensors. Raises FormatError or CorruptCheckpointError, naming the file."""
     is_composite: bool = False
-    """Whether it is made of files of other formats and something that identifies it: the first such
-    format that fits is taken. Of all others, two that fit are a mixture."""
+    """Whether it consists of files of other formats and a file that identifies it. The first such
+    format that matches is used. If two other formats match, the folder is ambiguous."""
     holds_dcp: bool = False
-    """True if it is made of a DCP checkpoint. Any other composite format beside a DCP checkpoint is a mixture."""
+    """True if it contains a DCP checkpoint. Any other composite format beside a DCP checkpoint is
+    ambiguous."""
     claim: Callable[[Contents], Contents | None] | None = None
-    """Returns a checkpoint that another format opened, as this format knows it, or None if it is
-    not of this format."""
+    """Returns the contents for this format of a checkpoint that another format opened. None if it
+    is not of this format."""
     beside: Callable[[Contents], Iterable[str]] | None = None
-    """Keys of what is neither a part of a model nor of an optimizer. None if their names say so."""
+    """Returns the keys of everything that belongs neither to a model nor to an optimizer. None if
+    their names show it."""
     records_ranks: bool = False
-    """Whether it records how many ranks saved, also if it was one."""
+    """Whether it records how many ranks saved, even if it was one."""
     names_ranks: bool = False
-    """True if objects other than those of model and optimizer are identified only by the name of a rank's file."""
+    """True if only the name of a rank's file identifies objects other than those of the model and
+    optimizer."""
 
 
 def as_shape(values: Iterable[Any]) -> Shape:
@@ -97,13 +102,13 @@ def as_shape(values: Iterable[Any]) -> Shape:
 
 
 def at_top(names: Iterable[str], ends: str | tuple[str, ...]) -> list[str]:
-    """The files of the top folder whose names end so, in order."""
+    """Return the files of the top folder with such an ending, in order."""
     return sorted(name for name in names if "/" not in name and name.endswith(ends))
 
 
 def indexes_in(names: Collection[str], ending: str) -> list[str]:
-    """The indexes of the top folder whose names end so. One that was opened by its path may be of a
-    variant, such as `model.safetensors.index.fp16.json`."""
+    """Return the indexes of the top folder with this ending. An index that was opened by its path
+    may be of a variant, such as `model.safetensors.index.fp16.json`."""
     if len(names) > 1:
         return at_top(names, ending)
     return fnmatch.filter(at_top(names, ".json"), f"*{ending.removesuffix('json')}*json")
@@ -152,7 +157,7 @@ def unopened_text(names: Sequence[str], where: str = "", path: str = "") -> str:
 
 
 def refuse_plan(head: bytes, url: str) -> None:
-    """Raise FormatError for a file that begins as those that `reshard plan` takes."""
+    """Raise FormatError for a file that begins like the plans that `reshard plan` reads."""
     if found := re.match(rb'\s*{\s*"reshard":\s*"(load_plan|state_layout|topology)"', head):
         kind = found[1].decode().replace("_", " ")
         raise FormatError(f"{url} is a {kind} of reshard, not a checkpoint: reshard plan CHECKPOINT {url} takes it")
@@ -171,7 +176,8 @@ def missing_files(
 
 
 def check_apart(where: str, places: Iterable[tuple[str, int, int, str]]) -> None:
-    """Raise CorruptCheckpointError if two names have the same bytes: one of them is elsewhere.
+    """Raise CorruptCheckpointError if two names have the same bytes, because one of them should be
+    elsewhere.
 
     `places`: the file, start, stop, and name of each.
     """
@@ -185,7 +191,7 @@ def check_apart(where: str, places: Iterable[tuple[str, int, int, str]]) -> None
 
 
 def check_index(files: Files, label: str, weight_map: Mapping[str, str], held: Mapping[str, str | int]) -> None:
-    """Raise CorruptCheckpointError unless the index agrees with the files: `held` has the file of
+    """Raise CorruptCheckpointError unless the index agrees with the files. `held` has the file of
     each key in them."""
     for key, file in {} if files.checking.lost else {**dict.fromkeys(held, "no file"), **weight_map}.items():
         there = held.get(key, "no file")

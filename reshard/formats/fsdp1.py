@@ -62,20 +62,20 @@ FLAT = "_flat_param"
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Where each parameter is in a flat one: its first element, and its shape."""
+    """Where each parameter is in a flat one: its first element and its shape."""
 
     params: dict[str, tuple[int, Shape]]
 
     def cut(self, flat: StoredTensor) -> Tensors:
-        """The parameters as tensors of their own."""
+        """Return the parameters as separate tensors."""
         return {name: cut(flat, start, shape, name) for name, (start, shape) in self.params.items()}
 
 
 def cut_flat(name: str, flat: StoredTensor, flat_names: Sequence[str], hints: Hints) -> Tensors:
-    """The parameters inside a model's flat parameter without padding; `flat_names` are those of all
-    flat parameters.
+    """Return the parameters inside a model's flat parameter, without padding. `flat_names` are
+    those of all flat parameters.
 
-    Raises NormalizationError if no hint says what is inside, or what it says has other sizes.
+    Raises NormalizationError if no hint lists them, or if the listed sizes do not fit.
     """
     return layout_of(name, None, flat.spec.numel, flat.itemsize, 0, flat_names, hints).cut(flat)
 
@@ -83,10 +83,10 @@ def cut_flat(name: str, flat: StoredTensor, flat_names: Sequence[str], hints: Hi
 def layout_of(
     name: str | None, key: int | None, numel: int, itemsize: int, slack: int, flat_names: Sequence[str], hints: Hints
 ) -> FlatLayout:
-    """Return what is in the flat parameter of this name or id, of `numel` elements of which fewer
-    than `slack` are padding.
+    """Return what is in the flat parameter with this name or id, of `numel` elements, of which
+    fewer than `slack` are padding.
 
-    Raises NormalizationError if no hint says it, or what it says has other sizes.
+    Raises NormalizationError if no hint lists it, or if the listed sizes do not fit.
     """
     what = f"the flat parameter {name!r}" if key is None or name is not None else f"the flat parameter of id {key}"
     hinted = (hinted_params(scope, hints) for scope in (name, key) if scope is not None)
@@ -127,8 +127,8 @@ def ask_copies(what: str, held: int, hints: Hints) -> None:
 
 
 def hinted_params(scope: str | int, hints: Hints) -> list[tuple[str, Shape]] | None:
-    """Names and shapes that the hint `flat_params` gives for a flat parameter's name or id; None if
-    it has neither."""
+    """Return the names and shapes in the hint `flat_params` for a flat parameter's name or id. None
+    if it has neither."""
     value = find_scope(hints.mapping("flat_params"), scope)
     value = value.get("params") if isinstance(value, Mapping) and "params" in value else value
     if value is None:
@@ -141,8 +141,8 @@ def hinted_params(scope: str | int, hints: Hints) -> list[tuple[str, Shape]] | N
 
 
 def _by_prefix(name: str, flat_names: Sequence[str], hints: Hints) -> list[tuple[str, Shape]] | None:
-    """The parameters of the module whose flat parameter this is, but not those of modules inside
-    with their own."""
+    """Return the parameters of the module with this flat parameter, without those of inner modules
+    that have their own."""
     shapes = _param_shapes(hints)
     if not shapes:
         return None
@@ -159,7 +159,7 @@ _FILE = re.compile(r"(?P<section>.*?\D)?(?P<rank>\d+)\.(?:pt|pth|bin)")
 
 @dataclass(frozen=True)
 class Fsdp1Facts(Facts):
-    """The files of all ranks, by what they are called and their rank."""
+    """The files of all ranks, by name and rank."""
 
     sections: Mapping[str, FilesOfRanks]
 
@@ -180,8 +180,7 @@ def numbered(names: Listing) -> dict[str, dict[int, str]]:
 
 
 def detect(storage: Storage, names: Listing) -> bool:
-    """Return True if all files are numbered by rank, and the first of one kind holds
-    pieces."""
+    """Return True if all files are numbered by rank, and the first of one kind holds pieces."""
     sections = numbered(names)
     if not all(min(ranks) < 2 for ranks in sections.values()) or max(map(len, sections.values()), default=0) < 2:
         return False  # one file is a checkpoint of its own
@@ -212,8 +211,7 @@ def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
 
 
 def open(files: Files) -> Contents:
-    """The files of all ranks. Raises CorruptCheckpointError if that of a rank is
-    missing."""
+    """Return the files of all ranks. Raises CorruptCheckpointError if the file of a rank is missing."""
     found, sections = numbered(files.listed), dict[str, dict[int, TorchFile]]()
     world = max(map(len, found.values()))
     files.checking.leave_number_open()
@@ -227,7 +225,7 @@ def open(files: Files) -> Contents:
 
 
 def refuse_missing(files: Files, what: str, found: Mapping[int, str], count: int) -> None:
-    """Refuse the checkpoint if not all of `count` numbered files are there."""
+    """Refuse the checkpoint unless all of `count` numbered files exist."""
     missing = sorted(set(range(count)) - set(found))
     if missing:
         words = f"the file of {what} {missing[0]} is missing; there is {found[min(found)]}, which opens by its path"
@@ -249,7 +247,7 @@ _OPTIMIZERS = ("optim", "optimizer", "optim_state_dict", "optimizer_state_dict")
 
 @dataclass
 class _RankStates:
-    """What the files of all ranks hold, by rank."""
+    """The contents of the files of all ranks, by rank."""
 
     files: FilesOfRanks
     model: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -285,8 +283,8 @@ def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
 
 
 def _first_copy(section: str, files: FilesOfRanks, hints: Hints) -> FilesOfRanks:
-    """The files of the ranks that hold the first copy of the parameters: all, unless a
-    hint says less."""
+    """Return the files of the ranks that hold the first copy of the parameters: all, unless a hint
+    gives fewer."""
     ranks = hints.get("shard_ranks")
     if ranks is None:
         return files
@@ -298,7 +296,7 @@ def _first_copy(section: str, files: FilesOfRanks, hints: Hints) -> FilesOfRanks
 
 
 def _sections(value: Mapping[str, Any]) -> list[str]:
-    """The keys of the model and of the optimizer that are read; "" for one that has none."""
+    """Return the keys of the model and of the optimizer that are read. "" if there is none."""
     return [next((key for key in keys if isinstance(value.get(key), dict)), "") for keys in (_MODELS, _OPTIMIZERS)]
 
 
@@ -315,7 +313,7 @@ def _find(files: FilesOfRanks) -> _RankStates:
 
 
 def _model(found: _RankStates, flat_names: Sequence[str], hints: Hints) -> Tensors:
-    """Parameters and buffers of a local state dict."""
+    """Return the parameters and buffers of a local state dict."""
     rank = min(found.model)
     first, shapes = found.model[rank], _shapes(hints)
     # with use_orig_params, each parameter is there as a piece, beside the flat tensor
@@ -352,7 +350,7 @@ def _differs(first: TensorRef, values: Mapping[int, Any]) -> bool:
 
 
 def _param_shapes(hints: Hints) -> dict[str, Shape]:
-    """The hint `param_shapes`. Raises NormalizationError for what are no shapes."""
+    """Return the hint `param_shapes`. Raises NormalizationError for values that are not shapes."""
     try:
         return {str(name): tuple(map(int, shape)) for name, shape in hints.mapping("param_shapes").items()}
     except (TypeError, ValueError):
@@ -376,7 +374,7 @@ def _ask_shapes(hints: Hints, name: str) -> None:
 
 
 def _pieces(name: str, shape: Shape, values: Mapping[int, Any], files: FilesOfRanks, hints: Hints) -> StoredTensor:
-    """A tensor from the 1-D pieces of all ranks, in order."""
+    """Return a tensor from the 1-D pieces of all ranks, in order."""
     parts = []
     for rank, ref in sorted(values.items()):
         if isinstance(ref, TensorRef) and 0 not in ref.size:
@@ -399,7 +397,7 @@ def _pieces(name: str, shape: Shape, values: Mapping[int, Any], files: FilesOfRa
 
 
 def _optimizer(found: _RankStates, flat_names: Sequence[str], hints: Hints, what: str) -> StoredOptimizer:
-    """An optimizer under the names of parameters."""
+    """Return an optimizer under the names of parameters."""
     first = min(found.optim)
     groups = saved_groups(found.optim[first], found.files[first])
     ranks = _RankOptimizers(found.files, {rank: of.get("state") or {} for rank, of in found.optim.items()})
@@ -419,7 +417,7 @@ def _optimizer(found: _RankStates, flat_names: Sequence[str], hints: Hints, what
 
 @dataclass(frozen=True)
 class _RankOptimizers:
-    """What the ranks' files hold of one optimizer."""
+    """The contents of the ranks' files for one optimizer."""
 
     files: FilesOfRanks
     states: Mapping[int, Mapping[Any, Any]]
@@ -432,9 +430,8 @@ class _RankOptimizers:
         names: Iterable[str],
         join: Callable[[str, Mapping[int, Any]], Tensors] | None = None,
     ) -> None:
-        """Add the states under a key to those of the parameters `names`. `join` makes parameters of
-        1-D pieces, which it gets with the state's name. What is no piece and no ShardedTensor is
-        the same on every rank."""
+        """Add the states under a key to those of the parameters `names`. `join` makes parameters
+        from 1-D pieces, and gets the state's name. Other values are the same on every rank."""
         first = next(rank for rank in sorted(self.states) if key in self.states[rank])
         for state, value in self.states[first][key].items():
             values = {rank: of.get(key, {}).get(state) for rank, of in self.states.items()}
@@ -456,8 +453,7 @@ def _flat_of(
     hints: Hints,
     listed: Sequence[Any],
 ) -> FlatLayout | None:
-    """Return what is in the flat parameter of an id; None if ids are those of
-    parameters."""
+    """Return what is in the flat parameter with an id. None if ids are those of parameters."""
     name = None
     if not hints.mapping("flat_params"):
         # without use_orig_params the optimizer has as many parameters as the model has flat ones
@@ -491,7 +487,7 @@ def _cut_row(key: int, layout: FlatLayout, files: FilesOfRanks, state: str, valu
 
 
 def _by_pieces(ranks: _RankOptimizers, keys: Sequence[int], groups: Groups, hints: Hints, what: str) -> StoredOptimizer:
-    """States of parameters themselves, one 1-D piece a rank, by integer id."""
+    """Return states of parameters, with one 1-D piece per rank, by integer id."""
     by_id = {str(key): {"": key} for key in keys}
     if "param_names" not in hints and "flat_params" not in hints and not any("param_names" in g for g in groups):
         hints.missing(
@@ -515,8 +511,7 @@ def _by_pieces(ranks: _RankOptimizers, keys: Sequence[int], groups: Groups, hint
 
 
 def _beside(contents: Contents) -> Iterator[str]:
-    """The keys of all but the one model and the one optimizer that are read of each
-    file."""
+    """Return the keys of everything but the one model and the one optimizer that are read from each file."""
     sections = contents.known(Fsdp1Facts).sections
     read = {
         f"{name}_{rank}": _sections(file.entries) for name, files in sections.items() for rank, file in files.items()

@@ -1,4 +1,5 @@
-"""Normalizes states whose parts are tensors with names: all formats but those that shard parameters themselves."""
+"""Normalizes states whose parts are named tensors: those of all formats that do not shard
+parameters in their own way."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def _optimizers(sections: Sections, hints: Hints, what: str) -> Iterator[tuple[s
 
 
 def _refuse_pieces(saved: StoredOptimizer, what: str) -> None:
-    """Raise NormalizationError for what FSDP1's optimizer holds on each rank: it does not say where it belongs."""
+    """Raise NormalizationError for what FSDP1's optimizer holds on each rank, because it does not
+    record where it belongs."""
     states = [one for states in saved.state.values() for one in states.items() if _PIECE.search(one[0])]
     shapes = [value.spec.shape for _, value in states if isinstance(value, StoredTensor)]
     if saved.by_id and shapes and all(len(shape) == 1 for shape in shapes):
@@ -82,7 +84,7 @@ def _refuse_pieces(saved: StoredOptimizer, what: str) -> None:
 
 
 def _tensors(contents: Contents, leaves: list[tuple[str, StoredLeaf]], hints: Hints) -> list[tuple[str, StoredTensor]]:
-    """The tensors of a model; flat parameters of FSDP1 are split into those that are inside."""
+    """Return the tensors of a model. Flat parameters of FSDP1 are split into the parameters inside."""
     tensors = [(name, leaf.value()) for name, leaf in leaves]
     flat_names = [name for name, _ in tensors if name.endswith(FLAT)]
     if flat_names:
@@ -102,15 +104,16 @@ _PIECE = re.compile(r"\.rank_\d+$")
 
 
 def _renamer(prefix: str, rename: NameMap, result: Canonical) -> Callable[[str], str]:
-    """Canonical names of one of several models; a name that a hint gave may be one of all models' already."""
+    """Return a function that makes canonical names of one of several models. A hint may already
+    give names for all models."""
     if not prefix:
         return rename
     return lambda name: name if name in result.model else prefix + rename(name)
 
 
 def _half_of_lightning(contents: Contents, result: Canonical, hints: Hints) -> list[str]:
-    """Return what to know of a checkpoint that may have lost its `meta.pt`, by which it is known
-    that names have a prefix."""
+    """Return the note about a checkpoint that may have lost its `meta.pt`, which would show that
+    names have a prefix."""
     front = common_attribute(result.model)
     numbered = any(key.startswith("optimizer_0.state.") for key in contents.tensors)
     if contents.format != "dcp" or not numbered or not front or "prefix" in hints:
@@ -123,7 +126,7 @@ def _half_of_lightning(contents: Contents, result: Canonical, hints: Hints) -> l
 
 
 def _override_groups(result: Canonical, hints: Hints) -> None:
-    """Lists of names that the caller gives instead of those in the file."""
+    """Use lists of names that the caller gives, instead of those in the file."""
     given = hints.get("param_groups")
     if given is None:
         return
@@ -205,13 +208,13 @@ _RENAMED = (
     (re.compile(r"(\.self_attn)\.attention_sink_bias$"), r"\1.sinks"),
     (re.compile(r"\.mlp\.((?:moe_statics\.)?e_score_correction_bias)$"), r".mlp.gate.\1"),
 )
-"""Stacked experts of Granite, attention sinks of MiMo, and the biases of the routers of Ernie and EXAONE."""
+"""Stacked experts of Granite, attention sinks of MiMo, and the router biases of Ernie and EXAONE."""
 
 
 def in_memory(tensors: Iterable[tuple[str, StoredTensor]]) -> list[tuple[str, StoredTensor]]:
-    """The tensors under the names, and in the shapes, that a model in memory has.
+    """Return the tensors with the names and shapes that a model in memory has.
 
-    Raises CorruptCheckpointError if an expert has not all of its matrices.
+    Raises CorruptCheckpointError if an expert lacks some of its matrices.
     """
     given = list(tensors)
     experts: dict[str, dict[str, dict[int, StoredTensor]]] = {}
@@ -239,7 +242,7 @@ def in_memory(tensors: Iterable[tuple[str, StoredTensor]]) -> list[tuple[str, St
 
 
 def _renamed(name: str) -> str:
-    """Return what a tensor that is no single expert's is called in memory."""
+    """Return the name in memory of a tensor that is not of a single expert."""
     for pattern, becomes in _RENAMED:
         changed, count = pattern.subn(becomes, name)
         if count:

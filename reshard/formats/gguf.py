@@ -1,4 +1,4 @@
-"""GGUF files of llama.cpp, with their metadata and their quantized tensors: one, or several of one model."""
+"""GGUF files of llama.cpp, with their metadata and quantized tensors: one file, or several of one model."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ _TWO_BITS = np.array([0, 2, 4, 6], dtype=np.uint8)
 
 
 def _half(data: Bytes, dtype: str = "<f2") -> Floats:
-    """The float16 numbers in bytes of each row, or those of another dtype, as float32."""
+    """Return the float16 numbers in the bytes of each row, or those of another dtype, as float32."""
     return np.ascontiguousarray(data).view(dtype).astype(np.float32)
 
 
 def _nibbles(data: Bytes) -> Bytes:
-    """Return the low halves of the n bytes of each row, then the high ones."""
+    """Return the low halves of the n bytes of each row, then the high halves."""
     return np.concatenate([data & 15, data >> 4], axis=1)
 
 
@@ -78,7 +78,7 @@ def _bits(data: Bytes) -> Bytes:
 
 
 def _bit_planes(data: Bytes) -> Bytes:
-    """Eight rows: the lowest bits of all bytes, the next ones, and so on."""
+    """Return eight rows: the lowest bits of all bytes, the next ones, and so on."""
     planes: Bytes = data[:, None] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
     return planes
 
@@ -106,8 +106,8 @@ def _q8_0(blocks: Bytes) -> Floats:
 
 
 def _scaled(blocks: Bytes, quants: Bytes) -> Floats:
-    """Eight sub-blocks, each with a scale and an offset of 6 bits, 12 bytes in all: the last four
-    keep their upper two bits above the first four's."""
+    """Decode eight sub-blocks, each with a scale and an offset of 6 bits, 12 bytes in total: the
+    upper two bits of the last four are stored above the first four."""
     low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=1).astype(np.float32)
     offsets = np.concatenate([middle & 63, high >> 4 | middle >> 6 << 4], axis=1).astype(np.float32)
@@ -132,8 +132,8 @@ def _q5_k(blocks: Bytes) -> Floats:
 
 
 def _q6_k(blocks: Bytes) -> Floats:
-    """Halves of 128 elements: 64 bytes with the lower four bits, 32 with the upper two; a scale for
-    16 elements."""
+    """Decode halves of 128 elements: 64 bytes with the lower four bits, 32 with the upper two, and
+    a scale for 16 elements."""
     low = blocks[:, :128].reshape(len(blocks), 2, 64)
     high = blocks[:, 128:192].reshape(len(blocks), 2, 1, 32)
     upper = high >> _TWO_BITS[:, None] & 3
@@ -148,7 +148,7 @@ def _two_bit_numbers(data: Bytes) -> Bytes:
 
 
 def _sixteens(blocks: Bytes, steps: Floats, quants: Any) -> Floats:
-    """Sixteen sub-blocks of 16 elements, each with a step of its own."""
+    """Decode sixteen sub-blocks of 16 elements, each with its own step."""
     values: Floats = steps[:, :, None] * quants.reshape(len(blocks), 16, 16).astype(np.float32)
     return values
 
@@ -160,8 +160,8 @@ def _q2_k(blocks: Bytes) -> Floats:
 
 
 def _q3_k(blocks: Bytes) -> Floats:
-    """The third bit, where it is not set, takes away 4; scales of 6 bits keep their upper two
-    behind the lower four."""
+    """If the third bit is not set, 4 is subtracted. Scales have 6 bits, and their upper two are
+    stored after the lower four."""
     third = _bit_planes(blocks[:, :32])
     low = _two_bit_numbers(blocks[:, 32:96]).reshape(len(blocks), 8, 32).astype(np.int8)
     upper = (blocks[:, None, 104:108] >> _TWO_BITS[:, None] & 3).reshape(-1, 16)
@@ -179,7 +179,8 @@ def _iq4_nl(blocks: Bytes) -> Floats:
 
 
 def _iq4_xs(blocks: Bytes) -> Floats:
-    """Eight sub-blocks, whose scales of 6 bits have their upper two apart, all in two bytes."""
+    """Decode eight sub-blocks. Their scales have 6 bits, of which the upper two are stored
+    separately, together in two bytes."""
     upper = (blocks[:, 2:4, None] >> _TWO_BITS & 3).reshape(-1, 8)
     low = (blocks[:, 4:8, None] >> _TWO_BITS[::2] & 15).reshape(-1, 8)
     steps = _half(blocks[:, :2]) * ((low | upper << 4).astype(np.float32) - np.float32(32))
@@ -189,7 +190,7 @@ def _iq4_xs(blocks: Bytes) -> Floats:
 
 
 def _mxfp4(blocks: Bytes) -> Floats:
-    """The scale is an exponent: 2 ** (e - 128), where the elements count in halves."""
+    """The scale is an exponent: 2 ** (e - 128). Elements count in halves."""
     steps = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128).astype(np.float32)
     values: Floats = steps * _FP4[_nibbles(blocks[:, 1:])]
     return values
@@ -223,7 +224,7 @@ BLOCKS: dict[int, Block] = {
 
 
 class DequantizedSource(Source):
-    """The float32 elements of a quantized tensor, computed for the bytes that are asked for."""
+    """The float32 elements of a quantized tensor, computed for the requested bytes."""
 
     max_gap_bytes = 1 << 16
     _PIECE_NUMEL = 1 << 18
@@ -248,7 +249,7 @@ class DequantizedSource(Source):
             buffer[at - start : stop - start] = self._values(at, stop)
 
     def _values(self, start: int, stop: int) -> memoryview:
-        """Bytes [start, stop) of the elements."""
+        """Return bytes [start, stop) of the elements."""
         assert self.block.values is not None
         bytes_of_block = self.block.numel * 4
         first, last = start // bytes_of_block, -(-stop // bytes_of_block)
@@ -292,8 +293,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """All tensors of a file in the order of their data, and functions that read what is known of
-    the model."""
+    """All tensors of a file in the order of their data, and functions that read the metadata of the model."""
 
     source: Source
     values: Makers
@@ -311,7 +311,7 @@ class GgufHeader:
 
 
 class _Cursor:
-    """Reads from front to back, in pieces that grow where the storage has no view of its bytes."""
+    """Reads from front to back, in pieces that grow if the storage has no view of its bytes."""
 
     def __init__(self, source: Source, at: int = 0) -> None:
         self.source, self.at = source, at
@@ -320,7 +320,7 @@ class _Cursor:
         self._start, self._piece_bytes = at, _PIECE_BYTES
 
     def take(self, length: int) -> bytes | memoryview:
-        """The next bytes. Raises CorruptCheckpointError if the file ends before them."""
+        """Return the next bytes. Raises CorruptCheckpointError if the file ends before them."""
         at, stop = self.at, self.at + length
         if stop > self.source.nbytes:
             raise CorruptCheckpointError(
@@ -351,7 +351,7 @@ class _Cursor:
         return bytes(self.take(self.u64()))
 
     def name(self) -> str:
-        """A text that must be one."""
+        """Return the next value, which must be text."""
         data = self.text()
         try:
             return data.decode()
@@ -394,7 +394,7 @@ def read_header(source: Source) -> GgufHeader:
 
 
 def _value(cursor: _Cursor, kind: int, key: str) -> Callable[[], Any]:
-    """A value; lists are skipped, and read when they are asked for."""
+    """Return a value. Lists are skipped, and read on request."""
     if kind != _ARRAY:
         value = _scalar(cursor, kind, key)
         return lambda: value
@@ -486,7 +486,7 @@ def _entries(
 
 
 def _nbytes(source: Source, name: str, shape: Shape, code: int) -> tuple[str, int]:
-    """The name of a tensor's type, and how many bytes the tensor has."""
+    """Return the name of a tensor's type, and its number of bytes."""
     if code in PLAIN:
         type_, dtype = PLAIN[code]
         return type_, math.prod(shape) * itemsize(dtype)
@@ -529,12 +529,12 @@ def detect(storage: Storage, names: Listing) -> bool:
 
 
 def open(files: Files) -> Contents:
-    """The model in the only file, or in all that are numbered.
+    """Return the model in the only file, or in all numbered files.
 
     Raises:
         CorruptCheckpointError: a file is missing, truncated, or damaged.
-        FormatError: several files that are not of one model, or of an unknown version, byte order
-            or type.
+        FormatError: several files that are not of one model, or of an unknown version, byte order,
+        or type.
     """
     storage, names = files.storage, files.listed
     found = at_top(names, ".gguf")
@@ -562,7 +562,7 @@ def open(files: Files) -> Contents:
 
 
 def _check_names(url: str, files: list[str]) -> None:
-    """Raises unless the names say that the files are one model."""
+    """Raise an error unless the names say that the files are one model."""
     if len(files) > 1:
         numbered = [_NUMBERED.fullmatch(file) for file in files]
         if not all(numbered) or len({(m[1], m[3]) for m in numbered if m}) > 1:
@@ -573,7 +573,7 @@ def _check_names(url: str, files: list[str]) -> None:
 
 
 def _check_split(headers: Mapping[str, GgufHeader]) -> None:
-    """Raises CorruptCheckpointError unless the files are all that the model was split into."""
+    """Raise CorruptCheckpointError unless these are all files into which the model was split."""
     (first, header), *_ = headers.items()
     match = _NUMBERED.fullmatch(first)
     total = header.number("split.count") or (int(match[3]) if match else 1)
@@ -599,8 +599,8 @@ def _check_split(headers: Mapping[str, GgufHeader]) -> None:
 
 
 def _objects(url: str, header: GgufHeader, types: Mapping[str, str]) -> tuple[Makers, dict[str, KeyPath]]:
-    """Return what the first file knows of the model, and the types of quantized tensors, under
-    names of their own."""
+    """Return the metadata of the model in the first file, and the types of quantized tensors, under
+    separate names."""
     objects = {f"{_METADATA}.{key}": value for key, value in header.values.items()}
     paths: dict[str, KeyPath] = {f"{_METADATA}.{key}": (_METADATA, key) for key in header.values}
     quantized = {key: of for key, of in types.items() if of in _BLOCKS}
@@ -613,7 +613,7 @@ def _objects(url: str, header: GgufHeader, types: Mapping[str, str]) -> tuple[Ma
 
 
 def _quantized(types: Mapping[str, str]) -> list[str]:
-    """Return what to know of each type of blocks that there is."""
+    """Return the notes about each type of blocks that occurs."""
     told = []
     for of, count in Counter(of for of in types.values() if of in _BLOCKS).items():
         example = next(key for key, type_ in types.items() if type_ == of)

@@ -19,7 +19,8 @@ def detect(storage: Storage, names: Listing) -> bool:
 
 
 def open(files: Files) -> Contents:
-    """Both parts as one checkpoint. Raises CorruptCheckpointError, also if the save did not end."""
+    """Return both parts as one checkpoint. Raises CorruptCheckpointError, also if the save was not
+    completed."""
     sharded = dcp.open(files)
     rest = open_file(_NAME, files["meta.pt"])
     return merge(_NAME, [("", sharded), ("", rest)])

@@ -1,4 +1,4 @@
-"""The library's own format among all others."""
+"""The native format, as one of the formats."""
 
 from __future__ import annotations
 

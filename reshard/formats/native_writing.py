@@ -1,4 +1,4 @@
-"""How the library's own format is written, like all others: by conversions."""
+"""How conversions write the native format."""
 
 from __future__ import annotations
 

@@ -33,12 +33,12 @@ _MAX_CONFIG_BYTES = 1 << 24
 
 
 def detect(storage: Storage, names: Listing) -> bool:
-    """Return whether there are archives at the top, or what one holds."""
+    """Return whether there are archives at the top, or the contents of one."""
     return bool(at_top(names, ".nemo")) or _folder(names) is not None
 
 
 def _folder(names: Listing) -> str | None:
-    """The folder of the weights, where they are a checkpoint of Megatron-core."""
+    """Return the folder of the weights, if they are a checkpoint of Megatron-core."""
     if _CONFIG in names and any(n.startswith("model_weights/") for n in names):
         return "model_weights/"
     has_context = any(n.startswith("context/") for n in names)
@@ -46,11 +46,11 @@ def _folder(names: Listing) -> str | None:
 
 
 def open(files: Files) -> Contents:
-    """The model in the only archive, or in this folder; what its settings say is one text.
+    """Return the model in the only archive, or in this folder. Its settings are one text.
 
     Raises:
-        FormatError: several archives, one that is compressed, or weights in the parts of several ranks.
-        CorruptCheckpointError: an archive is truncated, or a file in it is.
+        FormatError: several archives, a compressed one, or weights in the parts of several ranks.
+        CorruptCheckpointError: an archive, or a file in it, is truncated.
     """
     storage, names = files.storage, files.listed
     archives = at_top(names, ".nemo")
@@ -89,8 +89,8 @@ def _open(files: Files) -> Contents:
 
 
 def _with_config(storage: Storage, names: Listing, contents: Contents, others: list[str]) -> Contents:
-    """The contents, with the text of the settings among the objects, and what was not opened among
-    the warnings."""
+    """Return the contents, with the text of the settings among the objects, and what was not opened
+    among the warnings."""
     warnings = (f"not opened: {format_some(others)}",) if others else ()
     objects, paths = contents.objects, contents.paths
     if _CONFIG in names and names[_CONFIG] <= _MAX_CONFIG_BYTES:

@@ -1,8 +1,10 @@
-"""One canonical state out of any checkpoint: the names, shapes and param groups of the unsharded, unwrapped model.
+"""Makes one canonical state from any checkpoint: the names, shapes, and param groups of the
+unsharded, unwrapped model.
 
     normalize(contents, hints)  ->  Canonical: model {fqn: tensor}, state {fqn: {name: tensor or value}}, groups [...]
 
-`contents` is what a format module found. Tensors stay stored tensors: boxes and windows are mapped, nothing is read.
+`contents` is what a format's reader found. Tensors stay stored tensors: boxes and windows are
+mapped, nothing is read.
 """
 
 from __future__ import annotations
@@ -66,8 +68,8 @@ def normalize(
 
 
 def _claimed(contents: Contents) -> tuple[Normalizer | None, Contents]:
-    """The normalizer of the format whose contents these are, though another one opened them, and what that makes of
-    them."""
+    """Return the normalizer of the format to which these contents belong, although another one
+    opened them, and its contents."""
     for format in formats():
         claimed = format.claim(contents) if format.claim is not None else None
         if claimed is not None:
@@ -76,7 +78,7 @@ def _claimed(contents: Contents) -> tuple[Normalizer | None, Contents]:
 
 
 def _tie(found: Canonical, hints: Hints) -> Canonical:
-    """Add the further names of tied parameters that the hint gives."""
+    """Add the other names of tied parameters that the hint gives."""
     for name, holder in hints.mapping("tied").items():
         if holder not in found.model:
             raise NormalizationError(
@@ -145,11 +147,12 @@ def canonical_contents(contents: Contents, hints: Mapping[str, Any] | None, url:
 
 
 def keep_beside(canonical: Contents, source: Contents, *, for_framework: bool) -> Contents:
-    """`canonical`, made of `source`, with the plain objects that stood beside model and optimizer.
+    """Return `canonical`, which was made from `source`, with the plain objects that were beside
+    model and optimizer.
 
-    Values that are not plain data, such as the averages of another model, are added to
-    `left_out`. So are values that only the name of a rank's file identifies, since no program
-    requests them by name; not if it is `for_framework`.
+    Values that are not plain data, such as the averages of another model, are added to `left_out`.
+    So are values that only the name of a rank's file identifies, because no program requests them
+    by name, unless it is `for_framework`.
     """
     format, whole = find_format(source.format), with_empty(source)
     named = for_framework or format is None or not format.names_ranks
@@ -179,18 +182,19 @@ def keep_beside(canonical: Contents, source: Contents, *, for_framework: bool) -
 
 
 def beside(contents: Contents) -> Iterable[str]:
-    """Return the keys of what is neither a part of a model nor of an optimizer."""
+    """Return the keys of everything that is not part of a model or an optimizer."""
     format, contents = find_format(contents.format), with_empty(contents)
     return outside_sections(contents) if format is None or format.beside is None else format.beside(contents)
 
 
 def without_name(contents: Contents) -> tuple[str, ...]:
-    """Return the keys of what has no canonical name."""
+    """Return the keys of everything without a canonical name."""
     return (*contents.per_rank, *beside(contents))
 
 
 def _plain(value: Any) -> tuple[Any, list[str]] | None:
-    """The value, if it is plain data, and the names of entries of a dict that are not, and are not in it."""
+    """Return the value if it is plain data, and the names of the entries of a dict that are not,
+    which are omitted."""
     dropped: list[str] = []
     if isinstance(value, dict):
         dropped = [str(key) for key, inner in value.items() if not _is_plain(inner)]

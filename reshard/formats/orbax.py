@@ -1,8 +1,8 @@
-"""Checkpoints of Orbax (JAX): arrays of zarr, in files of their own or in one OCDBT store, read
-through tensorstore.
+"""Checkpoints of Orbax (JAX): zarr arrays, in separate files or in one OCDBT store, read through
+tensorstore.
 
-`_METADATA` is the tree: which path is an array, a scalar, text, None, or an empty container. What a
-chunk holds is compressed, so a chunk is read whole.
+`_METADATA` is the tree: it says which path is an array, a scalar, text, None, or an empty
+container. Chunks are compressed, so each is read in full.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def _folders(names: Listing) -> list[str]:
 
 
 def open(files: Files) -> Contents:
-    """The checkpoint. The keys of an item begin with its name where there are several that have arrays.
+    """Return the checkpoint. If several items have arrays, the keys of each begin with its name.
 
-    Raises FormatError if the folder is not local, MissingPackageError where tensorstore is not
-    installed, CorruptCheckpointError for a tree that is unreadable.
+    Raises FormatError if the folder is not local, MissingPackageError if tensorstore is not
+    installed, CorruptCheckpointError for an unreadable tree.
     """
     storage, names = files.storage, files.listed
     folders = _folders(names)
@@ -76,7 +76,7 @@ def open(files: Files) -> Contents:
 
 
 def _open_item(storage: LocalStorage, folder: str) -> Contents:
-    """Return what the tree in one folder says."""
+    """Return the contents of the tree in one folder."""
     tree = _tree(storage, f"{folder}{_TREE}")
     driver = "zarr3" if tree.get("use_zarr3") else "zarr"
     stored = bool(tree.get("store_array_data_equal_to_fill_value"))
@@ -98,7 +98,7 @@ def _open_item(storage: LocalStorage, folder: str) -> Contents:
 
 
 def _json(storage: Storage, file: str) -> Any:
-    """Settings, metrics, positions of a data loader, or the text of a tree."""
+    """Return settings, metrics, positions of a data loader, or the text of a tree."""
     try:
         return json.loads(storage.read(file))
     except (ValueError, RecursionError) as error:
@@ -106,7 +106,7 @@ def _json(storage: Storage, file: str) -> Any:
 
 
 def _string(storage: Storage, file: str, key: str) -> str:
-    """A value of the file that has all text of an item. A "/" in a name means a level there."""
+    """Return a value from the file that has all text of an item. A "/" in a name separates levels there."""
     found = _json(storage, file)
     try:
         for part in key.split("/"):
@@ -153,7 +153,7 @@ class _Root:
     ocdbt: bool
     driver: str
     all_stored: bool
-    """Whether chunks that hold nothing but the fill value are stored, too, so that none may be missing."""
+    """Whether chunks with nothing but the fill value are stored, too, so that none may be missing."""
     kept: DecodedSource.Kept = field(default_factory=DecodedSource.Kept)
 
     @property
@@ -161,7 +161,7 @@ class _Root:
         return f"{self.storage.url.rstrip('/')}/{self.folder}"
 
     def array(self, key: str) -> Any:
-        """The array, opened by tensorstore."""
+        """Return the array, opened by tensorstore."""
         with framework("tensorstore>=0.1.68", f"{self.label}: "):
             import tensorstore
         # not a URL, in which "%", "#", and "?" of names would be more than letters
@@ -214,7 +214,7 @@ def _is_divided(shape: Shape, part: Shape) -> bool:
 
 
 def _chunk_key(driver: str, box: Box, grid: Shape) -> str:
-    """The key of what holds a chunk within its array, by zarr's rules."""
+    """Return the key of a chunk within its array, by zarr's rules."""
     index = [str(offset // max(size, 1)) for offset, size in zip(box.offsets, grid)]
     if driver == "zarr3":
         return "/".join(["c", *index])
@@ -222,7 +222,7 @@ def _chunk_key(driver: str, box: Box, grid: Shape) -> str:
 
 
 def _cells(shape: Shape, cell: Shape) -> Iterator[Box]:
-    """The boxes of a regular grid; those at the edge are smaller."""
+    """Yield the boxes of a regular grid. Those at the edge are smaller."""
     if not shape:
         yield Box((), ())
         return
@@ -233,14 +233,14 @@ def _cells(shape: Shape, cell: Shape) -> Iterator[Box]:
 
 
 class _ArrayChunk(DecodedSource):
-    """One chunk of an array, whose size is known before."""
+    """One chunk of an array. Its size is known from its box."""
 
     def check(self, start: int, stop: int) -> None:
-        """Do nothing: the box says how many bytes there are."""
+        """Do nothing, because the box determines the number of bytes."""
 
 
 def _read_chunk(label: str, array: Any, box: Box) -> memoryview:
-    """The elements of one chunk, decompressed."""
+    """Return the elements of one chunk, decompressed."""
     import numpy as np
 
     try:

@@ -1,7 +1,8 @@
-"""Stages of a pipeline, each saved by itself, or under a key of its own: read, and numbered through.
+"""Stages of a pipeline, each saved in its own file or under its own key: reads them, and numbers
+their layers consecutively.
 
-Files are those of `torch.save`: stage_0.pt, stage_1.pt ... Each stage usually numbers its layers and its optimizer's
-parameters from 0. The keys are those of each file, behind the file's name.
+Files are those of `torch.save`: stage_0.pt, stage_1.pt, ... Each stage usually numbers its layers
+and its optimizer's parameters from 0. A key is the name of the file followed by the key in it.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ def detect(storage: Storage, names: Listing) -> bool:
 
 
 def is_later_stage(names: Listing) -> bool:
-    """Return True for a single file that is called as a stage after the first is."""
+    """Return True for a single file that is named like a stage after the first."""
     return any(_FILE.fullmatch(section) and 0 not in at for section, at in numbered(names).items())
 
 
 def open(files: Files) -> Contents:
-    """The files of all stages. Raises CorruptCheckpointError if one is missing."""
+    """Return the files of all stages. Raises CorruptCheckpointError if one is missing."""
     (found,) = numbered(files.listed).values()
     files.checking.leave_number_open()
     refuse_missing(files, "stage", found, max(found) + 1)
@@ -89,8 +90,8 @@ _KEY = re.compile(r"(?:stage|pp|pipe|pipeline)(?:_?(?:rank|stage))?[_.-]?(\d+)")
 
 
 def _stages_by_key(contents: Contents) -> dict[int, Contents] | None:
-    """The stages of a checkpoint in which each has a key of its own, by number; None if there are not several of them,
-    or tensors of a model or optimizer outside.
+    """Return the stages of a checkpoint in which each has its own key, by number. None if there are
+    fewer than two, or if tensors of a model or optimizer are outside.
 
     Raises CorruptCheckpointError if one between them is missing.
     """
@@ -181,10 +182,10 @@ def _read(number: int, contents: Contents, hints: Hints) -> _SavedStage:
 
 
 def _offsets(stages: list[_SavedStage], hints: Hints) -> dict[tuple[int, str], int]:
-    """Return what to add to the numbers of a stage, by container; 0 where stages count as the whole
-    model does.
+    """Return what to add to the layer numbers of a stage, by container; 0 if stages number layers
+    as the full model does.
 
-    Raises NormalizationError if the numbers do not say which it is.
+    Raises NormalizationError if the numbers are ambiguous.
     """
     given = hints.mapping("layer_offsets")
     out: dict[tuple[int, str], int] = {}
@@ -221,8 +222,7 @@ def _globally(name: str, stage: int, offsets: Mapping[tuple[int, str], int]) -> 
 def _take(
     result: Canonical, stage: _SavedStage, saved: StoredOptimizer, by_id: bool, offsets: Mapping[tuple[int, str], int]
 ) -> None:
-    """Add a stage's optimizer; names that a hint gave are those of the whole model, or all of the
-    stage's own."""
+    """Add a stage's optimizer. Names from a hint are those of the full model, or the stage's own."""
     mapped = {name: _globally(name, stage.number, offsets) for name in stage.model}
     names = list(saved.state)
     is_global = by_id and all(name in set(mapped.values()) for name in names)
@@ -244,7 +244,7 @@ def _claim(contents: Contents) -> Contents | None:
 
 
 def _beside(contents: Contents) -> Iterator[str]:
-    """The keys of what is neither a part of a stage's model nor of its optimizers."""
+    """Return the keys of everything that is part of neither a stage's model nor its optimizers."""
     stages: dict[str, dict[str, KeyPath]] = {}
     for key in (*contents.tensors, *contents.objects):
         stage, *inside = contents.path_of(key)

@@ -64,8 +64,7 @@ def detect(storage: Storage, names: Listing) -> bool:
 
 
 def sections_of(names: Listing, patterns: Sequence[re.Pattern[str]] = (_VERL, _ACCELERATE)) -> dict[str, Section]:
-    """The files of the top folder that are numbered by rank, by what stands before the
-    number."""
+    """Return the files of the top folder that are numbered by rank, grouped by the text before the number."""
     sections: dict[str, Section] = {}
     for file in names:
         match = next((m for p in patterns if (m := p.fullmatch(file))), None)
@@ -90,12 +89,12 @@ def _section_name(text: str, pattern: re.Pattern[str]) -> str:
 
 
 def open(files: Files) -> Contents:
-    """The checkpoint in the top folder.
+    """Return the checkpoint in the top folder.
 
     Raises:
         CorruptCheckpointError: a rank's file is missing, or the ranks' files contradict each other.
-        FormatError: several sections of one name, several files of one rank, or DTensors that
-            cannot be understood.
+        FormatError: several sections with one name, several files of one rank, or DTensors that
+        cannot be understood.
     """
     sections = list(sections_of(files.listed).values())
     return with_others(open_sections("rank_files", files, sections), files, sections)
@@ -104,9 +103,8 @@ def open(files: Files) -> Contents:
 def with_others(
     contents: Contents, files: Files, sections: Collection[Section], beside: Sequence[str] = ()
 ) -> Contents:
-    """The contents, with warnings that name the files that are neither of the sections nor those
-    beside them, and sections of fewer ranks than others, for which nothing says whether files are
-    missing."""
+    """Return the contents with warnings. They name the files that belong to no section, and
+    sections of fewer ranks than others, for which nothing says whether files are missing."""
     ranks = max((one.world_size or max(one.files) + 1 for one in sections), default=0)
     fewer = [f"{one.name}: files of {len(one.files)} of {ranks} ranks" for one in sections if len(one.files) < ranks]
     opened = {*beside, *(file for section in sections for file in section.files.values())}
@@ -116,7 +114,7 @@ def with_others(
 
 
 def open_sections(kind: str, files: Files, sections: list[Section]) -> Contents:
-    """The checkpoint that the files of `sections` make up."""
+    """Return the checkpoint that the files of `sections` make up."""
     storage = files.storage
     out = ContentsBuilder(storage.url)
     for section in sections:
@@ -145,14 +143,14 @@ def _check_ranks(files: Files, section: Section, ranks: Collection[int]) -> None
 
 
 def holds_parts(source: Source) -> bool:
-    """Return True if a file has parts of tensors that other ranks have the rest of."""
+    """Return True if a file has parts of tensors whose other parts are on other ranks."""
     leaves = flat_leaves(read_torch_file(source, numbered=False)).leaves.values()
     return any(is_dtensor(leaf) or is_sharded_tensor(leaf) for leaf in leaves)
 
 
 def _expected_ranks(files: FilesOfRanks) -> list[int]:
-    """The ranks that must have saved, by the first DTensor or ShardedTensor: that of the highest is
-    else not missed."""
+    """Return the ranks that must have saved, according to the first DTensor or ShardedTensor.
+    Otherwise, a missing highest rank would not be noticed."""
     rank, file = min(files.items())
     for path, leaf in flat_leaves(file).leaves.items():
         if is_sharded_tensor(leaf):
@@ -164,7 +162,7 @@ def _expected_ranks(files: FilesOfRanks) -> list[int]:
 
 
 def _add_section(out: ContentsBuilder, prefix: KeyPath, files: FilesOfRanks) -> None:
-    """Add one section, in which the values of all ranks are joined at each path."""
+    """Add one section, which joins the values of all ranks at each path."""
     held: dict[KeyPath, dict[int, Any]] = {}
     for rank, file in files.items():
         flat = flat_leaves(file, prefix)
@@ -222,7 +220,7 @@ def _replicas(leaves: Mapping[int, Any], files: FilesOfRanks) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Equality of plain data; what cannot be compared differs."""
+    """Return whether two plain values are equal. Values that cannot be compared differ."""
     try:
         return bool(a == b)
     except (ValueError, RuntimeError, RecursionError):  # arrays of several elements
@@ -265,9 +263,10 @@ def _cropped(file: TorchFile, ref: TensorRef, local: Box) -> Extent:
 
 
 def _true_layouts(parts: Mapping[int, Shardlet], where: str) -> dict[int, TensorLayout]:
-    """The layout of every rank's part: what its placements mean, by the shapes of all parts.
+    """Return the layout of every rank's part: the meaning of its placements, given the shapes of
+    all parts.
 
-    Raises FormatError if torch itself cannot have sharded so, or if the shapes do not show how.
+    Raises FormatError if torch cannot have sharded so, or if the shapes are ambiguous.
     """
     found: dict[int, TensorLayout] = {}
     alike = grouped((part.layout, rank) for rank, part in parts.items())
@@ -281,7 +280,7 @@ def _true_layouts(parts: Mapping[int, Shardlet], where: str) -> dict[int, Tensor
 
 
 def _true_layout(layout: TensorLayout, held: Mapping[int, tuple[int, ...]]) -> TensorLayout:
-    """The layout by which ranks hold parts of these shapes; where none is, as it says."""
+    """Return the layout by which ranks hold parts of these shapes. If there is none, the literal one."""
     if layout.mesh is None or layout.placements is None:
         return layout
     forms = candidate_layouts(layout.mesh, layout.placements)

@@ -1,4 +1,4 @@
-"""The folder of a run: its steps, what the manager's ledger says of them, and which of them is opened."""
+"""The folder of a run: its steps, what the manager's ledger records about them, and which step is opened."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from reshard.stored.contents import Contents
 
 @dataclass(frozen=True)
 class RunStep:
-    """A checkpoint of a run, as its name says."""
+    """A checkpoint of a run, as its name describes it."""
 
     step: int | None
-    """None for `last`. Lightning's `last.ckpt` is the newest whatever its step."""
+    """None for `last`. Lightning's `last.ckpt` is the newest, whatever its step."""
     name: str
     """Its path within the folder of the run."""
     is_discarded: bool = False
@@ -41,7 +41,7 @@ class RunStep:
 
     @property
     def age(self) -> tuple[bool, int, str]:
-        """Sorts the oldest first."""
+        """Sort key, the oldest first."""
         return self.step is None, self.step or 0, self.name
 
 
@@ -53,12 +53,12 @@ class StepRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """What is recorded about a step besides its checkpoint."""
 
     metrics: dict[str, float | str] = {}
-    """Infinite ones as text: JSON has no numbers for them."""
+    """Infinite numbers are text, because JSON has none."""
     is_based: bool = False
-    """Whether the save reuses what an earlier one has."""
+    """Whether the save reuses data of an earlier one."""
     is_aside: bool = False
-    """A step that the run did not continue from. It is not restored, and is removed
-    when a later save is complete."""
+    """True for a step that the run did not continue from. It is not restored, and is removed when a
+    later save is complete."""
     is_skipped: bool = False
     """Whether the run continued from an earlier step because this one could not be read. It may be
     readable later, so it stays until the run has a newer step."""
@@ -89,7 +89,7 @@ def records_in(storage: Storage, below: str = "") -> dict[int, StepRecord]:
 
 
 def discarded_in(storage: Storage, below: str = "") -> set[str]:
-    """The names of the steps that do not count, in the folder of a run."""
+    """Return the names of the discarded steps in the folder of a run."""
     try:
         records = records_in(storage, below)
     except CheckpointError as error:
@@ -105,10 +105,10 @@ class Run(NamedTuple):
     steps: list[RunStep]
     """The steps, the oldest first. Empty if the folder is itself a checkpoint."""
     beside: list[str]
-    """Files of checkpoints beside the steps."""
+    """Checkpoint files beside the steps."""
 
     def not_opened(self, path: AnyPath) -> list[str]:
-        """Return what to say of the latter."""
+        """Return the warning about `beside`."""
         if not self.beside:
             return []
         where = path_below(path, self.beside[0])
@@ -134,10 +134,10 @@ class Run(NamedTuple):
 
 
 def with_last_placed(path: AnyPath, steps: list[RunStep]) -> list[RunStep]:
-    """Return the same, with a native `last` behind the highest step whose save did not begin after
-    its own.
+    """Return the steps with a native `last` placed after the highest step whose save did not begin
+    later.
 
-    What others call so says nothing of its age, and stays the newest.
+    The name `last` of other libraries says nothing about its age, so it stays the newest.
     """
     places: dict[str, tuple[bool, int, float]] = {}
     for last in steps:
@@ -162,7 +162,7 @@ class _SaveTime(msgspec.Struct):
 
 
 def _begun(path: AnyPath, step: RunStep) -> float | None:
-    """When the save of a native step began; None of others, and of damaged ones."""
+    """Return when the save of a native step began. None for other and for damaged steps."""
     with suppress(CheckpointError, StorageError):
         found: _SaveTime = read_manifest(open_storage(path_below(path, step.name)), _SaveTime)
         return found.created_unix_s
@@ -207,7 +207,7 @@ def open_step(
 
 
 _MOST_REASONS = 3
-"""Steps of a run of which an error says why they cannot be opened."""
+"""The maximum number of steps for which an error says why they cannot be opened."""
 
 
 def format_steps(steps: Sequence[RunStep]) -> str:
@@ -216,7 +216,7 @@ def format_steps(steps: Sequence[RunStep]) -> str:
 
 
 def path_below(folder: AnyPath, name: str) -> str:
-    """The path or URL of what is called so in a folder."""
+    """Return the path or URL of a name in a folder."""
     base = os.fspath(folder)
     if "://" in base and not base.startswith("memory:"):
         for sign in "%#?":  # which mean something else in a URL

@@ -52,7 +52,7 @@ class HuggingFaceFacts(Facts):
 
     metadata: Mapping[str, str]
     config: Mapping[str, Any]
-    """The model's config.json, {} if there is none."""
+    """The model's config.json; {} if there is none."""
 
 
 def detect(storage: Storage, names: Listing) -> bool:
@@ -61,11 +61,11 @@ def detect(storage: Storage, names: Listing) -> bool:
 
 
 def open(files: Files) -> Contents:
-    """The checkpoint in the top folder.
+    """Return the checkpoint in the top folder.
 
     Raises:
         CorruptCheckpointError: a file is missing or damaged, or the index contradicts the files.
-        FormatError: several files that nothing says belong together.
+        FormatError: there are several files, and nothing says that they belong together.
     """
     storage, names = files.storage, files.listed
     if (indexed := read_index(files, _INDEX)) is not None:
@@ -86,8 +86,8 @@ def open(files: Files) -> Contents:
 
 
 def _shards_not_there(files: list[str]) -> tuple[str, ...]:
-    """A warning about shards that a writer may have had nothing for, so that it can be known which
-    file is missing."""
+    """Return a warning about missing shards. A writer may have had nothing for them, so the user
+    can check which file is missing."""
     shards = [match for file in files if (match := _SHARD.fullmatch(file))]
     have = {(int(m[1]), int(m[3])) for m in shards}
     writers, parts = {rank for rank, _ in have}, {part for _, part in have}
@@ -115,7 +115,7 @@ def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Co
 def _check_numbers(
     url: str, files: list[str], refuse: Callable[[CorruptCheckpointError], None], variants: Sequence[str] = ()
 ) -> None:
-    """Raises or refuses unless the names say that the files are one checkpoint, and all of it."""
+    """Raise or refuse unless the names say that the files are one complete checkpoint."""
     shards = [_SHARD.fullmatch(file) for file in files]
     numbered = [_NUMBERED.fullmatch(file) for file in files]
     if all(shards):
@@ -150,7 +150,7 @@ def _check_numbers(
 
 
 def open_files(files: Files, found: list[str]) -> Contents:
-    """Return all tensors of the safetensors files `found`, whole or in DCP's chunks."""
+    """Return all tensors of the safetensors files `found`, in full or in DCP's chunks."""
     storage, names = files.storage, files.listed
     headers = {file: read_header(files[file]) for file in found}
     chunks: dict[str, list[tuple[str, Header, Shape]]] = {}
@@ -213,7 +213,8 @@ def _owner(file: str) -> int | str:
 
 
 def _config(storage: Storage, names: Listing) -> dict[str, Any]:
-    """The model's config.json, {} if there is none that can be read: it is not needed to read tensors."""
+    """Return the model's config.json; {} if there is none that can be read. It is not needed to
+    read tensors."""
     if "config.json" not in names:
         return {}
     try:
@@ -233,7 +234,8 @@ _OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
 class SafetensorsWriter(HashedFilesWriter):
-    """Stores only tensors. Of tied tensors, one is stored, and the names of the others are in the files' metadata."""
+    """Stores only tensors. For tied tensors, it stores one, and the names of the others in the
+    files' metadata."""
 
     def __init__(self, contents: Contents, target: Target) -> None:
         """Raises FormatError for a dtype that safetensors does not have."""
@@ -258,7 +260,7 @@ class SafetensorsWriter(HashedFilesWriter):
         self.left_out += (*contents.per_rank, *contents.objects, *empty)
 
     def put(self, file: FilePlan, out: HashingWriter) -> Mapping[str, Any]:
-        """The header, then the elements."""
+        """Write the header, then the elements."""
         mine = {part.spec.fqn for part in file.parts}
         tied = {alias: kept for alias, kept in self.contents.aliases.items() if kept in mine}
         rows = ((part.spec.fqn, part.spec.dtype, part.spec.shape) for part in file.parts)
@@ -286,15 +288,15 @@ class SafetensorsWriter(HashedFilesWriter):
         return next(iter(at_top(names, _SUFFIXES)), None)
 
     def ambiguous(self, storage: Storage, names: Listing) -> str | None:
-        """Another index, or another file of tensors where there will be no index."""
+        """Return another index, or another file of tensors if there will be no index."""
         old = _replaced(storage, names)
         others = at_top(names, _SUFFIXES if len(self.files) == 1 else _INDEX)
         return next((name for name in others if name not in old), None)
 
 
 def _replaced(storage: Storage, names: Listing) -> list[str]:
-    """The files of the old checkpoint, its index last: those with names of ours, and those that its
-    index names, or all if they open without one. Others stay."""
+    """Return the files of the old checkpoint, its index last: those with our names, and those that
+    its index names, or all if they open without one. Others stay."""
     tensors, indexes = at_top(names, ".safetensors"), at_top(names, _INDEX)
     named = {*indexes} if len(indexes) == 1 else set[str]()
     files = Files(storage, names, Checking(lost=[]))

@@ -57,7 +57,7 @@ _FLAT_OPTIMIZER = re.compile(r"(optim|optimizer)\.((state|param_groups)\..+)", r
 
 
 def nest(contents: Contents) -> Tree:
-    """The tensors, their aliases and the objects of a checkpoint as they were nested."""
+    """Return the tensors, their aliases, and the objects of a checkpoint, nested as they were saved."""
     root: Tree = {}
     leaves = [(key, True) for key in contents.tensors]
     leaves += [(key, True) for key in contents.aliases if key not in contents.tensors]
@@ -95,7 +95,7 @@ def walk(tree: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, StoredLeaf]]:
 
 
 def resolve(tree: Any) -> Any:
-    """The tree with its objects read and its lists as lists; tensors are `StoredTensor`s."""
+    """Return the tree with its objects read and its lists as lists. Tensors are `StoredTensor`s."""
     if isinstance(tree, StoredLeaf):
         return tree.value()
     if tree and all(type(key) is int for key in tree):
@@ -120,7 +120,7 @@ class Sections:
 
 
 def find_sections(contents: Contents) -> Sections:
-    """The model and the optimizers of a checkpoint."""
+    """Return the model and the optimizers of a checkpoint."""
     tree = _unwrap(_split_flat(nest(contents)))
     if _is_bare_optimizer(tree) or _are_by_parameter(tree):
         return Sections({}, [("", one) for one in _as_trees(tree)])
@@ -143,7 +143,7 @@ def find_sections(contents: Contents) -> Sections:
 
 
 def outside_sections(contents: Contents) -> Iterator[str]:
-    """The keys of what is neither a part of a model nor of an optimizer."""
+    """Return the keys of everything that is not part of a model or an optimizer."""
     sections = find_sections(contents)
     used = {leaf.key for _, leaf in sections.model}
     used |= {leaf.key for _, tree in sections.optimizers for _, leaf in walk(tree)}
@@ -154,16 +154,16 @@ _NUMBER = re.compile(r"_\d+$")
 
 
 def _inside(section: Tree) -> Tree:
-    """A section without another name of its own inside, as `model_1` of accelerate holds `model`,
-    or NeMo's optimizers hold `optim` and a schedule, twice."""
+    """Return the section inside a section that repeats it: accelerate's `model_1` contains `model`,
+    and NeMo's optimizers contain `optim` and a schedule, twice."""
     named = [key for key in section if not is_beside(str(key))]
     same = len(named) == 1 and is_section(str(named[0])) and isinstance(section[named[0]], dict)
     return _inside(section[named[0]]) if same else section
 
 
 def _only_state(tree: Tree) -> Tree:
-    """The one state dict in it, whatever it is called, such as `net`: its own keys have dots. Else
-    the tree itself."""
+    """Return the only state dict inside, whatever its name, such as `net`: its keys have dots.
+    Otherwise, the tree itself."""
     with_tensors = [v for v in tree.values() if _has_tensor(v)]
     if len(with_tensors) == 1 and isinstance(with_tensors[0], dict) and any("." in str(key) for key in with_tensors[0]):
         return with_tensors[0]
@@ -171,8 +171,8 @@ def _only_state(tree: Tree) -> Tree:
 
 
 def _model_of(optimizer: str, first: str, models: Mapping[str, Any]) -> str:
-    """The one of several models that has the optimizer's number; optimizers of no such number are
-    the first's."""
+    """Return the model, of several, that has the optimizer's number. Optimizers with another number
+    belong to the first model."""
     number = _NUMBER.search(optimizer)
     mine = f"{_NUMBER.sub('', first)}{number[0] if number else ''}."
     return mine if mine in models else f"{first}."
@@ -190,8 +190,8 @@ def _natural(key: Any) -> tuple[Any, ...]:
 
 
 def _joined(parts: Tree) -> Tree:
-    """The parts of a pipeline that one process has, as one model. Raises NormalizationError if two
-    share a name."""
+    """Return the parts of a pipeline that one process has, as one model. Raises NormalizationError
+    if two share a name."""
     out: Tree = {}
     for number, part in parts.items():
         for key, value in part.items():
@@ -202,7 +202,8 @@ def _joined(parts: Tree) -> Tree:
 
 
 def _split_flat(tree: Tree) -> Tree:
-    """Keys such as `optim.state.w.exp_avg` of a flat state become sections; then `model.w` does, too."""
+    """Make sections from keys such as `optim.state.w.exp_avg` of a flat state. Then `model.w`
+    becomes one, too."""
     flat = {key: m for key in tree if isinstance(tree[key], StoredLeaf) and (m := _FLAT_OPTIMIZER.fullmatch(str(key)))}
     if not flat:
         return tree
@@ -221,9 +222,9 @@ def _split_flat(tree: Tree) -> Tree:
 
 
 def _unwrap(tree: Tree) -> Tree:
-    """The state inside, where all of it is under one name, such as `{"app": {"model": ..., "optim":
-    ...}}`. What stands beside has no tensors, or is none of a model, as in Composer's `{"state":
-    {"model": ...}, "rng": ...}`."""
+    """Return the state inside if all of it is under one name, such as `{"app": {"model": ...,
+    "optim": ...}}`. Anything beside it has no tensors, or does not belong to a model, as in
+    Composer's `{"state": {"model": ...}, "rng": ...}`."""
     while not _has_sections(tree) and not _is_bare_optimizer(tree):
         found = list(tree.values()) if len(tree) == 1 else _may_be_models(tree)
         if len(found) != 1 or not isinstance(found[0], dict) or not _has_sections(found[0]):
@@ -244,7 +245,7 @@ def _has_optimizer(tree: Tree) -> bool:
 
 
 def _may_be_models(tree: Tree) -> list[Tree | StoredLeaf]:
-    """Return what has tensors, and no name that models do not have."""
+    """Return what has tensors, and no name that models cannot have."""
     with_tensors = {k: v for k, v in tree.items() if _has_tensor(v)}
     return [value for key, value in with_tensors.items() if not _is_other(key, value)]
 
@@ -274,9 +275,9 @@ def is_section(key: str) -> bool:
 
 
 def with_empty(contents: Contents) -> Contents:
-    """Return the same with each empty list and dict as an object.
+    """Return the contents with each empty list and dict as an object.
 
-    An empty section of a model or an optimizer is none.
+    An empty section of a model or an optimizer is not an object.
     """
     kinds = contents.containers
     known = {*contents.tensors, *contents.aliases, *contents.objects, *contents.per_rank}
@@ -315,7 +316,8 @@ def _as_trees(tree: Tree) -> list[Tree]:
 
 
 def _are_by_parameter(tree: Tree) -> bool:
-    """True for an optimizer of each parameter by its name, as torchtune keeps those that step in the backward pass."""
+    """Return True for a separate optimizer for each parameter, by name. torchtune has these to step
+    in the backward pass."""
     return bool(tree) and all("." in str(k) and isinstance(v, Mapping) and _has_groups(v) for k, v in tree.items())
 
 
@@ -325,7 +327,7 @@ def _has_groups(optimizer: Mapping[Any, Any]) -> bool:
 
 
 def _by_parameter(tree: Tree) -> Tree:
-    """Return them as one optimizer."""
+    """Return the optimizers of single parameters as one optimizer."""
     kept = {name: one["state"] for name, one in tree.items() if isinstance(one.get("state"), dict)}
     states = {name: state for name, of in kept.items() for state in of.values()}
     groups = {name: {k: v for k, v in one["param_groups"][0].items() if k != "params"} for name, one in tree.items()}

@@ -1,4 +1,4 @@
-"""Every format, a line each: to add one is to write its module, or its folder, and a line here."""
+"""All formats, one line each: to add a format, write its module or folder, and a line here."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ if TYPE_CHECKING:
 
 
 class FormatRow(NamedTuple):
-    """What must be known about a format before it is imported."""
+    """What must be known about a format before its module is imported."""
 
     name: str
     module: str
-    """Where it is."""
+    """Module of its reader."""
     marks: tuple[str, ...] = ()
-    """What its files are called, or after a "*" how their names end: one is at the top of a
+    """Names of its files or, after a "*", their endings: one such file is at the top of a
     checkpoint, or of a folder below it."""
     trees: tuple[str, ...] = ()
-    """Files at the top which say that the folders below, of any names, are its own."""
+    """Files at the top that show that the folders below belong to it, whatever their names."""
     written: str = ""
-    """What it is called where it can be written."""
+    """Its name, if it can be written."""
     writer: str = ""
-    """Where its `WRITING` is, then."""
+    """Module with its `WRITING`, if it can be written."""
     normalizer: str = ""
-    """Where the function `normalize` is that gives its parts canonical names. None is needed where
-    parts are tensors with names: there is a way for all of these."""
+    """Module with the function `normalize`, which gives its parts canonical names. Formats whose
+    parts are named tensors need none: one function handles all of these."""
     held_as: str = "FORMAT"
-    """What the module calls it."""
+    """Its name in the module."""
 
 
 FORMATS = (
@@ -65,7 +65,7 @@ FORMATS = (
 """All formats, in the order in which they are tried."""
 
 WRITTEN = {row.name: row.written for row in FORMATS if row.written}
-"""The formats that can be written, and what each is called."""
+"""The formats that can be written, by name."""
 ALSO_CALLED = {"huggingface": "safetensors", "hf": "safetensors", "torch": "torch_save"}
 """Other names of formats that can be written."""
 NOT_SHARDED = "files are not sharded by rank: leave out onto, or write native or dcp"
@@ -82,7 +82,7 @@ FormatName = Literal[
     "torch_save",
     "torch",
 ]
-"""The names of both for type checkers, which can only read them written out."""
+"""The names of both, spelled out for type checkers."""
 _ROWS = {row.name: row for row in FORMATS}
 
 
@@ -91,13 +91,14 @@ def _held(module: str, name: str) -> Any:
 
 
 def find_format(name: str) -> Format | None:
-    """The format of this name; None for what has none, such as a checkpoint under canonical names."""
+    """Return the format with this name. None for contents without a format, such as a checkpoint
+    under canonical names."""
     row = _ROWS.get(name)
     return None if row is None else _held(row.module, row.held_as)
 
 
 def find_normalizer(name: str) -> Normalizer | None:
-    """Return what gives canonical names to a format's parts; None if the way for all formats does."""
+    """Return the function that gives a format's parts canonical names. None if the general one is used."""
     row = _ROWS.get(name)
     return _held(row.normalizer, "normalize") if row is not None and row.normalizer else None
 
@@ -108,7 +109,7 @@ def formats() -> Iterator[Format]:
 
 
 def writing_of(name: str) -> Writing:
-    """Return how a format is written. Raises OptionError for one that is not known, or not written."""
+    """Return how a format is written. Raises OptionError for one that is unknown, or cannot be written."""
     if name not in WRITTEN:
         meant = did_you_mean(str(name), [*WRITTEN, *ALSO_CALLED]) or "."
         known = ", ".join(WRITTEN.values())

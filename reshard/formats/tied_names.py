@@ -68,15 +68,15 @@ def _inferred(known: set[str], config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _is_tied(config: Mapping[str, Any]) -> bool:
-    """transformers leaves `tie_word_embeddings` out of config.json where it has its default, which
-    is true."""
+    """Return True if embeddings are tied. transformers omits `tie_word_embeddings` from config.json
+    if it has its default, which is True."""
     nested = config.get("text_config")
     default = nested.get("tie_word_embeddings", True) if isinstance(nested, dict) else True
     return bool(config.get("tie_word_embeddings", default) is True)
 
 
 def _shared(known: set[str]) -> dict[str, str]:
-    """Embeddings of an encoder and a decoder that are one."""
+    """Return the shared embeddings of an encoder and a decoder."""
     out = {}
     for match in filter(None, map(_SHARED.fullmatch, known)):
         for part in ("encoder.", "decoder."):
@@ -88,7 +88,7 @@ def _shared(known: set[str]) -> dict[str, str]:
 
 
 def _heads_with_bias(known: set[str]) -> dict[str, str]:
-    """An output layer that predicts masked words, and has a bias of its own."""
+    """Return output layers that predict masked tokens and have a separate bias."""
     words = [key for key in known if key.endswith(_WORDS)]
     out = {}
     for match in filter(None, map(_HEADS_WITH_BIAS.fullmatch, known)):

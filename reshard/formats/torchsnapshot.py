@@ -50,12 +50,12 @@ def detect(storage: Storage, names: Listing) -> bool:
 
 
 def open(files: Files) -> Contents:
-    """The snapshot in this folder.
+    """Return the snapshot in this folder.
 
     Raises:
         CorruptCheckpointError: the manifest is unreadable, or a file that it names is missing or
-            too short.
-        MissingPackageError: the manifest is YAML, and PyYAML is not there to read it.
+        too short.
+        MissingPackageError: the manifest is YAML, and PyYAML is not installed.
     """
     source = files[_MANIFEST]
     label = source.label
@@ -90,7 +90,7 @@ def _manifest(data: bytes, label: str) -> dict[str, Any]:
 
 
 def _yaml(data: bytes, label: str) -> Any:
-    """Return what early versions wrote. Only plain values are built."""
+    """Return the manifest of an early version. Only plain values are built."""
     with framework("pyyaml>=6", f"{label}: the manifest is not JSON, and could be YAML: "):
         import yaml
     try:
@@ -100,7 +100,7 @@ def _yaml(data: bytes, label: str) -> Any:
 
 
 def _check_names(by_path: Mapping[str, Mapping[int, _Entry]], label: str) -> None:
-    """Raise CorruptCheckpointError unless containers list what is in them."""
+    """Raise CorruptCheckpointError unless containers list their contents."""
     inside: dict[str, dict[str, Mapping[int, _Entry]]] = {}
     for logical, entries in by_path.items():
         above, _, name = logical.rpartition("/")
@@ -133,12 +133,12 @@ def _check_names(by_path: Mapping[str, Mapping[int, _Entry]], label: str) -> Non
 
 
 def _is_of_all(entry: _Entry) -> bool:
-    """Return whether an entry of one rank belongs to the others, too."""
+    """Return whether an entry of one rank also belongs to the other ranks."""
     return bool(entry.get("replicated")) or entry["type"] in _SHARDED
 
 
 def _key_path(logical: str, by_path: Mapping[str, Mapping[int, _Entry]]) -> KeyPath:
-    """The path in the nest that was saved: the containers above say what each part of it is."""
+    """Return the path in the nest that was saved. The containers above determine each part of it."""
     parts = logical.split("/")
     path: list[str | int | IntKey] = []
     for at, part in enumerate(parts):
@@ -163,13 +163,13 @@ class _Snapshot:
     label: str
     out: ContentsBuilder
     places: set[tuple[str, int, int, str]] = field(default_factory=set)
-    """Bytes of files, and which piece of which name is there."""
+    """Byte ranges of files, and the piece and name that are there."""
     own: list[str] = field(default_factory=list)
     quantized: list[str] = field(default_factory=list)
     inferred: list[str] = field(default_factory=list)
 
     def add(self, path: KeyPath, entries: Mapping[int, _Entry]) -> None:
-        """Add what the ranks have at one place of the nest."""
+        """Add the entries of the ranks at one place of the nest."""
         kinds = {entry["type"] for entry in entries.values()}
         rank = min(entries)
         first = entries[rank]
@@ -196,7 +196,7 @@ class _Snapshot:
         self.out.add_tensor(tensor.spec.fqn, lambda: tensor)
 
     def _maker(self, key: str, entry: _Entry, rank: int) -> Callable[[], Any]:
-        """A function that gives the value of one rank's entry."""
+        """Return a function that returns the value of one rank's entry."""
         if entry["type"] in _TENSORS:
             tensor = self._tensor(key, entry, rank)
             return lambda: tensor
@@ -217,7 +217,7 @@ class _Snapshot:
         return file.plain(file.value)
 
     def _tensor(self, key: str, entry: _Entry, rank: int) -> StoredTensor:
-        """A tensor that is stored whole, or in pieces that its entry lists."""
+        """Return a tensor that is stored in full, or in the pieces that its entry lists."""
         shape = as_shape(entry["shape"])
         whole = {"offsets": (0,) * len(shape), "sizes": shape, "tensor": entry}
         pieces: list[_Entry] = [whole]
@@ -230,7 +230,7 @@ class _Snapshot:
         return StoredTensor(TensorSpec(key, shape, _dtype(entry)), tuple(chunks))
 
     def _sharded(self, key: str, entries: Mapping[int, _Entry]) -> StoredTensor:
-        """A tensor from the shards that all ranks list; of replicas the first one is taken."""
+        """Return a tensor from the shards that all ranks list. Of replicas, the first one is used."""
         chunks: dict[Box, StoredChunk] = {}
         dtypes = set()
         for rank, entry in sorted(entries.items()):
@@ -247,7 +247,7 @@ class _Snapshot:
         return StoredTensor(TensorSpec(key, shape, dtypes.pop()), tuple(chunks.values()))
 
     def _chunk(self, key: str, piece: _Entry, rank: int, own: str = "") -> StoredChunk:
-        """A box of a tensor, and where its elements are."""
+        """Return a box of a tensor, and where its elements are."""
         box, entry = Box(as_shape(piece["offsets"]), as_shape(piece["sizes"])), piece["tensor"]
         dtype = _dtype(entry)
         if as_shape(entry["shape"]) != box.sizes:
@@ -267,7 +267,7 @@ class _Snapshot:
         return StoredChunk(box, Extent(source, window), rank)
 
     def _range(self, key: str, entry: _Entry, piece: str = "") -> tuple[int, int]:
-        """The bytes of its file that an entry means. Refuses those that are not there."""
+        """Return the byte range of an entry in its file. Refuses bytes that do not exist."""
         file, refuse = entry["location"], self.files.checking.refuse
         if (nbytes := self.files.listed.get(file)) is None:
             refuse(CorruptCheckpointError(f"{self.label}: the file {file} is missing, which should hold {key!r}"))
@@ -282,7 +282,7 @@ class _Snapshot:
         return start, stop
 
     def warnings(self) -> tuple[str, ...]:
-        """Return what a reader should know."""
+        """Return warnings for the reader."""
         told = []
         if self.inferred:
             told.append(

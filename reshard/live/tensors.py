@@ -345,7 +345,7 @@ def lines_of(device_mesh: DeviceMesh, here: int) -> list[tuple[list[int], list[i
 
     The ranks of process groups ascend, unless `new_group(..., sort_ranks=False)` made them. Groups
     that cannot be asked are assumed to ascend: a mesh may have none, or outlive them, and other
-    groups may have their names by then.
+    groups may have their names now.
     """
     grid = _mesh_ranks(device_mesh)
     lines: list[tuple[list[int], list[int]]] = []

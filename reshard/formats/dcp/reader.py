@@ -1,10 +1,9 @@
 """Checkpoints of torch.distributed.checkpoint: a pickle `.metadata` and `__<rank>_<n>.distcp` files
 of items.
 
-`.metadata` says the boxes of each tensor and the byte range of each item. An item is an archive of
-`torch.save` (`torch_save.zip_archive`), perhaps compressed, or its file as a whole is a safetensors
-file. Only archives that are read are looked into, and what they really hold is compared with what
-`.metadata` promised.
+`.metadata` lists the boxes of each tensor and the byte range of each item. An item is an archive of
+`torch.save` (`torch_save.zip_archive`), perhaps compressed, or the complete file is a safetensors
+file. Only archives that are read are opened, and their contents are compared with `.metadata`.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def detect(storage: Storage, names: Listing) -> bool:
 
 
 def open(files: Files) -> Contents:
-    """The checkpoint in the top folder. Raises CorruptCheckpointError, naming the file."""
+    """Return the checkpoint in the top folder. Raises CorruptCheckpointError, naming the file."""
     return open_folder(files, "")
 
 
@@ -72,7 +71,7 @@ class DcpIndex:
 
 @dataclass(frozen=True)
 class DcpFacts(Facts):
-    """What a DCP checkpoint knows beyond its contents."""
+    """What a DCP checkpoint records besides its contents."""
 
     object_file: Callable[[str], TorchFile]
     """Returns the item of an object, by its key, as a file of `torch.save`. Does not read its tensors."""
@@ -118,8 +117,7 @@ def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents
 
 
 def _empty_dicts(paths: Iterable[KeyPath]) -> dict[KeyPath, str]:
-    """Empty dicts, which torch leaves out: in lists they show, and without them the items after
-    them would move up."""
+    """Return empty dicts, which torch omits: without those in lists, the items after them would move up."""
     seen = {(path[:i], part) for path in paths for i, part in enumerate(path) if type(part) is int}
     stops = dict(sorted(seen, key=lambda at: at[1]))
     every = ((path, i) for path, stop in stops.items() for i in range(min(stop, _MAX_GAP)))
@@ -127,11 +125,11 @@ def _empty_dicts(paths: Iterable[KeyPath]) -> dict[KeyPath, str]:
 
 
 _MAX_GAP = 1000
-"""Before an item of a list: a file may claim any number."""
+"""The maximum number of missing items before an item of a list, because a file may claim any number."""
 
 
 def _metadata(data: bytes | memoryview, where: str) -> dict[str, Any]:
-    """The fields of a pickled `Metadata`, or of a class derived from it."""
+    """Return the fields of a pickled `Metadata`, or of a derived class."""
     try:
         value = load_pickle(data, where=where)
     except CorruptCheckpointError as error:
@@ -179,7 +177,8 @@ def _add(index: DcpIndex, fields: Mapping[str, Any], where: str) -> None:
 
 
 def _check_ranks(files: Files, folder: str) -> None:
-    """Refuse what lacks a rank's metadata, by the numbers of all files. All files of the last rank may be missing."""
+    """Refuse a checkpoint without a rank's metadata, by the numbers of all files. If all files of
+    the last ranks are missing, this is not noticed."""
     files.checking.leave_number_open()
     inner = [name[len(folder) :] for name in files.listed if name.startswith(folder)]
     have = {int(match[1]) for match in map(RANK_METADATA.fullmatch, inner) if match}
@@ -191,14 +190,13 @@ def _check_ranks(files: Files, folder: str) -> None:
 
 
 def _said(record: Record) -> Mapping[str, Any]:
-    """Return the record's fields: usually its state itself, without a copy, since each tensor has
+    """Return the record's fields: usually its state itself, without a copy, because each tensor has
     several records."""
     return record.state if type(record.state) is dict else record.fields
 
 
 def _check_files(index: DcpIndex, files: Files, folder: str) -> list[str]:
-    """The files that are named, and there. Refuses those that are missing, or end before an item
-    does."""
+    """Return the existing files. Refuses the checkpoint if a file is missing, or ends before an item does."""
     names, where = files.listed, f"{files.storage.url}/{folder}"
     known = {*index.tensors, *index.objects}
     if stray := sorted(index.items.keys() - known):
@@ -241,7 +239,7 @@ def _check_files(index: DcpIndex, files: Files, folder: str) -> list[str]:
 
 
 def _tensor(key: str, metas: list[Record], stored: Mapping[Shape | None, Item], items: _Items) -> StoredTensor:
-    """A tensor from its metadata: one record, or one of each rank where ranks wrote their own."""
+    """Return a tensor from its metadata: one record, or one record per rank if ranks wrote their own."""
     try:
         spec = _spec(key, metas[0])
         boxes = [
@@ -274,8 +272,7 @@ def _spec(key: str, meta: Record) -> TensorSpec:
 
 
 def _dtype_named(dtype: Any) -> str:
-    """Return the dtype's name, even if this torch has no such dtype: only reading the tensor needs
-    one."""
+    """Return the dtype's name, even if this torch has no such dtype: it is needed only to read the tensor."""
     if isinstance(dtype, torch.dtype):
         return dtype_name(dtype)
     path = dtype.path if is_record_type(dtype) else ""
@@ -294,14 +291,13 @@ Undo = Callable[[tuple[str, ...], int, bytes], bytes]
 the bytes of an item) -> the original bytes."""
 
 _MOST_BYTES = 1 << 28
-"""The most that an object, or what surrounds a tensor, may have once it is decompressed."""
+"""The maximum size of an object, or of the data around a tensor, after decompression."""
 _PIECE_BYTES = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A byte range of a file, and the transforms that its bytes went through, the last one
-    first."""
+    """A byte range of a file, and the transforms that were applied to its bytes, the last one first."""
 
     file: str
     offset: int
@@ -315,10 +311,10 @@ class Item:
 
 
 class _Items:
-    """Looks into the items of one checkpoint."""
+    """Opens the items of one checkpoint."""
 
     def __init__(self, index: DcpIndex, files: Files, folder: str, undo: Undo | None) -> None:
-        """`undo`: of transforms that the caller knows; without it, zstandard is known."""
+        """`undo`: for transforms that the caller knows. Without it, only zstandard is known."""
         self._index, self._files, self._folder, self._undo = index, files, folder, undo
         self._kept = DecodedSource.Kept()
         self._headers: dict[str, Header | None] = {}
@@ -343,7 +339,7 @@ class _Items:
         return place
 
     def object(self, key: str) -> Any:
-        """A non-tensor item, as plain data. Raises CorruptCheckpointError or UnsafeDataError."""
+        """Return a non-tensor item as plain data. Raises CorruptCheckpointError or UnsafeDataError."""
         source, start, length = self._object(key)
         try:
             if bytes(source.read(start, min(4, length))) == ZIP_MAGIC:
@@ -353,7 +349,7 @@ class _Items:
             raise type(error)(f"object {key!r}: {error}") from None
 
     def file(self, key: str) -> TorchFile:
-        """A non-tensor item as a file of `torch.save`, whose tensors are not read. Raises
+        """Return a non-tensor item as a file of `torch.save`, whose tensors are not read. Raises
         CorruptCheckpointError."""
         source, start, length = self._object(key)
         archive = TorchArchive(source, start, length)
@@ -366,8 +362,8 @@ class _Items:
         return self._payload(item, _MOST_BYTES)
 
     def _payload(self, item: Item, most_bytes: int) -> tuple[Source, int, int]:
-        """The bytes of an item, with transforms undone; damage if these are more than
-        `most_bytes`."""
+        """Return the bytes of an item, with transforms undone. If there are more than `most_bytes`,
+        the item is damaged."""
         file = self._files[self._folder + item.file]
         if not item.transforms:
             return file, item.offset, item.length
@@ -409,7 +405,8 @@ class _Items:
         return place, header.entries[key].dtype
 
     def _header(self, source: FileSource) -> Header | None:
-        """The header, if the file as a whole has one; DCP's own offsets mean nothing then."""
+        """Return the header if the complete file begins with one. DCP's offsets are
+        meaningless then."""
         if source.name not in self._headers:
             self._headers[source.name] = find_header(source)
         return self._headers[source.name]

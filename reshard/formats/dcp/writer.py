@@ -1,4 +1,4 @@
-"""DCP's files out of a lazy checkpoint, streamed: torch's own `load` reads them."""
+"""Writes DCP's files from a lazy checkpoint, streamed. torch's own `load` reads them."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ class DcpWriter(HashedFilesWriter):
         self.files = tuple(files)
 
     def first_name(self, storage: Storage, file: FilePlan) -> str:
-        """The final name: it contains the job's id, so no other job writes it."""
+        """Return the final name. It contains the job's id, so no other job writes it."""
         return file.name
 
     def put(self, file: FilePlan, out: HashingWriter) -> Mapping[str, Any]:
-        """The items of one file."""
+        """Write the items of one file."""
         regions = with_sums(self.region(part) for part in file.parts)
         items: list[list[Any]] = []
         for part, summed in zip(file.parts, regions, strict=True):
@@ -99,7 +99,7 @@ class DcpWriter(HashedFilesWriter):
         self.publish(out, self.contents.paths)
 
     def publish(self, out: Publication, paths: Mapping[str, KeyPath] | None, folder: str = "") -> None:
-        """`.metadata` of all files, which are in `folder`, as those are that it replaces."""
+        """Return `.metadata` for all files in `folder`, where the files that it replaces are, too."""
         table: dict[str, Any] = {}
         places: dict[MetadataIndex, _StorageInfo] = {}
         names = grouped((kept, alias) for alias, kept in self.contents.aliases.items())
@@ -122,7 +122,7 @@ class DcpWriter(HashedFilesWriter):
             out.storage.delete(name)
 
     def occupied(self, names: Listing) -> str | None:
-        """The file that is published last."""
+        """Return the file that is published last."""
         return _METADATA if _METADATA in names else None
 
 
@@ -134,17 +134,18 @@ WRITING = Writing(DcpWriter, own=(".metadata",), marks=(".metadata",), is_sharde
 
 
 def versioned(version: str | None = "1.0.0") -> dict[str, Any]:
-    """The version as an argument of torch's `Metadata`; {} where it has no such field, as in torch 2.6."""
+    """Return the version as an argument of torch's `Metadata`; {} if it has no such field, as in
+    torch 2.6."""
     return {"version": version} if "version" in Metadata.__dataclass_fields__ else {}
 
 
 def chunk_of(box: Box) -> ChunkStorageMetadata:
-    """torch's record of a box."""
+    """Return torch's record of a box."""
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
 def tensor_metadata(spec: TensorSpec, boxes: Iterable[Box] = ()) -> TensorStorageMetadata:
-    """torch's record of a tensor that is stored in these chunks."""
+    """Return torch's record of a tensor that is stored in these chunks."""
     properties = TensorProperties(dtype=dtype_from_name(spec.dtype))
     return TensorStorageMetadata(properties, torch.Size(spec.shape), [chunk_of(box) for box in boxes])
 
@@ -197,7 +198,7 @@ def as_torch_nests(contents: Contents) -> tuple[Contents, dict[str, tuple[str, s
 
 
 def _with_numbers_in_tuples(contents: Contents, paths: Mapping[str, KeyPath], kinds: Mapping[KeyPath, str]) -> Contents:
-    """The state with the tensors of tuples in param groups read, and among the objects, if each is one number."""
+    """Read the tensors of tuples in param groups and put them among the objects, if each is one number."""
     in_groups = {key: path for key, path in paths.items() if "param_groups" in path and kinds.get(path[:-1]) == "tuple"}
     found = {key: contents.find(key) for key in in_groups}
     inside = {key: tensor for key, tensor in found.items() if tensor is not None}
@@ -211,14 +212,14 @@ def _with_numbers_in_tuples(contents: Contents, paths: Mapping[str, KeyPath], ki
 
 
 def object_to_bytes(value: Any) -> bytes:
-    """An object as `torch.save` writes it."""
+    """Return an object as `torch.save` writes it."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
 def _taken_apart(paths: Iterable[KeyPath], tensors: Iterable[KeyPath], kinds: Mapping[KeyPath, str]) -> set[KeyPath]:
-    """The places of sequences whose items have keys of their own."""
+    """Return the places of sequences whose items have separate keys."""
     apart = containers_around(tensors)
     mappings = {path[:i] for path in (*paths, *kinds) for i, part in enumerate(path) if type(part) is not int}
     for place in mappings | {path for path, kind in kinds.items() if kind == "dict"}:
@@ -229,6 +230,6 @@ def _taken_apart(paths: Iterable[KeyPath], tensors: Iterable[KeyPath], kinds: Ma
 
 
 def _object_at(path: KeyPath, apart: Collection[KeyPath]) -> KeyPath:
-    """Return where the object is that holds what is at `path`: at the first sequence on the way
-    that is not taken apart."""
+    """Return where the object is that contains the value at `path`: at the first sequence on the
+    way that is not taken apart."""
     return next((path[:i] for i in range(1, len(path)) if type(path[i]) is int and path[:i] not in apart), path)

@@ -1,5 +1,5 @@
-"""Normalizes DeepSpeed checkpoints: the model is the fp32 masters where there are any, else the
-weights of the module.
+"""Normalizes DeepSpeed checkpoints: the model's values are the fp32 masters if there are any, or
+else the weights of the module.
 
 Frozen parameters and buffers come from the module. Names are those of the module; those of a
 pipeline module are `<layer>.<name>`, which the hint "names" maps to others: {"0": "embed", "1":
@@ -59,7 +59,7 @@ _UNIVERSAL = re.compile(r"zero/(?P<fqn>[^/]+)/(?P<state>[^/]+)")
 
 @dataclass
 class _ModelParallelRank:
-    """The files of one model parallel rank, which without pipelines and tensor parallelism is the only one."""
+    """The files of one model parallel rank. Without pipelines and tensor parallelism, there is only one."""
 
     models: dict[int, TorchFile] = field(default_factory=dict)
     """Files by data-parallel rank. Only rank 0 has one, except in ZeRO-3."""
@@ -130,7 +130,7 @@ def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
 
 
 def _master(fqn: str, tensor: StoredTensor, master: Value) -> StoredTensor:
-    """The fp32 master of a parameter, if it has one."""
+    """Return the fp32 master of a parameter, if it has one."""
     if not isinstance(master, StoredTensor):
         return tensor
     if master.spec.shape != tensor.spec.shape:
@@ -272,7 +272,7 @@ def _frozen(stage: _ModelParallelRank, fqn: str, shape: Shape) -> StoredTensor:
 
 
 def _add_layer(parts: Parts, stem: str, file: TorchFile) -> None:
-    """Weights of a pipeline's layer, or of an expert."""
+    """Add the weights of a pipeline's layer, or of an expert."""
     layer, expert = _LAYER.fullmatch(stem), _EXPERT.fullmatch(stem)
     if layer is None and expert is None:
         return
@@ -285,7 +285,7 @@ def _add_layer(parts: Parts, stem: str, file: TorchFile) -> None:
 def _add_universal(
     parts: Parts, files: Mapping[str, TorchFile], stages: Mapping[int, _ModelParallelRank], hints: Hints
 ) -> None:
-    """Parameters and states that have a file each."""
+    """Add parameters and states that have a file each."""
     shapes = {fqn: shape for stage in stages.values() for group in stage.shapes() for fqn, shape in group.items()}
     found = False
     for stem, file in files.items():
@@ -317,7 +317,8 @@ def _add_universal(
 
 
 def _add_common_step(parts: Parts, common: TorchFile) -> None:
-    """The number of steps for parameters that have no file of it, as those of stage 3; its groups have one each."""
+    """Add the number of steps for parameters without a file for it, such as those of stage 3. Each
+    of its groups has one."""
     inner = common.entries.get("optimizer_state_dict")
     states = inner.get("state") if isinstance(inner, dict) else None
     steps = [of["step"] for of in states.values() if "step" in of] if isinstance(states, dict) else []
@@ -337,13 +338,14 @@ def _add_common_step(parts: Parts, common: TorchFile) -> None:
 
 
 def read_mixed(optimizer: Mapping[str, Any], file: TorchFile, shapes: Shapes, hints: Hints) -> StoredOptimizer:
-    """The states by id, or by name where whole groups are flat; masters are the state `MASTER`.
+    """Return the states by id, or by name if complete groups are flat. Masters are the state
+    `MASTER`.
 
     Args:
         shapes: those of the module's tensors.
 
     Raises:
-        NormalizationError: flat groups, and no hint says what is in them.
+        NormalizationError: groups are flat, and no hint says what is in them.
         CorruptCheckpointError: masters and groups do not fit together.
     """
     inner = optimizer["optimizer_state_dict"]
@@ -371,7 +373,7 @@ def _cut(
     shapes: Shapes,
     hints: Hints,
 ) -> StoredOptimizer:
-    """Flat groups, split into the parameters that the hint says are in them."""
+    """Split flat groups into the parameters that the hint lists for them."""
     given = hints.get("param_groups")
     if given is None:
         hints.missing(
@@ -434,11 +436,12 @@ class Parts(Canonical):
 
 
 def joined(ranks: Sequence[Parts], hints: Hints) -> Parts:
-    """The parts of tensor parallel ranks as one. What all of them have whole is taken from the first.
+    """Join the parts of tensor parallel ranks. If all ranks have a tensor in full, the first one's
+    is used.
 
     Raises:
         NormalizationError: how a parameter was sharded is not known; the message asks for the hint
-            "tp_dims".
+        "tp_dims".
         CorruptCheckpointError: the ranks have different parameters, or shapes that do not fit.
     """
     first = ranks[0]

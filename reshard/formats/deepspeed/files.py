@@ -45,39 +45,41 @@ OWN = frozenset(
     + ("frozen_param_fragments", "ds_config", "ds_version", "dp_world_size", "mp_world_size")
     + ("checkpoint_parallel_dimensions", "universal_checkpoint_info")
 )
-"""What a file of model states records of the model, the optimizer, and their sharding. All else is the program's."""
+"""What a file of model states records about the model, the optimizer, and their sharding.
+Everything else is the program's."""
 
 
 @dataclass(frozen=True)
 class DeepSpeedFacts(Facts):
-    """What `normalized` puts parameters together from."""
+    """The files from which `normalized` makes parameters."""
 
     files: Mapping[str, TorchFile]
     """Files by path below the checkpoint's folder, without `.pt`."""
     missing: tuple[str, ...]
-    """One sentence for each missing file of a rank."""
+    """A sentence for each missing file of a rank."""
 
     def problems(self) -> tuple[str, ...]:
         return self.missing
 
 
 def detect(storage: Storage, names: Listing) -> bool:
-    """Return whether there are files of DeepSpeed's names, here or in the folder that `latest` names."""
+    """Return whether there are files with DeepSpeed's names, here or in the folder that `latest` names."""
     return any(is_state(name, "") for name in names) or (
         any(latest in names for latest in _LATEST) and any(is_state(n.partition("/")[2], "") for n in names)
     )
 
 
 def is_state(file: str, folder: str) -> bool:
-    """Return whether a file has a name of DeepSpeed's in `folder`, "" or ending in "/"."""
+    """Return whether a file has one of DeepSpeed's names in `folder`, "" or ending in "/"."""
     inner = file.removeprefix(folder)
     return file.startswith(folder) and bool(_STATES.fullmatch(inner) or _UNIVERSAL.fullmatch(inner))
 
 
 def open(files: Files) -> Contents:
-    """The checkpoint that `latest` names, or the one in this folder.
+    """Return the checkpoint that `latest` names, or the one in this folder.
 
-    Raises CorruptCheckpointError if the folder that `latest` names is not there, or a file is damaged.
+    Raises CorruptCheckpointError if the folder that `latest` names does not exist, or a file is
+    damaged.
     """
     storage, names = files.storage, files.listed
     folder = _folder(storage, names)
@@ -102,7 +104,7 @@ def open(files: Files) -> Contents:
 
 
 def beside(contents: Contents) -> Iterator[str]:
-    """Keys of what is neither a part of the model nor of the optimizer."""
+    """Return the keys of everything that belongs neither to the model nor to the optimizer."""
     for key in (*contents.tensors, *contents.objects):
         file, *inner = contents.path_of(key)
         if _MODEL_STATES.fullmatch(str(file)) and inner and str(inner[0]) not in OWN:
@@ -125,7 +127,7 @@ def _counts(files: Iterable[TorchFile]) -> tuple[int, int, bool]:
 
 
 def _lost_of_ranks(there: Collection[str], files: Iterable[TorchFile]) -> Iterator[str]:
-    """Files that are missing among those of ranks: where there is one of a kind, every rank has one."""
+    """Return missing files of ranks: if one rank has a file of a kind, every rank must have one."""
     is_universal = any(map(_UNIVERSAL.fullmatch, there))  # it has copies of some files, whatever these say
     partitions, mp_ranks, shards_models = _counts(() if is_universal else files)
     matches = [*filter(None, map(_OF_RANK.fullmatch, there))]
@@ -146,7 +148,8 @@ def _lost_of_ranks(there: Collection[str], files: Iterable[TorchFile]) -> Iterat
 
 
 def _lost_layers(there: Collection[str], files: Iterable[TorchFile]) -> Iterator[str]:
-    """Files of a pipeline's layers that are missing: names of parameters begin with the number of their layer."""
+    """Return missing files of a pipeline's layers. Names of parameters begin with the number of
+    their layer."""
     found = {int(match[1]) for match in map(_OF_LAYER.match, there) if match}
     for file in files:
         value = file.entries
@@ -158,7 +161,7 @@ def _lost_layers(there: Collection[str], files: Iterable[TorchFile]) -> Iterator
 
 
 def _lost_states(there: Collection[str], files: Iterable[TorchFile]) -> Iterator[str]:
-    """Files of a universal checkpoint that are missing: a trained parameter has those of others."""
+    """Return missing files of a universal checkpoint: every trained parameter has the same states."""
     held: dict[str, set[str]] = {}
     for match in filter(None, map(_UNIVERSAL.fullmatch, there)):
         held.setdefault(match[1], set()).add(match[2])
@@ -172,7 +175,7 @@ def _lost_states(there: Collection[str], files: Iterable[TorchFile]) -> Iterator
 
 
 def _folder(storage: Storage, names: Listing) -> str:
-    """ "" or the folder that `latest` names, with a slash."""
+    """Return "" or the folder that `latest` names, with a slash."""
     if any(is_state(file, "") for file in names):
         return ""
     for latest in _LATEST:

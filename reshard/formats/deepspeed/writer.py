@@ -33,20 +33,20 @@ from reshard.stored.tensor import StoredTensor, read_value
 
 _LATEST = "latest_universal"
 _VERSION = "0.19.8"
-"""The version whose files these are."""
+"""The DeepSpeed version whose files these are."""
 
 
 @dataclass(frozen=True)
 class DeepSpeedState(Facts):
-    """All values that are not tensors."""
+    """All values other than tensors."""
 
     groups: tuple[Mapping[str, Any], ...]
     """Settings, and the names of the trained parameters in "params"."""
     steps: Mapping[str, float | None]
     shapes: Mapping[str, tuple[int, ...]]
     cut_dims: Mapping[str, int]
-    """The dim that tensor parallelism shards, by parameter, as the hint says: DeepSpeed takes a
-    part of it if ranks have less."""
+    """The dim that tensor parallelism shards, by parameter, from the hint: DeepSpeed takes a part
+    of it if ranks have fewer elements."""
     tied: Mapping[str, str]
     """Second names of parameters, and the first ones."""
     client: Mapping[str, Any]
@@ -58,7 +58,7 @@ class DeepSpeedState(Facts):
 
 
 class DeepSpeedWriter(ArchivesWriter):
-    """A file for each tensor of the optimizer, and one for what is in no optimizer."""
+    """Writes a file for each tensor of the optimizer, and one for everything that is in no optimizer."""
 
     def __init__(self, contents: Contents, target: Target) -> None:
         super().__init__(contents, target)
@@ -73,7 +73,7 @@ class DeepSpeedWriter(ArchivesWriter):
         )
 
     def value(self, file: FilePlan, numbers: Mapping[str, int]) -> Any:
-        """A tensor of the optimizer, or all model states."""
+        """Return a tensor of the optimizer, or all model states."""
         stubs = {part.spec.fqn: TensorStub(part.spec, numbers[part.spec.fqn]) for part in file.parts}
         if file.name == self._head:
             return self._model_states(stubs)
@@ -101,7 +101,7 @@ class DeepSpeedWriter(ArchivesWriter):
         }
 
     def _optimizer_state(self) -> dict[str, Any]:
-        """Settings by group; stages 1 and 2 have them at the top, stage 3 within."""
+        """Return the settings by group. Stages 1 and 2 have them at the top, stage 3 one level below."""
         facts = self.facts
         settings = [{**settings_of(group), "params": [number]} for number, group in enumerate(facts.groups)]
         firsts = [next((facts.steps[fqn] for fqn in group["params"]), None) for group in facts.groups]
@@ -205,7 +205,7 @@ def deepspeed_form(
 
 
 def _check(found: Canonical, trained: list[str], groups: Groups, what: str) -> None:
-    """Raises FormatError for what DeepSpeed would miss, or pass over without a word."""
+    """Raise FormatError for what DeepSpeed would miss, or silently ignore."""
     if not trained or not any(group["params"] for group in groups):
         raise FormatError(
             f"{what}: a universal checkpoint needs optimizer states and param groups, because DeepSpeed reads the "
@@ -245,7 +245,7 @@ def _step(found: Canonical, fqn: str) -> float | None:
 
 
 def _client(contents: Contents) -> tuple[dict[str, Any], list[str]]:
-    """Plain objects as nested as they were, and keys of those that have no place."""
+    """Return plain objects nested as before, and the keys of those that cannot be stored."""
     found: dict[KeyPath, Any] = {}
     lost: list[str] = []
     for key, value in contents.objects.items():

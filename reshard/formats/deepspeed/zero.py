@@ -27,12 +27,12 @@ from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import assemble, narrow, unflatten
 
 MASTER = "fp32"
-"""Name under which the fp32 masters go among the states."""
+"""Name of the fp32 masters among the states."""
 
 
 @dataclass
 class Rank:
-    """What one rank's file of optimizer states holds: the values of each flat group by name."""
+    """The contents of one rank's file of optimizer states: the values of each flat group, by name."""
 
     label: str
     flats: list[Values] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Rank:
 
 
 def read_rank(stem: str, file: TorchFile, rank: int) -> Rank:
-    """Raises CorruptCheckpointError if the file is not what DeepSpeed writes."""
+    """Read a rank's file. Raises CorruptCheckpointError if DeepSpeed cannot have written it."""
     label = file.source.label
     value = file.entries.get("optimizer_state_dict")
     if not isinstance(value, dict):
@@ -86,7 +86,7 @@ def read_rank(stem: str, file: TorchFile, rank: int) -> Rank:
 
 
 def _states(base: Any) -> dict[int, dict[str, Any]]:
-    """States by group: of a torch optimizer, or the list that elastic checkpoints have."""
+    """Return states by group: of a torch optimizer, or the list that elastic checkpoints have."""
     if isinstance(base, dict):
         return {int(g): dict(of) for g, of in base.get("state", {}).items()}
     return {g: dict(of) for g, of in enumerate(base or ()) if isinstance(of, dict)}
@@ -127,7 +127,7 @@ def _check_ranks(ranks: Sequence[Rank], group: int) -> None:
 
 
 def cut_stage12(ranks: Sequence[Rank], shapes: Sequence[Shapes]) -> States:
-    """States of every parameter, and its fp32 master as the state `MASTER`.
+    """Return the states of every parameter, and its fp32 master as the state `MASTER`.
 
     Raises CorruptCheckpointError if a rank's file is missing, or pieces are too short for the
     parameters.
@@ -150,7 +150,8 @@ _EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)", re.DOTALL)
 
 
 def shifted(fqn: str, by: int) -> str:
-    """The name of an expert's parameter in the whole model, whose experts before those of its rank are `by`."""
+    """Return the name of an expert's parameter in the full model, if `by` experts come before those
+    of its rank."""
     match = _EXPERT.fullmatch(fqn)
     return fqn if match is None else f"{match[1]}{int(match[2]) + by}{match[3]}"
 
@@ -166,9 +167,8 @@ def experts_shifts(ranks: Sequence[Rank], g: int, group: Shapes) -> list[int]:
 
 
 def _sharers(ranks: Sequence[Rank], g: int, group: Shapes) -> list[tuple[Sequence[Rank], int]]:
-    """The ranks that share the parameters of a group: all, or those with the same experts, which
-    are spread over
-    neighbors: with two expert parallel ranks, 0, 2, 4 ... have the first ones."""
+    """Return the ranks that share the parameters of a group: all, or those with the same experts.
+    With two expert parallel ranks, ranks 0, 2, 4, ... share the first experts."""
     shifts = experts_shifts(ranks, g, group)
     return [(ranks[e :: len(shifts)], shift) for e, shift in enumerate(shifts)]
 
@@ -197,7 +197,7 @@ def _mapped_parts(ranks: Sequence[Rank], g: int, group: Shapes) -> _Parts:
 
 
 def _even_parts(ranks: Sequence[Rank], g: int, group: Shapes) -> _Parts:
-    """All pieces but the last have the length of the first; the parameters follow one another."""
+    """Return parts of equal length, except for the last one. The parameters are consecutive."""
     piece = _numel(ranks[0].flats[g][MASTER])
     parts: _Parts = {}
     start = stop = 0
@@ -252,7 +252,7 @@ def _gather(fqn: str, shape: Shape, flats: Sequence[Value], held: _Held) -> Stor
 
 
 def cut_stage3(ranks: Sequence[Rank], shapes: Sequence[Shapes]) -> States:
-    """Return the same for stage 3: sub-groups follow one another as the parameters of all groups do."""
+    """Return the same for stage 3. Sub-groups are consecutive, like the parameters of all groups."""
     _check_ranks(ranks, 0)
     world = len(ranks)
     out: States = {}

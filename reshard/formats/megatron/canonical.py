@@ -33,7 +33,7 @@ from reshard.stored.views import narrow, ungrid
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.(?P<rest>.+)", re.DOTALL)
 _STATE = re.compile(r"state\.(?P<state>[^.]+)\.(?P<key>.+)", re.DOTALL)
 STATE_NAMES = {"param": "fp32_param", "master_param": "fp32_param"}
-"""What the optimizers call the fp32 masters, and what they are called here."""
+"""Names of the fp32 masters in the optimizers, and here."""
 
 
 def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
@@ -68,11 +68,11 @@ def finish(
     *,
     step: Value | None = None,
 ) -> Canonical:
-    """The result, with halves joined and padding removed, and parameters in their groups.
+    """Return the result, with halves joined, padding removed, and parameters in their groups.
 
     Args:
         settings: param groups; those without "params" get them by Megatron's rules.
-        step: number of steps, where all parameters share it.
+        step: number of steps, if all parameters share it.
     """
     result = Canonical()
     size, padded = _vocab_size(args, hints.get("vocab_size")), args.get("padded_vocab_size")
@@ -97,7 +97,8 @@ def finish(
 
 
 def _vocab_size(args: Mapping[str, Any], hint: Any) -> int | None:
-    """Rows of the vocabulary without padding, as the hint or the program's arguments say; None if neither does."""
+    """Return the rows of the vocabulary without padding, from the hint or the program's arguments.
+    None if neither has them."""
     for value in (hint, args.get("vocab_size")):
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
@@ -105,7 +106,7 @@ def _vocab_size(args: Mapping[str, Any], hint: Any) -> int | None:
 
 
 def _cut_vocabulary(name: str, tensor: StoredTensor, size: int | None, padded: Any) -> StoredTensor:
-    """The tensor without the rows that pad a vocabulary; as it is if it has none."""
+    """Return the tensor without the rows that pad a vocabulary. Unchanged if it has none."""
     if size is None or not is_vocabulary(name) or not tensor.spec.shape:
         return tensor
     rows = tensor.spec.shape[0]
@@ -121,7 +122,8 @@ def _model(contents: Contents) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _states(contents: Contents, original: Mapping[str, Any]) -> States:
-    """States that have the shape of their parameter, or are grids of its flattened cells, as `original` says."""
+    """Return states with the shape of their parameter, or grids of its flattened cells, as
+    `original` says."""
     out: States = {}
     for key in contents.tensors:
         match = _OPTIMIZER.fullmatch(key)
@@ -147,7 +149,8 @@ def _original_shape(data: Any) -> tuple[int, ...] | None:
 def _from_dtensors(
     contents: Contents,
 ) -> tuple[Tensors, States, Groups]:
-    """Megatron-FSDP's states, which are nested as in torch: a model, and an optimizer with states by name."""
+    """Return Megatron-FSDP's states, which are nested as in torch: a model, and an optimizer with
+    states by name."""
     sections = find_sections(contents)
     model = {
         fqn: one
@@ -171,7 +174,8 @@ def _from_dtensors(
 
 
 def _groups_by_name(tree: Any) -> Groups:
-    """Groups from the settings that Megatron-FSDP saves of each parameter; halves of one are in its group once."""
+    """Return groups from the settings that Megatron-FSDP saves for each parameter. Both halves of a
+    parameter are one entry of its group."""
     found: States = {}
     for name, settings in resolve(tree).items() if isinstance(tree, dict) else ():
         if isinstance(settings, dict):
@@ -180,7 +184,7 @@ def _groups_by_name(tree: Any) -> Groups:
 
 
 def _common_step(contents: Contents) -> Value | None:
-    """The number of steps that all parameters share."""
+    """Return the number of steps that all parameters share."""
     for key in contents.tensors:
         match = _OPTIMIZER.fullmatch(key)
         if match and match["rest"].startswith("state.step") and not contents.tensors[key].spec.shape:

@@ -44,7 +44,7 @@ class MegatronFacts(dcp.DcpFacts):
 
     backend: str = "torch_dist"
     common: Mapping[str, Any] = field(default_factory=dict)
-    """What `common.pt` holds, but for random states."""
+    """The contents of `common.pt` without random states."""
 
 
 def iteration_folder(storage: Storage, names: Listing) -> str:
@@ -70,8 +70,8 @@ def detect(storage: Storage, names: Listing) -> bool:
 
 
 def claim(contents: Contents) -> Contents | None:
-    """Return what is in an archive of NeMo's, or of Megatron-FSDP and was opened without the folder
-    above it."""
+    """Return the contents of an archive of NeMo's, or of a Megatron-FSDP checkpoint that was opened
+    without the folder above it."""
     if contents.details(MegatronFacts) is not None:
         return contents
     known = contents.details(dcp.DcpFacts)
@@ -81,7 +81,7 @@ def claim(contents: Contents) -> Contents | None:
 
 
 def beside(contents: Contents) -> Iterator[str]:
-    """Keys of what is neither a part of the model nor of the optimizer."""
+    """Return the keys of everything that belongs neither to the model nor to the optimizer."""
     for key in (*contents.tensors, *contents.objects):
         if key.startswith("common."):
             settings = key.startswith("common.optimizer.") and ".grad_scaler" not in key
@@ -95,8 +95,8 @@ def beside(contents: Contents) -> Iterator[str]:
 
 
 def _is_of_fsdp(sharded: Contents) -> bool:
-    """Return True if Megatron-FSDP saved this: a nest as torch's DCP keeps it, with the settings of
-    each parameter."""
+    """Return True if Megatron-FSDP saved this: a nest as in torch's DCP, with the settings of each
+    parameter."""
     return any(path[:2] == ("optimizer", "param_to_group_meta") for path in sharded.paths.values())
 
 
@@ -109,7 +109,7 @@ def _description(storage: Storage, folder: str) -> dict[str, Any]:
 
 
 def open(files: Files) -> Contents:
-    """The checkpoint of the latest iteration, or the one in this folder; the keys of `common.pt`
+    """Return the checkpoint of the latest iteration, or the one in this folder. Keys of `common.pt`
     begin with "common.".
 
     Raises:
@@ -159,7 +159,8 @@ def open_folder(files: Files, folder: str) -> Contents:
 
 
 def _only_here(common: Contents, sharded: Contents, where: str) -> Contents:
-    """Return what `common.pt` holds beyond the sharded part, to which a conversion writes all of it.
+    """Return what `common.pt` contains beyond the sharded part. A conversion writes all of it
+    there.
 
     Raises FormatError if the two contradict each other.
     """
@@ -175,8 +176,8 @@ def _only_here(common: Contents, sharded: Contents, where: str) -> Contents:
 
 
 def _is_same(a: Contents, key: str, b: Contents, twin: str) -> bool:
-    """Return True if two values are equal. Large tensors of one shape and dtype are taken to be,
-    without reading them."""
+    """Return True if two values are equal. Large tensors of one shape and dtype are assumed to be
+    equal, without reading them."""
     if key in a.tensors and twin in b.tensors:
         x, y = a.tensors[key], b.tensors[twin]
         alike = (x.spec.shape, x.spec.dtype) == (y.spec.shape, y.spec.dtype)
@@ -229,7 +230,7 @@ class LegacyFacts(Facts):
 
     ranks: list[RankFiles]
     experts_tp: int
-    """How many tensor parallel ranks share an expert."""
+    """Number of tensor parallel ranks that share an expert."""
 
 
 def detect_legacy(storage: Storage, names: Listing) -> bool:
@@ -264,8 +265,8 @@ def open_legacy(files: Files) -> Contents:
 
 
 def _place(at: tuple[int, ...], of: Mapping[str, TorchFile], url: str) -> RankFiles:
-    """Return where in the grid a folder is: a second number is the pipeline's where there are
-    stages, else the experts'."""
+    """Return where in the grid a folder is. A second number is the pipeline's if there are stages,
+    and otherwise the experts'."""
     folder = "mp_rank_" + "_".join(f"{n:0{2 if i == 0 else 3}d}" for i, n in enumerate(at))
     if "model" not in of:
         raise CorruptCheckpointError(f"{url}: {folder} holds no model_optim_rng.pt")
@@ -280,15 +281,15 @@ def _place(at: tuple[int, ...], of: Mapping[str, TorchFile], url: str) -> RankFi
 
 
 def arguments(file: TorchFile) -> dict[str, Any]:
-    """The program's arguments that a file holds, as far as they are plain."""
+    """Return the program's arguments in a file, as far as they are plain data."""
     args = file.plain(file.entries.get("args"))
     return args if isinstance(args, dict) else {}
 
 
 def _experts_tp(ranks: list[RankFiles], tp: int) -> int:
-    """Return how many ranks share an expert: rank `t` of `tp` has its shard `t` modulo that.
+    """Return how many ranks share an expert: rank `t` of `tp` has its shard `t` modulo this number.
 
-    Raises FormatError if the names of folders do not show who does.
+    Raises FormatError if the names of folders do not show it.
     """
     given = arguments(ranks[0].model).get("expert_tensor_parallel_size")
     if not given or not any(_has_experts(rank.model.value) for rank in ranks):
@@ -373,7 +374,7 @@ _READ = re.compile(r"model\d*|optimizer|(distrib_)?optim|rng_state")
 
 
 def _beside_legacy(contents: Contents) -> Iterator[str]:
-    """The tensors of no model and no optimizer, such as a program's own."""
+    """Return the tensors that belong neither to a model nor to an optimizer, such as a program's own."""
     yield from (key for key in contents.tensors if not _READ.fullmatch(str(contents.path_of(key)[1])))
 
 

@@ -1,8 +1,8 @@
-"""Normalizes Megatron's older checkpoints of one file per model parallel rank: shards are joined by
-rules for names.
+"""Normalizes Megatron's older checkpoints of one file per model parallel rank: rules for names say
+how shards are joined.
 
-Layers are numbered from 0 in every stage, experts in every expert rank; optimizers know parameters
-by ids, which count through the param groups. All of that is made global here.
+Layers are numbered from 0 in every stage, and experts in every expert rank. Optimizers identify
+parameters by ids, which count through the param groups. Here, all of these become global.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
 
 
 def _chunks(file: TorchFile) -> list[Tensors]:
-    """The model of a file: `model`, or `model0`, `model1` ... where a rank has several chunks."""
+    """Return the model of a file: `model`, or `model0`, `model1`, ... if a rank has several chunks."""
     found = sorted((int(m[1] or 0), key) for key in file.value if (m := _CHUNK.fullmatch(str(key))))
     if not found:
         raise CorruptCheckpointError(f"{file.source.label}: it holds no model")
@@ -126,11 +126,11 @@ def _tensors(file: TorchFile, value: Any, prefix: str) -> Iterator[tuple[str, St
 
 
 class _Naming:
-    """Names in the whole model for names in a rank's file."""
+    """Maps names in a rank's file to names in the full model."""
 
     def __init__(self, ranks: Sequence[RankModel], hints: Hints) -> None:
         self._offsets: dict[tuple[str, int, int], int] = {}
-        """(container of layers, stage, chunk) -> the number of its layer 0 in the model."""
+        """(container of layers, stage, chunk) -> the number of its layer 0 in the full model."""
         self._hints = hints
         self._spread = any(rank.files.ep for rank in ranks)
         self._experts = max((self._count_experts(rank) for rank in ranks), default=0)
@@ -191,7 +191,7 @@ def _take(
     states: dict[str, dict[int, Values]],
     groups: Groups,
 ) -> None:
-    """Add what one optimizer of a rank holds; its parameters are given by chunk and name in the file."""
+    """Add what one optimizer of a rank holds. Its parameters are given by chunk and name in the file."""
     for (chunk, name), values in found.items():
         fqn = naming(rank, chunk, name)
         states.setdefault(fqn, {}).setdefault(rank.files.tp, dict(values))
@@ -222,7 +222,7 @@ def _check_rows(rank: RankModel) -> None:
 
 @dataclass(frozen=True)
 class _Joining:
-    """Joins what tensor parallel ranks have of a parameter, or of a state of it."""
+    """Joins the shards of a parameter, or of its state, that tensor parallel ranks have."""
 
     experts_tp: int
     shapes: Shapes
@@ -230,7 +230,7 @@ class _Joining:
     hints: Hints
 
     def count(self, name: str, by_tp: Mapping[int, Any]) -> int:
-        """Over how many ranks tensor parallelism shards."""
+        """Return the number of ranks over which tensor parallelism shards."""
         return self.experts_tp if is_expert(name) else max(by_tp) + 1
 
     def __call__(self, name: str, by_tp: Mapping[int, StoredTensor], state: str = "") -> StoredTensor:
@@ -257,7 +257,7 @@ def _is_elementwise(key: str, states: Mapping[str, Mapping[int, Values]], shapes
 def _join_states(
     name: str, by_tp: Mapping[int, Values], join: _Joining, kinds: Collection[str], lost: list[str]
 ) -> Values:
-    """The states of a parameter; those that cannot be joined are added to `lost`."""
+    """Return the states of a parameter. Those that cannot be joined are added to `lost`."""
     out: Values = {}
     for key, value in by_tp[min(by_tp)].items():
         shards = {tp: values[key] for tp, values in by_tp.items() if key in values}
@@ -296,7 +296,8 @@ class RankModel:
 
 
 def read_rank_optimizers(rank: RankModel, args: Mapping[str, Any], hints: Hints) -> Iterator[Found]:
-    """Every optimizer of a rank. Raises NormalizationError, asking for a hint, if ids cannot be named."""
+    """Return every optimizer of a rank. Raises NormalizationError, asking for a hint, if ids cannot
+    be named."""
     several = _as_list(rank.files.model.value.get("optimizer"))
     params = [(c, name) for c, chunk in enumerate(rank.chunks) for name in chunk if not is_buffer(name)]
     flats = _as_list(rank.files.optimizer.value) if rank.files.optimizer is not None else []
@@ -360,7 +361,7 @@ def _by_id(rank: RankModel, saved: Mapping[str, Any], params: Sequence[Param], h
 def _members(
     rank: RankModel, group: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], params: Sequence[Param]
 ) -> list[Param]:
-    """The parameters of a group by Megatron's default rules, in the order of registration."""
+    """Return the parameters of a group by Megatron's default rules, in the order of registration."""
     own_rate = any(g.get("is_decoupled_lr") for g in groups)
     own_experts = any(g.get("is_expert_parallel") for g in groups)
     out = []
@@ -397,7 +398,7 @@ def _add_masters(
     names: Mapping[int, Param],
     states: dict[Param, Values],
 ) -> None:
-    """fp32 masters of the parameters of lower precision, in the order of each group."""
+    """Add fp32 masters of the parameters with lower precision, in the order of each group."""
     file = rank.files.model
     for group, masters in zip(groups, saved.get("fp32_from_fp16_params") or ()):
         members = [names[i] for i in group.get("params", ()) if i in names]
@@ -421,7 +422,7 @@ def _from_flat(
     args: Mapping[str, Any],
     hints: Hints,
 ) -> Iterator[tuple[Param, Values]]:
-    """Parameters of the distributed optimizer, taken from one flat tensor per chunk and dtype."""
+    """Return the parameters of the distributed optimizer, from one flat tensor per chunk and dtype."""
     chunks = sorted(k for k in saved if type(k) is int)
     for chunk in chunks:
         for dtypes, flats in saved[chunk].items():

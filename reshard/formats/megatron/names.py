@@ -1,4 +1,4 @@
-"""Names of Megatron: what a saved key is in the unsharded model, in which order they come, how they are sharded."""
+"""Names of Megatron: canonical names of saved keys, the order of parameters, and how they are sharded."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ _VOCABULARY = re.compile(r".*(word_embeddings\.weight|output_layer\.(weight|bias
 
 
 def skipped(key: str) -> bool:
-    """Return True if a key is no parameter or buffer: state of fp8 recipes, of random generators, of the program."""
+    """Return True if a key is not a parameter or buffer but state of fp8 recipes, of random
+    generators, or of the program."""
     return "_extra_state" in key or key.startswith(
         ("rng_state", "rerun_state_machine", "common.", "opt_param_scheduler")
     )
 
 
 def is_expert(name: str) -> bool:
-    """Return True if a parameter is one expert's own, so spread by expert parallelism."""
+    """Return True if a parameter belongs to one expert, so that expert parallelism distributes it."""
     return ".experts.local_experts." in name
 
 
@@ -52,7 +53,8 @@ def _unwrapped(key: str) -> str:
 
 
 def canonical_key(key: str) -> str:
-    """The name of a parameter that is no stack: without wrappers, norms where they belong, experts numbered."""
+    """Return the name of a parameter that is not stacked: without wrappers, with norms where they
+    belong and experts numbered."""
     key = _unwrapped(key)
     match = _GROUPED.fullmatch(key)
     if match:
@@ -63,7 +65,8 @@ def canonical_key(key: str) -> str:
 
 
 def expand(key: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
-    """The parameters that a stored tensor holds, by canonical name. Raises CorruptCheckpointError for a 0-d stack."""
+    """Return the parameters in a stored tensor, by canonical name. Raises CorruptCheckpointError
+    for a 0-d stack."""
     key = _unwrapped(key)
     layers, experts = _STACKED.fullmatch(key), _EXPERTS.fullmatch(key)
     match = layers or experts
@@ -86,7 +89,8 @@ def _length(key: str, tensor: StoredTensor) -> int:
 
 
 def join_halves(tensors: Tensors) -> Tensors:
-    """The tensors with `weight_w` (gate) and `weight_v` (up) as one. Raises CorruptCheckpointError if one lacks."""
+    """Return the tensors, with `weight_w` (gate) and `weight_v` (up) joined. Raises
+    CorruptCheckpointError if one of the two is missing."""
     out: Tensors = {}
     for name, tensor in tensors.items():
         match = _HALF.fullmatch(name)
@@ -107,7 +111,7 @@ def whole_key(key: str) -> str:
 
 
 def is_vocabulary(name: str) -> bool:
-    """Return True if a parameter has a row for each word."""
+    """Return True if a parameter has one row per token of the vocabulary."""
     return _VOCABULARY.fullmatch(name) is not None
 
 
@@ -141,7 +145,8 @@ _LOCAL = (
 
 @dataclass(frozen=True)
 class Grid:
-    """How the groups of ranks that share one optimizer are counted: tensor parallel ranks fastest, stages slowest."""
+    """How the groups of ranks that share one optimizer are numbered: tensor parallel ranks vary
+    fastest, stages slowest."""
 
     tp: int
     ep: int
@@ -149,16 +154,18 @@ class Grid:
     experts: bool | None
     """True: the grid of the experts' optimizer. False: that of the other parameters. None: that of all parameters."""
     first_layers: int | None = None
-    """Layers of the first stage, where it has another number."""
+    """Number of layers of the first stage, if it differs."""
     last_layers: int | None = None
     starts: Mapping[int, int] | None = None
-    """The first layer of each stage, where a hint says it."""
+    """The first layer of each stage, if a hint gives it."""
     grouped: bool | None = None
-    """Whether the experts of a layer are registered as two groups of matrices, and not one after the other."""
+    """Whether the experts of a layer are registered as two groups of matrices instead of one expert
+    after another."""
 
     @classmethod
     def of(cls, args: Mapping[str, Any], *, groups: int, experts: bool | None, hints: Hints) -> Grid:
-        """The grid of a program's arguments; where they do not say, `groups` ranks of tensor parallelism."""
+        """Return the grid of a program's arguments. If they do not say, there are `groups` tensor
+        parallel ranks."""
         tp = int(args.get("tensor_model_parallel_size") or 0)
         pp = int(args.get("pipeline_model_parallel_size") or 1)
         ep = int(args.get("expert_model_parallel_size") or 1) if experts else 1
@@ -180,14 +187,14 @@ class Grid:
         return self.tp * self.ep * self.pp
 
     def coordinates(self, group: int) -> tuple[int, int, int]:
-        """Tensor parallel rank, expert parallel rank and stage of a group."""
+        """Return the tensor parallel rank, expert parallel rank, and stage of a group."""
         return group % self.tp, group // self.tp % self.ep, group // (self.tp * self.ep)
 
     def layers(self, stage: int, chunk: int, chunks: int, count: int) -> range:
-        """Numbers of the layers that chunk `chunk` (of `chunks` a stage) of a stage has, of `count`
-        in all.
+        """Return the numbers of the layers in chunk `chunk` (of `chunks` per stage) of a stage, of
+        `count` layers in total.
 
-        Raises NormalizationError if they cannot be divided so, and no hint says how they are.
+        Raises NormalizationError if they cannot be divided evenly and no hint gives the division.
         """
         if self.starts is not None:
             missing = [n for n in range(self.pp) if n not in self.starts]
@@ -226,7 +233,7 @@ class Grid:
 
 
 def chunk_names(keys: Sequence[str], grid: Grid, stage: int, chunk: int, chunks: int, ep: int) -> list[str]:
-    """The parameters of one chunk of the model on one rank, in the order in which they were saved."""
+    """Return the parameters of one chunk of the model on one rank, in the order in which they were saved."""
     decoder = {name: m for name in keys if (m := LAYER.fullmatch(name)) and not _MTP.fullmatch(name)}
     numbers = [int(m["layer"]) for m in decoder.values()]
     held = grid.layers(stage, chunk, chunks, max(numbers) + 1) if numbers else range(0)
@@ -265,11 +272,11 @@ def is_buffer(name: str) -> bool:
 
 
 def orders(names: Sequence[str], hints: Hints, grouped: bool | None = None) -> Iterator[list[str]]:
-    """Orders of registration to try: the hint's, that of the file, then those of Megatron's two
+    """Return the orders of registration to try: the hint's, the file's, and those of Megatron's two
     kinds of layers.
 
-    Where `grouped` says how the layers' experts are registered, only orders that agree; stacks in
-    a file do not say it.
+    If `grouped` says how the layers' experts are registered, only orders that agree. Stacks in a
+    file do not show it.
     """
     given = hints.get("param_order")
     if given is not None:
@@ -292,11 +299,11 @@ def _is_embedding(name: str) -> bool:
 
 
 def _rank(name: str, fused: bool, by_expert: bool, copy_last: bool) -> tuple[int, ...]:
-    """Return where a parameter stands. With `fused` norms, a norm is a part of the linear layer
+    """Return the position of a parameter. With `fused` norms, a norm is part of the linear layer
     that follows it.
 
-    Experts are registered one after the other, or (`by_expert` False) all first and then all second
-    matrices.
+    Experts are registered one after the other, or (`by_expert` False) all first matrices and then
+    all second ones.
     """
     match, further = LAYER.fullmatch(name), _MTP.fullmatch(name)
     if match is None and _is_embedding(name):
@@ -353,16 +360,16 @@ _RULES: tuple[tuple[re.Pattern[str], int | None], ...] = tuple(
     )
 )
 _SECTIONS = re.compile(r".*\b(in_proj|conv1d)[._](weight|bias)")
-"""What state space models and linear attention shard section by section."""
+"""Parameters of state space models and linear attention that are sharded section by section."""
 _FC1 = re.compile(r"(.*)(linear_fc1|dense_h_to_4h)\.(weight|bias)(\d*)")
 _FC2 = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
 
 
 def tp_dim(name: str, hints: Hints, tp: int) -> int | None:
-    """The dim of a parameter that is sharded; None if every rank has all of it.
+    """Return the dim along which a parameter is sharded. None if every rank has all of it.
 
-    Raises NormalizationError, asking for the hint "tp_dims", for a name that is not known here, if
-    it matters, and FormatError for one that no such hint describes.
+    Raises NormalizationError, asking for the hint "tp_dims", for an unknown name, if it matters,
+    and FormatError for a parameter that no such hint describes.
     """
     for pattern, dim in _hinted(name, hints).items():
         if dim is not None and (type(dim) is not int or dim < 0):
@@ -388,14 +395,14 @@ def tp_dim(name: str, hints: Hints, tp: int) -> int | None:
 
 
 def _hinted(name: str, hints: Hints) -> dict[str, Any]:
-    """Return what the hint says of a name, by pattern."""
+    """Return the hint for a name, by pattern."""
     given = hints.mapping("tp_dims")
     return {str(pattern): dim for pattern, dim in given.items() if fnmatch.fnmatchcase(name, str(pattern))}
 
 
 def is_gated(name: str, shapes: Shapes) -> bool:
-    """Return True if a first linear layer of an MLP holds a gate and an up half: it then has two
-    rows for each column of the second one. `shapes` are those of the shards or of the full
+    """Return True if a first linear layer of an MLP consists of a gate and an up half: it then has
+    two rows for each column of the second one. `shapes` are those of the shards or of the full
     parameters, by name."""
     match = _FC1.fullmatch(name)
     if match is None or name not in shapes:
@@ -405,7 +412,7 @@ def is_gated(name: str, shapes: Shapes) -> bool:
 
 
 def local_shape(shape: Shape, dim: int | None, tp: int, name: str) -> Shape:
-    """Shape of a shard. Raises CorruptCheckpointError if the dim cannot be divided."""
+    """Return the shape of a shard. Raises CorruptCheckpointError if the dim cannot be divided."""
     if dim is None or tp == 1:
         return shape
     if dim >= len(shape) or shape[dim] % tp:
@@ -416,10 +423,9 @@ def local_shape(shape: Shape, dim: int | None, tp: int, name: str) -> Shape:
 def join_by_name(
     name: str, shards: Sequence[StoredTensor], shapes: Shapes, hints: Hints, state: str = ""
 ) -> StoredTensor:
-    """The whole parameter, or a state of it, as its name says.
+    """Return the full parameter, or a state of it, joined as its name requires.
 
-    Gate and up halves are joined each by itself.
-    `shapes`: see `is_gated`.
+    Gate and up halves are joined separately. `shapes`: see `is_gated`.
 
     Raises CorruptCheckpointError if the shards have different shapes or dtypes.
     """
@@ -438,15 +444,15 @@ def join_by_name(
 
 
 _DRIFT = 0.05
-"""Copies of a parameter that training let drift apart differ by at most so much of its largest value."""
+"""Copies of a parameter that drifted apart in training may differ by this share of its largest value."""
 
 
 def first_copy(name: str, full: str, tensors: Sequence[StoredTensor], hints: Hints) -> StoredTensor:
-    """The first of the copies of a parameter, or of its state `full`.
+    """Return the first copy of a parameter, or of its state `full`.
 
-    A parameter is compared with those of other tensor parallel ranks
-    where it is read, unless a hint says None. States follow it: ranks
-    that do not share gradients have moments of their own.
+    A parameter is compared with the copies of other tensor parallel ranks when it is read, unless a
+    hint says None. States are not compared: ranks that do not share gradients have different
+    moments.
 
     Raises CorruptCheckpointError if they have different shapes or dtypes.
     """

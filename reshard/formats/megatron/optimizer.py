@@ -38,14 +38,14 @@ _GATHERED_KEY = re.compile(
     r"(?:chained_(?P<chained>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.param_state/shard_0_1"
 )
 BufferKey = tuple[str, int, int, str]
-"""Chained optimizer, group of ranks, number of the buffer and dtype of its parameters."""
+"""Chained optimizer, group of ranks, number of the buffer, and dtype of its parameters."""
 
 
 def gathered_buffers(contents: Contents) -> Iterator[tuple[BufferKey, Tensors]]:
-    """The flat tensors of every buffer by state. Nothing but the objects' pickles is read.
+    """Return the flat tensors of every buffer by state. Only the objects' pickles are read.
 
-    Raises CorruptCheckpointError if an object is not what Megatron writes, FormatError for the
-    form of before 2024.
+    Raises CorruptCheckpointError if Megatron cannot have written an object, FormatError for the
+    form used before 2024.
     """
     facts = contents.known(DcpFacts)
     for key in contents.objects:
@@ -106,7 +106,7 @@ class _Buffer:
 
     buckets: dict[int, Tensors] = field(default_factory=dict)
     limit: int | None = None
-    """Elements that filled a bucket, where the buckets of the buffer were joined to one."""
+    """Number of elements that filled a bucket, if the buckets of the buffer were joined."""
 
     def lengths(self) -> list[int]:
         if sorted(self.buckets) != list(range(len(self.buckets))):
@@ -122,10 +122,11 @@ _Buffers = dict[BufferKey, _Buffer]
 
 
 def cut_buckets(contents: Contents, model: Tensors, args: Mapping[str, Any], hints: Hints) -> States:
-    """The states of all parameters in buckets; {} if there are none. `model` is in the order in
-    which it was saved.
+    """Return the states of all parameters in buckets; {} if there are none. `model` is in the order
+    in which it was saved.
 
-    Raises NormalizationError if no known order fits, and CorruptCheckpointError if ranks are missing.
+    Raises NormalizationError if no known order fits, and CorruptCheckpointError if ranks are
+    missing.
     """
     buffers = _buffers(contents, args)
     if not buffers:
@@ -239,7 +240,7 @@ def _find_slots(buffer: _Buffer, names: Sequence[str], shapes: Shapes, grid: Gri
 
 
 def _fitting(orders: Sequence[Sequence[str]], numels: Mapping[str, int], buffer: _Buffer) -> list[list[BufferSlot]]:
-    """The different ways in which parameters in any of these orders fill the buffer."""
+    """Return the different ways in which parameters in any of these orders fill the buffer."""
     found: list[list[BufferSlot]] = []
     for order in orders:
         found += [slots for slots in _place(order, numels, buffer) if slots not in found]
@@ -247,7 +248,7 @@ def _fitting(orders: Sequence[Sequence[str]], numels: Mapping[str, int], buffer:
 
 
 def _place(order: Sequence[str], numels: Mapping[str, int], buffer: _Buffer) -> list[list[BufferSlot]]:
-    """Every way in which parameters in this order fill the buffer."""
+    """Yield every way in which parameters in this order fill the buffer."""
     params = [(name, numels[name]) for name in reversed(order)]
     lengths = buffer.lengths()
     if buffer.limit is not None:
@@ -261,7 +262,7 @@ def _join(
     model: Tensors,
     hints: Hints,
 ) -> States:
-    """Whole states from the parts of all tensor parallel ranks."""
+    """Return full states from the parts of all tensor parallel ranks."""
     shapes = {name: tensor.spec.shape for name, tensor in model.items()}
     out: States = {}
     for name, by_rank in parts.items():
@@ -298,8 +299,8 @@ class BufferSlot:
 
 
 def place_params(params: Sequence[tuple[str, int]], lengths: Sequence[int]) -> list[BufferSlot] | None:
-    """Return where parameters of these numbers of elements are in buckets of these lengths; None if
-    they do not fill them.
+    """Return where parameters with these numbers of elements are in buckets of these lengths. None
+    if they do not fill them.
 
     Every parameter begins at a multiple of `ALIGNMENT`, and a bucket ends where its last parameter
     does.
@@ -323,7 +324,8 @@ def place_params(params: Sequence[tuple[str, int]], lengths: Sequence[int]) -> l
 
 
 def _is_full(end: int, length: int) -> bool:
-    """Return True if a bucket of `length` may end with a parameter that ends at `end`: there, or after padding."""
+    """Return True if a bucket of `length` may end with a parameter that ends at `end`, with or
+    without padding after it."""
     return end == length or (length % 128 == 0 and 0 < length - end < 128)
 
 
@@ -372,7 +374,7 @@ def decays(name: str, ndim: int) -> bool:
 
 
 def find_groups(contents: Contents, common: Mapping[str, Any]) -> Groups:
-    """The settings of all groups, each once; the ranks store the same ones."""
+    """Return the settings of all groups, each once. Ranks store the same settings."""
     groups: Groups = []
     found = list(_search(common.get("optimizer")))
     for key in contents.objects:
@@ -398,8 +400,7 @@ def _search(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def assign_groups(result: Canonical, settings: Groups, own_rate: Any) -> None:
-    """Put the groups into the result, each with the parameters that belong to it, and its `step`
-    into their states.
+    """Add the groups to the result, each with its parameters, and its `step` to their states.
 
     Args:
         own_rate: the learning rate that the program uses for embeddings and the output layer.
@@ -453,7 +454,7 @@ def _by_rule(result: Canonical, own_rate: Any) -> None:
 
 
 _KINDS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-"""The settings by which Megatron finds the group that belongs to one of its own."""
+"""The settings by which Megatron finds the group that corresponds to its own."""
 
 
 def groups_to_save(found: Canonical, own_experts: bool) -> tuple[Groups, list[str]]:
@@ -485,7 +486,7 @@ def groups_to_save(found: Canonical, own_experts: bool) -> tuple[Groups, list[st
 
 
 def _kinds(found: Canonical, group: Mapping[str, Any], own_experts: bool) -> Iterator[tuple[Any, ...]]:
-    """Yield what Megatron would call the group of each of its parameters."""
+    """Yield the kind of group that Megatron would use for each parameter."""
     is_theirs = "wd_mult" in group
     decided = group.get("wd_mult", 1.0), group.get("lr_mult", 1.0), bool(group.get("is_decoupled_lr"))
     if is_theirs and not group.get("params"):

@@ -44,12 +44,12 @@ _COMMON = {"common_backend": "torch", "common_backend_version": 1}
 
 @dataclass(frozen=True)
 class MegatronState(Facts):
-    """All values that are not tensors."""
+    """All values other than tensors."""
 
     common: Mapping[str, Any]
     """The contents of `common.pt`."""
     empty: tuple[str, ...]
-    """Keys of objects that modules ask for and that hold nothing."""
+    """Keys of objects that modules request and that are empty."""
 
 
 class MegatronWriter(DcpWriter):
@@ -91,7 +91,7 @@ class MegatronWriter(DcpWriter):
 
 
 def _chunks(spec: TensorSpec) -> Iterator[FilePart]:
-    """A chunk for each layer and expert of a stack, so that a rank reads only those it has."""
+    """Return a chunk for each layer and expert of a stack, so that a rank reads only those it has."""
     stacked = bool(_LAYERS.match(spec.fqn)) + bool(_EXPERTS.match(spec.fqn))
     leading, rest = spec.shape[:stacked], spec.shape[stacked:]
     for at in product(*map(range, leading)):
@@ -198,7 +198,7 @@ def _is_common(path: KeyPath) -> bool:
 
 
 def _own_experts(found: Canonical, hints: Hints) -> bool:
-    """Return True if experts have an optimizer of their own, as under expert parallelism."""
+    """Return True if experts have a separate optimizer, as under expert parallelism."""
     wanted = hints.get("expert_optimizer")
     if wanted is not None:
         return bool(wanted)
@@ -207,7 +207,7 @@ def _own_experts(found: Canonical, hints: Hints) -> bool:
 
 
 def _step(found: Canonical) -> float | None:
-    """The one number of steps that all parameters have taken; None if none has any."""
+    """Return the one number of steps that all parameters have taken. None if no parameter has one."""
     steps = {fqn: float(read_value(states["step"])) for fqn, states in found.state.items() if "step" in states}
     if not steps:
         return None
@@ -222,7 +222,8 @@ def _step(found: Canonical) -> float | None:
 
 
 def _states(found: Canonical, stacks: Stacks, tied: Mapping[str, str], widen: Widen) -> tuple[Tensors, dict[str, str]]:
-    """States by key, under all names that some optimizer asks for, and masters of all parameters that have states."""
+    """Return states by key, under all names that some optimizer requests, and masters of all
+    parameters that have states."""
     tensors: Tensors = {}
     aliases: dict[str, str] = {}
     trained = {tied.get(fqn, fqn): states for fqn, states in found.state.items() if states}
@@ -253,7 +254,7 @@ def _states(found: Canonical, stacks: Stacks, tied: Mapping[str, str], widen: Wi
 
 
 def _optimizer(groups: Groups, step: float | None, own_experts: bool, scaler: Any) -> dict[Any, Any]:
-    """Return what `common.pt` has of the optimizer, or of that of experts, too."""
+    """Return the part of `common.pt` for the optimizer, and for that of experts."""
 
     def one(of: Groups) -> dict[str, Any]:
         import torch
@@ -285,7 +286,7 @@ def _optimizer(groups: Groups, step: float | None, own_experts: bool, scaler: An
 
 _EXPERT = re.compile(r"(?P<front>.*\bexperts)\.local_experts\.(?P<expert>\d+)\.(?P<tail>.+)")
 _NUMBERED = re.compile(r"(?:.*\.)?mtp\.layers")
-"""Layers that are never stacked, as those that predict tokens further on."""
+"""Layers that are never stacked, such as those for multi-token prediction."""
 _NORMS = (
     ("input_layernorm", "self_attention.linear_qkv", True),
     ("input_layernorm", "self_attention.in_proj", False),
@@ -293,7 +294,8 @@ _NORMS = (
     ("self_attention.q_layernorm", "self_attention.linear_q_up_proj", False),
     ("self_attention.kv_layernorm", "self_attention.linear_kv_up_proj", False),
 )
-"""A norm, the projection that follows, and whether it is saved within that wherever attention is not latent."""
+"""A norm, the projection that follows it, and whether it is saved within the projection if
+attention is not latent."""
 _STATELESS = re.compile(r".*(embeddings?|router|conv1d|mixer)")
 """Modules without state besides their parameters."""
 
@@ -319,13 +321,13 @@ class _ParameterSite:
 
     @property
     def inner(self) -> str:
-        """The name within the layer, of an expert without its number."""
+        """The name within the layer, with an expert's number removed."""
         return f"{self.front}.experts.{self.tail}" if self.front else self.tail
 
 
 @dataclass
 class Stacks:
-    """Which keys a model's parameters have, and what is stacked in them. States have the same keys."""
+    """The keys of a model's parameters, and what is stacked under them. States have the same keys."""
 
     layers: dict[str, int] = field(default_factory=dict)
     """Layers of each block that is a stack."""
@@ -335,7 +337,7 @@ class Stacks:
 
     @classmethod
     def of(cls, model: Mapping[str, TensorSpec]) -> Stacks:
-        """Raises FormatError for layers or experts that are not all there."""
+        """Find the stacks. Raises FormatError if layers or experts are missing."""
         made = cls(shapes={name: spec.shape for name, spec in model.items()})
         blocks: dict[str, dict[int, dict[str, tuple[Shape, str]]]] = {}
         experts: dict[str, set[int]] = {}
@@ -358,14 +360,14 @@ class Stacks:
 
     @property
     def is_numbered(self) -> bool:
-        """True if layers of a block differ, so that their numbers are in the keys."""
+        """True if layers of a block differ, so that keys contain their numbers."""
         return any(_ParameterSite.of(name).layer >= 0 and not self._depth(name) for name in self.shapes)
 
     def _depth(self, name: str) -> int:
         return self.layers.get(_ParameterSite.of(name).block, 0)
 
     def keys(self, name: str) -> tuple[str, ...]:
-        """The key that holds a parameter, and further ones by which it may be asked for."""
+        """Return the key that holds a parameter, and other keys under which it may be requested."""
         site = _ParameterSite.of(name)
         front = "" if site.layer < 0 else f"{site.block}." if self._depth(name) else f"{site.block}.{site.layer}."
         return tuple(front + inner for inner in self._inner_names(site, name.removesuffix(site.tail)))
@@ -387,7 +389,7 @@ class Stacks:
         return (site.inner,)
 
     def put(self, tensors: Tensors, front: str = "") -> tuple[Tensors, dict[str, str]]:
-        """The tensors by key, each behind `front`, and the further keys of each.
+        """Return the tensors by key, each with the prefix `front`, and the other keys of each.
 
         Raises FormatError if a layer or an expert of a stack lacks what the others have.
         """
@@ -404,7 +406,7 @@ class Stacks:
 
 
 def _stacked(key: str, members: Mapping[tuple[int, int], StoredTensor], layers: int, experts: int) -> StoredTensor:
-    """The members as one tensor; 0 layers or experts: it is no stack of those."""
+    """Return the members as one tensor. With 0 layers or experts, it is not stacked over these."""
     wanted = [(layer, expert) for layer in range(layers or 1) for expert in range(experts or 1)]
     lost = next((at for at in wanted if at not in members), None)
     if lost is not None:
@@ -424,7 +426,7 @@ def _before_experts(site: _ParameterSite) -> str:
 
 
 def _check_numbers(what: str, numbers: Iterable[int]) -> None:
-    """Raises FormatError unless these are 0, 1, 2 ..."""
+    """Raise FormatError unless these are 0, 1, 2, ..."""
     found = sorted(numbers)
     if found != list(range(len(found))):
         lost = next(n for n in range(len(found) + 1) if n not in found)
@@ -432,7 +434,7 @@ def _check_numbers(what: str, numbers: Iterable[int]) -> None:
 
 
 def extra_state_keys(stacks: Stacks, names: Iterable[str]) -> list[str]:
-    """Keys under which modules ask for state of fp8 recipes, which they may have or not: there is none here."""
+    """Return the keys under which modules request optional state of fp8 recipes. It does not exist here."""
     found: dict[str, None] = {}
     for name in names:
         module, _, kind = name.removesuffix(".query").rpartition(".")  # linear attention has it in parts

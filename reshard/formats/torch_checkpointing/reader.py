@@ -33,7 +33,7 @@ def detect(storage: Storage, names: Listing) -> bool:
 
 
 def open(files: Files) -> Contents:
-    """The checkpoint in the top folder.
+    """Return the checkpoint in the top folder.
 
     Raises:
         CorruptCheckpointError: a rank's file is missing, or the ranks' files contradict each other.
@@ -56,7 +56,7 @@ def open(files: Files) -> Contents:
 
 
 def _list_of_items(source: Source) -> tuple[dict[Any, Any], int]:
-    """The list's entry of each item, and how many ranks saved. Raises CorruptCheckpointError."""
+    """Return the list's entry of each item, and how many ranks saved. Raises CorruptCheckpointError."""
     found = load_pickle(source.read(0, source.nbytes), where=source.label)
     items = found.get("metadata") if isinstance(found, dict) else None
     world = found.get("world_size") if isinstance(found, dict) else None
@@ -66,8 +66,8 @@ def _list_of_items(source: Source) -> tuple[dict[Any, Any], int]:
 
 
 def files_of_items(files: Files, more: Collection[str]) -> list[str]:
-    """The files of the items in the list and in `more`, and those that open without being listed, as items without
-    tensors do. An unreadable list is taken for one of one rank."""
+    """Return the files of the items in the list and in `more`, and those that open without being
+    listed, such as items without tensors. An unreadable list counts as that of one rank."""
     items, world = dict[Any, Any](), 1
     with suppress(ReshardError):
         items, world = _list_of_items(files[METADATA])
@@ -81,7 +81,7 @@ def files_of_items(files: Files, more: Collection[str]) -> list[str]:
 
 
 def _listed(items: Mapping[Any, Any], where: str) -> list[str]:
-    """The keys of all tensors in the list.
+    """Return the keys of all tensors in the list.
 
     Raises CorruptCheckpointError if it is malformed.
     """
@@ -97,9 +97,9 @@ def _listed(items: Mapping[Any, Any], where: str) -> list[str]:
 
 
 def _sections(files: Files, items: Mapping[Any, Any], world: int) -> list[Section]:
-    """The items, of as many ranks as saved them.
+    """Return the items, with the files of the ranks that saved them.
 
-    Files of other ranks are of a save before.
+    Files of other ranks belong to an earlier save.
 
     Raises CorruptCheckpointError if an item of tensors has no files.
     """

@@ -1,7 +1,7 @@
-"""Checkpoints of torch_checkpointing from a lazy checkpoint, as its one rank saves full tensors.
+"""Writes checkpoints of torch_checkpointing from a lazy checkpoint, as one rank saves full tensors.
 
-Each tensor is listed as replicated over a mesh of that rank, so that its resharder loads it into
-any layout.
+Each tensor is listed as replicated over a mesh of that rank, so that torch_checkpointing loads it
+into any layout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _MESH = {"device_type": "cpu", "mesh_shape": (1,), "mesh_data": (0,), "mesh_dim_
 
 
 class TorchCheckpointingWriter(NestsWriter):
-    """A file for each section of the state, which is an item there. Tensors that are in none are the item "model"."""
+    """Writes a file for each section of the state, which is an item there. Tensors outside sections
+    are the item "model"."""
 
     def __init__(self, contents: Contents, target: Target) -> None:
         """Raises FormatError for a section that cannot be an item."""
@@ -43,20 +44,22 @@ class TorchCheckpointingWriter(NestsWriter):
         )
 
     def _held(self, keys: Iterable[str]) -> dict[str, str]:
-        """Return each tensor of an item, and the one that holds its elements there: itself, or a tied one."""
+        """Return each tensor of an item, and the tensor that holds its elements there: itself, or a
+        tied one."""
         aliases, first = self.contents.aliases, dict[str, str]()
         tensors = [key for key in sorted(keys, key=aliases.__contains__) if key not in self.contents.objects]
         return {key: first.setdefault(aliases.get(key, key), key) for key in tensors}
 
     def value(self, file: FilePlan, numbers: Mapping[str, int]) -> Any:
-        """An item as it was nested."""
+        """Return an item, nested as it was saved."""
         item = file.name.removesuffix("_0.pt")
         places = {key: numbers[held] for key, held in self._held(self.items[item]).items()}
         kinds = {path[1:]: kind for path, kind in self._kinds.items() if path[:1] == (item,)}
         return nest_of(self.contents, self.items[item], places, kinds)
 
     def finish(self, out: Publication) -> None:
-        """Give the files their names, remove those of what was there before, and publish the list of items."""
+        """Give the files their names, remove those of the replaced checkpoint, and publish the list
+        of items."""
         old = files_of_items(Files(out.storage, out.storage.list()), self.items)
         out.retract(METADATA)
         out.name_files()
@@ -75,12 +78,12 @@ class TorchCheckpointingWriter(NestsWriter):
         out.publish(METADATA, pickle.dumps({"metadata": items, "world_size": 1, "version": _VERSION}))
 
     def occupied(self, names: Listing) -> str | None:
-        """The list of items, or a file that would be taken for one of them."""
+        """Return the list of items, or files that would be mistaken for items."""
         return next((name for name in names if name == METADATA or ITEM.fullmatch(name)), None)
 
 
 def _items(contents: Contents) -> dict[str, dict[str, KeyPath]]:
-    """The keys of each item, in the order in which they were saved, with their paths in it.
+    """Return the keys of each item, in the order in which they were saved, with their paths in it.
 
     Raises FormatError if the name of a section cannot be that of an item's file.
     """

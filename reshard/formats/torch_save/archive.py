@@ -1,4 +1,4 @@
-"""The zip archives of `torch.save`: where the bytes of tensors are in them, and their checksums."""
+"""The zip archives of `torch.save`: where they contain the bytes of tensors, and their checksums."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TorchArchive:
         self.sums: dict[str, int] = {}
         """CRC-32 of each record's data, by name."""
         self.records = self._directory()
-        """Name without the folder -> offset of the record's header, size, and full name."""
+        """Name without the folder -> offset of the record's header, its size, and its full name."""
         if "data.pkl" not in self.records:
             raise FormatError(f"{self.label}: a zip archive without data.pkl, so not one of torch.save")
         if "byteorder" in self.records and self.read("byteorder") not in (b"little", b""):
@@ -96,7 +96,7 @@ class TorchArchive:
         return records
 
     def _find_directory(self) -> tuple[int, int, int]:
-        """Return how many entries, how many bytes, and where."""
+        """Return the number of entries of the directory, its number of bytes, and its position."""
         start = max(self.length - 1024, 0)
         tail = bytes(self._bytes(start, self.length - start))
         at = tail.rfind(b"PK\x05\x06")
@@ -133,8 +133,7 @@ class TorchArchive:
         return self.start + at, size
 
     def read(self, name: str) -> bytes | memoryview:
-        """The bytes of a record. Raises CorruptCheckpointError if they do not have its
-        CRC-32."""
+        """Return the bytes of a record. Raises CorruptCheckpointError if their CRC-32 differs."""
         at, size = self.locate(name)
         add_record(self.source, at, size, lambda: self.sums[name])
         return self.source.read(at, size)
@@ -165,8 +164,8 @@ and this multiple of the bytes of its storage: work is bounded by what is stored
 
 
 def add_record(source: Source, start: int, nbytes: int, crc: Callable[[], int | None]) -> None:
-    """Reads of a record of a file are compared with the CRC-32 that was written with it. torch
-    writes 0 if its CRC-32 is switched off."""
+    """Register a record of a file, so that reads of it are compared with the CRC-32 that was
+    written with it. torch writes 0 if its CRC-32 is switched off."""
     if isinstance(source, FileSource):
         if source.checksums is None:
             source.checksums = RecordChecksums()
@@ -175,8 +174,8 @@ def add_record(source: Source, start: int, nbytes: int, crc: Callable[[], int | 
 
 
 def written_beside(source: Source, at: int, nbytes: int) -> int | None:
-    """The CRC-32 that stands behind a record of `nbytes` bytes, at `at`; None if there is none.
-    torch writes 0 if its CRC-32 is switched off."""
+    """Return the CRC-32 after a record of `nbytes` bytes at `at`. None if there is none. torch
+    writes 0 if its CRC-32 is switched off."""
     for form in _DESCRIPTORS:
         if at + form.size <= source.nbytes:
             mark, crc, *sizes = form.unpack(source.raw(at, form.size))
@@ -216,7 +215,8 @@ def _read_end(read: Callable[[int, int], bytes | memoryview], at: int) -> tuple[
 
 
 def _record_start(head: bytes | memoryview, name: bytes) -> int | None:
-    """Return where data begins behind the local header in `head`; None if it is not this record's.
+    """Return where data begins behind the local header in `head`. None if it is not this record's
+    header.
 
     torch aligns data by a last field, "FB", whose own length leads to the same place.
     """
@@ -242,7 +242,7 @@ def _record_start(head: bytes | memoryview, name: bytes) -> int | None:
 
 
 def _zip64_sizes(extra: bytes, size: int, header: int) -> tuple[int, int]:
-    """Size and header offset, from the zip64 field where 32 bits did not do."""
+    """Return size and header offset from the zip64 field, for numbers that need more than 32 bits."""
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
@@ -258,15 +258,15 @@ def _zip64_sizes(extra: bytes, size: int, header: int) -> tuple[int, int]:
 
 
 def read_head(source: Source, start: int, length: int) -> bytes:
-    """The first bytes of the item at [start, start + length): what `locate_item` needs."""
+    """Return the first bytes of the item at [start, start + length), which `locate_item` needs."""
     source.check(start, start + length)
     return bytes(source.read(start, min(length, _HEAD_BYTES)))
 
 
 def locate_item(source: Source, start: int, length: int, head: bytes) -> tuple[Extent, str]:
-    """Return where the one tensor is that an archive at [start, start + length) holds, and its dtype.
+    """Return where the only tensor of an archive at [start, start + length) is, and its dtype.
 
-    Its head is enough, as a rule: the pickle comes first, the headers say where records begin.
+    Its first bytes are usually enough: the pickle comes first, and headers say where records begin.
 
     Raises CorruptCheckpointError or FormatError if the archive is not that of one plain tensor.
     """
@@ -325,7 +325,7 @@ def _scan_head(head: bytes) -> tuple[int, bytes, int, int] | None:
 
 
 _parse_cached = lru_cache(maxsize=4096)(partial(load_pickle, where="the item"))
-"""Shards of one shape have the same pickle, byte by byte."""
+"""Cached, because shards of one shape have identical pickles."""
 
 
 def _one_tensor(value: Any, where: str) -> TensorRef:
@@ -351,15 +351,15 @@ _WINDOW_BYTES = 16 << 20
 
 
 def is_archive(source: FileSource) -> bool:
-    """Return True if a file begins as a zip archive."""
+    """Return True if a file begins like a zip archive."""
     return bytes(source.read(0, min(4, source.nbytes))) == ZIP_MAGIC
 
 
 def changed_records(files: Iterable[FileSource]) -> Iterator[tuple[str, int, int]]:
-    """For each record of the archives in `files` whose bytes have another CRC-32 than was written
-    with them a text, its first byte, and one past the last; 0 and 0 where that is not known.
+    """Return, for each record of the archives in `files` whose bytes have another CRC-32 than the
+    stored one, a message, its first byte, and one past the last; 0 and 0 if these are not known.
 
-    Files that do not begin as zip archives are skipped.
+    Files that do not begin like zip archives are skipped.
     """
     for source in filter(is_archive, files):
         found = archives(source)
@@ -383,7 +383,7 @@ def changed_records(files: Iterable[FileSource]) -> Iterator[tuple[str, int, int
 
 
 def archives(source: FileSource) -> list[Range]:
-    """(start, length) of the archives at the end of a file, the first one first."""
+    """Return (start, length) of the archives at the end of a file, in order."""
     found: list[Range] = []
     stop = source.nbytes
     while (start := _start(source, stop)) is not None:

@@ -1,4 +1,5 @@
-"""Pickles read without running any code: plain data, tensors as references to bytes, records for the rest."""
+"""Reads pickles without running any code: plain data, tensors as references to bytes, and records
+for everything else."""
 
 from __future__ import annotations
 
@@ -31,13 +32,13 @@ from reshard.stored.contents import Record, is_record_type, make_record_type
 
 
 def _sealed(self: Any, state: Any) -> NoReturn:
-    """Refuse `__setstate__`: a pickle must not change a value after it was validated."""
+    """Refuse `__setstate__`, because a pickle must not change a value after it was validated."""
     raise TypeError(f"a {type(self).__name__} cannot be changed")
 
 
 @dataclass(frozen=True, slots=True)
 class StorageType:
-    """A class of torch storages: what dtype its numbers have, None for bytes."""
+    """A class of torch storages, with the dtype of its numbers. None for bytes."""
 
     dtype: str | None
     __setstate__ = _sealed
@@ -45,7 +46,7 @@ class StorageType:
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """A storage that a pickle refers to by key; its bytes are elsewhere in the file."""
+    """A storage that a pickle refers to by key. Its bytes are elsewhere in the file."""
 
     key: str
     dtype: str | None
@@ -61,7 +62,8 @@ class StorageRef:
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor of a pickle: a strided view of a storage. Raises CorruptCheckpointError if it leaves the storage."""
+    """A tensor of a pickle: a strided view of a storage. Raises CorruptCheckpointError if it is
+    partly outside the storage."""
 
     storage: StorageRef
     offset: int
@@ -135,7 +137,7 @@ def _plain(value: Any, tensor: Callable[[TensorRef], Any] | None, done: dict[int
 
 
 def _hashable(key: Any) -> Any:
-    """A key of a dict, or a member of a set. Raises CorruptCheckpointError if it cannot be one."""
+    """Return a key of a dict, or a member of a set. Raises CorruptCheckpointError if it cannot be one."""
     try:
         hash(key)
     except TypeError as error:
@@ -164,7 +166,7 @@ def _plain_record(record: Record, go: Any) -> Any:
 
 
 def _numpy(record: Record) -> Any:
-    """A numpy number or array of plain numbers; the record itself for other dtypes."""
+    """Return a numpy number or array of plain numbers. For other dtypes, return the record itself."""
     if record.path.endswith("scalar") and record.args:
         dtype, shape, fortran, data = record.args[0], (), False, record.args[-1]
     elif isinstance(record.state, tuple) and len(record.state) == 5:
@@ -195,12 +197,12 @@ def _numpy(record: Record) -> Any:
 
 
 def load_pickle(data: bytes | memoryview, *, where: str) -> Any:
-    """The value of a pickle. Bytes behind its end are ignored. `where` names it in messages.
+    """Return the value of a pickle. Bytes after its end are ignored. `where` names it in messages.
 
     Raises:
         UnsafeDataError: it names something that is not allowed, or uses an opcode that no
-            checkpoint needs.
-        CorruptCheckpointError: it is truncated or is no pickle.
+        checkpoint needs.
+        CorruptCheckpointError: it is truncated or not a pickle.
     """
     return load_pickle_at(data, 0, where=where)[0]
 
@@ -208,7 +210,8 @@ def load_pickle(data: bytes | memoryview, *, where: str) -> Any:
 def load_pickle_at(
     data: bytes | memoryview, start: int, *, where: str, seen: list[StorageRef] | None = None
 ) -> tuple[Any, int]:
-    """Like `load_pickle`, for the pickle that begins at `start`; also says where it ends. `seen` gets all storages."""
+    """Like `load_pickle`, for the pickle that begins at `start`. Also return where it ends. `seen`
+    gets all storages."""
     stop = check_opcodes(data, start, where)
     program = bytes(data[start:stop])
     reader = _Unpickler(io.BytesIO(program), where, [] if seen is None else seen)
@@ -242,9 +245,9 @@ _stack_size_lock = threading.Lock()
 
 
 def _run(reader: _Unpickler, program: bytes) -> Any:
-    """Run the unpickler with enough stack: CPython hashes nested tuples by recursion in C (65 bytes
-    a level measured), and a pickle of a megabyte can nest a million to a key of a dict, which would
-    end the process."""
+    """Run the unpickler with a large enough stack. CPython hashes nested tuples by recursion in C
+    (65 bytes a level, measured), so a pickle of a megabyte, with a dict key nested a million levels
+    deep, would crash the process."""
     depth = sum(map(program.count, (b"\x85", b"\x86", b"\x87", b"t", b"\x91")))  # a bound: tuples and frozensets
     if depth <= _SAFE_DEPTH:
         return reader.load()
@@ -261,7 +264,7 @@ def _run(reader: _Unpickler, program: bytes) -> Any:
 
 
 class _Unpickler(pickle.Unpickler):
-    """CPython's unpickler, which may find nothing but values, our functions and types of records."""
+    """CPython's unpickler, which can find nothing but values, our functions, and types of records."""
 
     def __init__(self, file: io.BytesIO, where: str, seen: list[StorageRef]) -> None:
         super().__init__(file)
@@ -512,7 +515,7 @@ _INERT = frozenset(
         "signal.Signals",
     }
 )
-"""Classes of the standard library that are mere data, and found in checkpoints: they become records."""
+"""Classes of the standard library that are mere data, and occur in checkpoints: they become records."""
 
 
 # Walks over the opcodes of a pickle without running any: where it ends, and whether a checkpoint
@@ -549,7 +552,7 @@ _FORBIDDEN = {
 
 
 def check_opcodes(data: bytes | memoryview, start: int, where: str) -> int:
-    """One past the STOP of the pickle at `start`. Walks over all opcodes and runs none."""
+    """Return one past the STOP of the pickle at `start`. Walks over all opcodes without running them."""
     at, end = start, len(data)
     while True:
         match = RUN.match(data, at) if at < end else None  # it matches the empty text, too
@@ -577,7 +580,7 @@ def check_opcodes(data: bytes | memoryview, start: int, where: str) -> int:
 
 
 def _skip_lines(data: bytes | memoryview, at: int, where: str) -> int:
-    """Past an opcode whose arguments are lines of text."""
+    """Return the position after an opcode whose arguments are lines of text."""
     op, stop = data[at], at + 1
     for _ in range(LINES[op]):
         match = _LINE.match(data, stop)
@@ -600,7 +603,7 @@ def _skip_lines(data: bytes | memoryview, at: int, where: str) -> int:
 
 @dataclass(frozen=True)
 class Shardlet:
-    """One rank's part of a DTensor: the layout of the whole, and the local tensor."""
+    """One rank's part of a DTensor: the layout of the full tensor, and the local tensor."""
 
     layout: TensorLayout
     local: TensorRef
@@ -612,11 +615,11 @@ def is_dtensor(value: object) -> bool:
 
 
 def read_dtensor(key: str, record: Record, rank: int, read: Callable[[TensorRef], Any], where: str) -> Shardlet:
-    """The layout and local part of the DTensor `record` from the file of `rank`; `read` reads
-    a small tensor.
+    """Return the layout and local part of the DTensor `record` from the file of `rank`. `read`
+    reads a small tensor.
 
     Raises:
-        FormatError: pending reductions, or placements that are not known.
+        FormatError: pending reductions, or unknown placements.
         CorruptCheckpointError: a record that no version of torch writes.
     """
     try:
@@ -686,7 +689,8 @@ def _flat(value: Any) -> list[int]:
 
 
 def _submesh(axes: list[list[tuple[int, int]]], rank_map: np.ndarray[Any, Any], rank: int) -> np.ndarray[Any, Any]:
-    """The ranks of that copy of a (sub)mesh in which `rank` is: `axes` says positions in `rank_map` from a start."""
+    """Return the ranks of the copy of a (sub)mesh that contains `rank`. `axes` gives positions in
+    `rank_map` from a start."""
     shape = [math.prod(size for size, _ in axis) for axis in axes]
     steps = (range(0, size * stride, stride) for axis in axes for size, stride in axis)
     offsets = np.array([sum(combo) for combo in itertools.product(*steps)], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Files of `torch.save`: one, or several with an index; what was saved, and where the bytes of tensors are."""
+"""Files of `torch.save`, one or several with an index: what was saved, and where the bytes of tensors are."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ _FIRST_READ_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class TorchFile:
-    """What a file holds, with a `TensorRef` for each tensor, and a function that finds
-    the bytes of one."""
+    """The contents of a file, with a `TensorRef` for each tensor, and a function that finds the
+    bytes of one."""
 
     source: Source
     value: Any
@@ -53,20 +53,19 @@ class TorchFile:
 
     @property
     def entries(self) -> dict[Any, Any]:
-        """The value, or an empty dict if it is none."""
+        """The value if it is a dict, and otherwise an empty dict."""
         return self.value if isinstance(self.value, dict) else {}
 
     def crc(self, ref: TensorRef) -> int | None:
-        """The CRC-32 that was written with the storage of a tensor; None if there is
-        none."""
+        """Return the CRC-32 that was written with the storage of a tensor. None if there is none."""
         return self.sums.get(f"data/{ref.storage.key}") or None
 
     def read(self, ref: TensorRef) -> Any:
-        """A tensor of the file, read."""
+        """Read a tensor of the file."""
         return read_place(self.place(ref), ref.dtype)
 
     def plain(self, value: Any) -> Any:
-        """A part of the file's value as plain data; tensors in it are read."""
+        """Return a part of the file's value as plain data. Its tensors are read."""
         return plain(value, self.read)
 
 
@@ -75,7 +74,7 @@ FilesOfRanks = Mapping[int, TorchFile]
 
 
 def looks_like_torch_file(head: bytes) -> bool:
-    """Return True if a file that begins so (20 bytes) may be one of `torch.save`, or a plain pickle."""
+    """Return True if a file that begins with these 20 bytes may be one of `torch.save`, or a plain pickle."""
     return head.startswith((ZIP_MAGIC, b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"))
 
 
@@ -84,14 +83,15 @@ _UNREADABLE: dict[str, Any] = {}
 
 
 def read_torch_file(source: Source, *, numbered: bool = True, others: Collection[str] = ()) -> TorchFile:
-    """Read what a file holds, without its tensors. Of a damaged file that is only listed, this is
-    an empty dict.
+    """Read the contents of a file, without its tensors. For a damaged file that is only listed,
+    this is an empty dict.
 
-    `numbered`: numbers in its name say what it holds. `others`: names, without suffix, of files that hold other things.
+    `numbered`: numbers in the file's name identify its contents. `others`: names, without suffix,
+    of files with other contents.
 
     Raises:
         CorruptCheckpointError: it is truncated or not what it seems.
-        FormatError: it is no file of `torch.save`.
+        FormatError: it is not a file of `torch.save`.
         UnsafeDataError: its pickle asks for something that could run code.
     """
     try:
@@ -140,8 +140,8 @@ def _nowhere(source: Source, ref: TensorRef) -> Extent:
 
 
 def _pickles(source: Source, count: int, seen: list[StorageRef] | None = None) -> tuple[list[Any], int]:
-    """The first pickles of a file, and where they end. Without a view of the file, more
-    and more of it is read."""
+    """Return the first pickles of a file, and where they end. Without a view of the file,
+    increasing parts of it are read."""
     length = min(_FIRST_READ_BYTES, source.nbytes) if source.view() is None else source.nbytes
     while True:
         data = source.read(0, length)
@@ -189,7 +189,8 @@ def _place_in_stream(source: Source, starts: Mapping[str, int], ref: TensorRef) 
 
 
 def flat_leaves(file: TorchFile, prefix: KeyPath = ()) -> Flat:
-    """The file's value taken apart: tensors, and the largest parts that hold neither tensors nor dicts.
+    """Take the file's value apart: into tensors, and the largest parts that contain neither tensors
+    nor dicts.
 
     Raises FormatError if two have the same dotted key.
     """
@@ -204,8 +205,8 @@ def flat_leaves(file: TorchFile, prefix: KeyPath = ()) -> Flat:
 
 
 def _is_leaf(value: Any, memo: dict[int, bool]) -> bool:
-    """Return True if a container is a value of its own: an empty one, or a sequence of plain
-    values, such as `betas`."""
+    """Return True if a container is one value: an empty one, or a sequence of plain values, such as
+    `betas`."""
     if isinstance(value, dict):
         return not value
     if type(value) not in (list, tuple):
@@ -221,13 +222,13 @@ def _is_leaf(value: Any, memo: dict[int, bool]) -> bool:
 
 
 def stored_tensor(key: str, file: TorchFile, ref: TensorRef, owner: int | str = 0) -> StoredTensor:
-    """A full tensor of a file as a stored tensor of one chunk."""
+    """Return a full tensor of a file as a stored tensor of one chunk."""
     chunk = StoredChunk(Box.full(ref.size), lambda: file.place(ref), owner)
     return StoredTensor(TensorSpec(key, ref.size, ref.dtype), (chunk,))
 
 
 def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Facts = NO_FACTS) -> Contents:
-    """The contents of files that are whole each; the keys of each get a prefix.
+    """Return the contents of files that are each complete. The keys of each file get a prefix.
 
     Raises FormatError for a file that is a pickled module or other object rather than a state.
     """
@@ -258,7 +259,7 @@ def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Facts = NO
 
 
 def open_file(name: str, source: Source, *, numbered: bool = False) -> Contents:
-    """The contents of one file, in the format `name`. Raises what `read_torch_file` and
+    """Return the contents of one file, in the format `name`. Raises what `read_torch_file` and
     `contents_of` raise."""
     return contents_of(name, {(): read_torch_file(source, numbered=numbered)})
 
@@ -290,9 +291,9 @@ def detect(storage: Storage, names: Listing) -> bool:
 
 
 def open(files: Files) -> Contents:
-    """The checkpoint in the only file, or in those of the index.
+    """Return the checkpoint in the only file, or in those of the index.
 
-    Raises FormatError if there are several files that nothing says belong together.
+    Raises FormatError if there are several files, and nothing says that they belong together.
     """
     storage, names = files.storage, files.listed
     if (indexed := read_index(files, _INDEX)) is not None:
@@ -325,17 +326,17 @@ def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Co
 
 
 def stored_or_plain(key: str, value: Any, file: TorchFile, rank: int = 0) -> Any:
-    """A part of what a rank's file holds: the stored tensor, or plain data."""
+    """Return a part of a rank's file: the stored tensor, or plain data."""
     return stored_tensor(key, file, value, rank) if isinstance(value, TensorRef) else file.plain(value)
 
 
 def stored_values(key: str, values: Mapping[Any, Any], file: TorchFile, rank: int = 0) -> dict[str, Any]:
-    """`stored_or_plain` of each value, such as the states of a parameter."""
+    """Return `stored_or_plain` for each value, such as the states of a parameter."""
     return {str(name): stored_or_plain(f"{key}.{name}", value, file, rank) for name, value in values.items()}
 
 
 def saved_groups(saved: Mapping[str, Any], file: TorchFile) -> list[dict[str, Any]]:
-    """The param groups of an optimizer's own state dict, as plain data."""
+    """Return the param groups of an optimizer's own state dict, as plain data."""
     return [dict(file.plain(group)) for group in saved.get("param_groups", ())]
 
 
@@ -349,9 +350,9 @@ def is_sharded_tensor(value: object) -> bool:
 
 
 def join_sharded(name: str, values: Mapping[int, Any], files: FilesOfRanks) -> StoredTensor:
-    """A ShardedTensor from the records in the files of all ranks.
+    """Join a ShardedTensor from the records in the files of all ranks.
 
-    Raises CorruptCheckpointError if the records make no sense or disagree.
+    Raises CorruptCheckpointError if the records are malformed or contradict each other.
     """
     specs: set[tuple[Shape, str]] = set()
     chunks: dict[Box, StoredChunk] = {}
@@ -387,9 +388,9 @@ def join_sharded(name: str, values: Mapping[int, Any], files: FilesOfRanks) -> S
 
 
 def sharded_ranks(name: str, record: Record, file: TorchFile) -> list[int]:
-    """The ranks that hold shards of a ShardedTensor, by what one of them wrote.
+    """Return the ranks that hold shards of a ShardedTensor, according to one rank's record.
 
-    Raises CorruptCheckpointError if the record makes no sense.
+    Raises CorruptCheckpointError if the record is malformed.
     """
     try:
         placed = [shard.fields["placement"].fields["_rank"] for shard in record.state[1].fields["shards_metadata"]]

@@ -1,4 +1,4 @@
-"""Writes files of `torch.save`: a state as it was nested, tensor by tensor, with the CRC-32 of each record."""
+"""Writes files of `torch.save`: a nested state, tensor by tensor, with the CRC-32 of each record."""
 
 from __future__ import annotations
 
@@ -41,14 +41,15 @@ from reshard.stored.tensor import Extent
 
 
 class ArchivesWriter(HashedFilesWriter):
-    """Files of `torch.save`, in each of which the stub of number n stands for its nth part."""
+    """Writes files of `torch.save`. In each, stub number n represents its nth part."""
 
     @abstractmethod
     def value(self, file: FilePlan, numbers: Mapping[str, int]) -> Any:
-        """Return what a file holds, with a stub for each tensor; `numbers` are those of its parts, by name."""
+        """Return the contents of a file, with a stub for each tensor. `numbers` are those of its
+        parts, by name."""
 
     def put(self, file: FilePlan, out: HashingWriter) -> Mapping[str, Any]:
-        """One archive."""
+        """Write one archive."""
         value = self.value(file, {part.spec.fqn: number for number, part in enumerate(file.parts)})
         regions = with_sums(self.region(part) for part in file.parts)
         pickled, inside = pickled_with_tensors(value, len(regions))
@@ -63,7 +64,7 @@ class ArchivesWriter(HashedFilesWriter):
 
 
 class NestsWriter(ArchivesWriter):
-    """Archives in which the state, or parts of it, are as they were nested."""
+    """Writes archives with the state, or parts of it, nested as it was saved."""
 
     def __init__(self, contents: Contents, target: Target) -> None:
         super().__init__(contents, target)
@@ -73,24 +74,24 @@ class NestsWriter(ArchivesWriter):
 
 
 class TorchSaveWriter(NestsWriter):
-    """Everything in one archive. Tied tensors share their memory when they are loaded."""
+    """Writes everything into one archive. Tied tensors share their memory when they are loaded."""
 
     def __init__(self, contents: Contents, target: Target) -> None:
         super().__init__(contents, target)
         self.files = (FilePlan(target.name, tuple(map(self.whole, self.names))),)
 
     def value(self, file: FilePlan, numbers: Mapping[str, int]) -> Any:
-        """The state as it was nested."""
+        """Return the state, nested as it was saved."""
         contents, aliases = self.contents, self.contents.aliases
         places = {name: numbers[aliases.get(name, name)] for name in (*contents.tensors, *aliases)}
         return nest_of(contents, contents.paths_in_order(), places, self._kinds)
 
     def finish(self, out: Publication) -> None:
-        """Put the file in its place, over an older one."""
+        """Put the file in its place, replacing an older one."""
         out.name_files()
 
     def occupied(self, names: Listing) -> str | None:
-        """The file itself; others beside it do not matter."""
+        """Return the file itself. Other files beside it do not matter."""
         return next((file.name for file in self.files if file.name in names), None)
 
 
@@ -100,7 +101,7 @@ WRITING = Writing(TorchSaveWriter, is_one_file=True)
 def nest_of(
     contents: Contents, paths: Mapping[str, KeyPath], places: Mapping[str, int], containers: Mapping[KeyPath, str]
 ) -> Any:
-    """The nest of the keys in `paths`, with a stub for each tensor, of the number that `places` gives it."""
+    """Return the nest of the keys in `paths`, with a stub for each tensor, with the number in `places`."""
     leaves: dict[KeyPath, Any] = {}
     for key, path in paths.items():
         tensor = contents.find(key) if key in places else None
@@ -112,7 +113,8 @@ _PLAIN = frozenset([bool, dict, float, int, list, str, tuple, type(None)])
 
 
 def needs_code(objects: Mapping[str, Any]) -> list[str]:
-    """Keys of objects that `torch.load(weights_only=True)` refuses in a new process, such as NumPy's."""
+    """Return the keys of objects that `torch.load(weights_only=True)` refuses in a new process,
+    such as NumPy's."""
     known = torch.serialization.get_safe_globals()  # by other libraries, in this process
     allowed_here = {it[1] if isinstance(it, tuple) else f"{it.__module__}.{it.__qualname__}" for it in known}
     out: list[str] = []
@@ -135,13 +137,14 @@ def needs_code(objects: Mapping[str, Any]) -> list[str]:
 
 
 def with_sums(regions: Iterable[Region]) -> list[tuple[Region, int | None]]:
-    """Return each region and the CRC-32 that came with it; one that has none is summed by the threads that read it."""
+    """Yield each region and the CRC-32 that is stored with it. If there is none, the threads that
+    read the region compute it."""
     known = ((region, written_crc(region)) for region in regions)
     return [(replace(region, digest=crc32) if crc is None else region, crc) for region, crc in known]
 
 
 def tensor_record(archive: ArchiveWriter, name: str, out: HashingWriter, summed: tuple[Region, int | None]) -> None:
-    """The data of one tensor, one of `with_sums`, as a record of an archive in `out`."""
+    """Write the data of one tensor, from `with_sums`, as a record of an archive in `out`."""
     region, known = summed
     crc = known or 0
 
@@ -170,16 +173,16 @@ def tensor_record(archive: ArchiveWriter, name: str, out: HashingWriter, summed:
 
 _ALIGNMENT = 64
 _MARK32 = 0xFFFFFFFF
-"""Stands where a number of 32 bits would be too small: the right one is in an extra field."""
+"""Placeholder for a number that needs more than 32 bits: the number is in an extra field."""
 LIMIT32 = _MARK32
-"""From this number on, numbers are written in 64 bits."""
+"""Numbers from this one on are written in 64 bits."""
 _FLAGS = 0x0808
 """Sizes and checksum follow the data; names are UTF-8."""
 _DATE = 0x0021
-"""The first of January 1980: files of equal contents are equal."""
+"""The first of January 1980, so that files with equal contents are equal."""
 
 _PIECE_BYTES = 1 << 19
-"""What is in memory is summed and written in pieces that stay in the processor's cache."""
+"""Data in memory is checksummed and written in pieces that fit into the processor's cache."""
 
 _STORAGES = {
     "float64": "DoubleStorage",
@@ -215,7 +218,7 @@ class _ArchiveEntry:
 
 
 class ArchiveWriter:
-    """A zip archive that is written from front to end."""
+    """A zip archive that is written sequentially."""
 
     def __init__(
         self,
@@ -223,18 +226,17 @@ class ArchiveWriter:
         write_later: Callable[[int, Callable[[], bytes]], Any] | None = None,
         path: str = "",
     ) -> None:
-        """`write` appends bytes. `write_later` appends this number of bytes that are made when
-        everything before is
-        read: without it, everything is read when it is appended."""
+        """`write` appends bytes. `write_later` appends this number of bytes, which are made after
+        everything before them was read. Without it, everything is read when it is appended."""
         self._write = write
         self._write_later = write_later or (lambda nbytes, make: write(make()))
         name = PurePath(path).stem
         self._folder = name if name.isascii() and name else "archive"  # as torch.save calls it
         self._entries: list[_ArchiveEntry] = []
         self._record = b"", 0, 0
-        """The record that began last: name, position, and length."""
+        """The record that was begun last: name, position, and length."""
         self.nbytes = 0
-        """How many bytes were written so far."""
+        """Number of bytes that were written so far."""
 
     def _put(self, data: Any) -> None:
         self._write(data)
@@ -245,7 +247,7 @@ class ArchiveWriter:
         self.nbytes += nbytes
 
     def record(self, name: str, nbytes: int, pieces: Iterable[Any]) -> None:
-        """A record of `nbytes` bytes. Raises FormatError if the pieces add up to another number."""
+        """Write a record of `nbytes` bytes. Raises FormatError if the pieces have another total length."""
         self.begin(name, nbytes)
         crc = done = 0
         for piece in pieces:
@@ -257,7 +259,7 @@ class ArchiveWriter:
         self.end(lambda: crc)
 
     def begin(self, name: str, nbytes: int) -> None:
-        """Begin a record. Its `nbytes` bytes are appended next, by what `write` belongs to; then comes `end`."""
+        """Begin a record. Append its `nbytes` bytes next, in the same way as `write`, and then call `end`."""
         full, at = f"{self._folder}/{name}".encode(), self.nbytes
         self._record = full, at, nbytes
         big = nbytes >= LIMIT32
@@ -274,7 +276,7 @@ class ArchiveWriter:
         self.nbytes += nbytes
 
     def end(self, crc: Callable[[], int]) -> None:
-        """End the record. `crc` returns the CRC-32 of its bytes when they are read."""
+        """End the record. `crc` returns the CRC-32 of its bytes when they have been read."""
         full, at, nbytes = self._record
         big = nbytes >= LIMIT32
         sizes = struct.pack("<QQ" if big else "<II", nbytes, nbytes)
@@ -312,7 +314,8 @@ def begin_archive(
     write_later: Callable[[int, Callable[[], bytes]], Any] | None = None,
     path: str = "",
 ) -> ArchiveWriter:
-    """An archive up to its tensors' data: the records `data/0`, `data/1` ... come next, then `end_archive`.
+    """Write an archive up to its tensors' data. The records `data/0`, `data/1`, ... come next, then
+    `end_archive`.
 
     `path`: that of the file, which a reader compares with the name in the archive.
     """
@@ -384,7 +387,7 @@ class _Pickler(pickle.Pickler):
 
 
 def pickled_state(value: Any) -> bytes:
-    """The record `data.pkl` of a nest of plain data and `TensorStub`s.
+    """Return the record `data.pkl` of a nest of plain data and `TensorStub`s.
 
     Raises FormatError for an object that cannot be pickled.
     """
@@ -404,9 +407,9 @@ def pickled_with_tensors(value: Any, first: int) -> tuple[bytes, list[torch.Tens
 
 
 def save_tensor(tensor: torch.Tensor, file: Any) -> None:
-    """What `torch.save` does with a contiguous tensor on the CPU that has its memory for itself, in
-    a fraction of the time: archives of tensors of one dtype and shape differ in nothing but the
-    data. Others are left to torch."""
+    """Do what `torch.save` does with a contiguous tensor on the CPU that does not share its memory,
+    in a fraction of the time: archives of tensors of one dtype and shape differ only in their data.
+    Other tensors are left to torch."""
     usual = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.requires_grad
     if not usual or str(tensor.dtype).removeprefix("torch.") not in _STORAGES:
         torch.save(tensor, file)
@@ -420,12 +423,13 @@ def save_tensor(tensor: torch.Tensor, file: Any) -> None:
 
 @lru_cache(maxsize=1024)
 def pickled_tensor(dtype: str, shape: tuple[int, ...]) -> bytes:
-    """The record `data.pkl` of one contiguous tensor."""
+    """Return the record `data.pkl` of one contiguous tensor."""
     return pickled_state(TensorStub(TensorSpec("", shape, dtype), 0))
 
 
 def refused_objects(objects: Mapping[str, Any]) -> dict[str, str]:
-    """Keys of objects that cannot be pickled here, since their class is not known, and why."""
+    """Return the keys of objects that cannot be pickled here, because their class is not known,
+    with the reasons."""
     out: dict[str, str] = {}
     for key, value in objects.items():
         if (path := unknown_class(value)) is not None:
@@ -440,10 +444,10 @@ def refused_objects(objects: Mapping[str, Any]) -> dict[str, str]:
 
 
 def written_crc(region: Region) -> int | None:
-    """CRC-32 of a region's bytes in row-major order, out of those that stand in the files beside
-    its chunks.
+    """Return the CRC-32 of a region's bytes in row-major order, combined from the CRCs in the files
+    beside its chunks.
 
-    None unless there is one beside each of its chunks, and these follow one another as they are.
+    None unless each of its chunks has one, and the chunks are consecutive in that order.
     """
     boxes = Window.row_major(0, region.box.sizes, region.stored.itemsize)
     found: list[tuple[int, int, int]] = []
@@ -468,7 +472,7 @@ def _joined(runs: Sequence[tuple[int, int, int]], nbytes: int) -> int | None:
 
 
 def _beside(place: Extent) -> int | None:
-    """Return the CRC after the bytes of a complete record, if reading it takes no additional request."""
+    """Return the CRC after the bytes of a complete record, if reading it needs no additional request."""
     is_record = place.descriptor_at is not None and not place.conjugate and place.window.is_contiguous
     if not is_record or place.source.view() is None:
         return None
