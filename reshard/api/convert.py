@@ -243,7 +243,7 @@ def _report(
 
 
 def _unexpected(job: ConvertJob, written: Contents) -> Iterator[str]:
-    """Return warnings about what readers of the format may not expect."""
+    """Yield warnings about what readers of the format may not expect."""
     if job.writing.is_one_file:
         from reshard.formats.torch_save.writer import needs_code
 

@@ -50,7 +50,7 @@ def _spans(runs: list[tuple[str, ByteRun, ByteRun]]) -> list[list[tuple[str, Byt
 
 
 def _equal_in(span: list[tuple[str, ByteRun, ByteRun]]) -> Iterator[str]:
-    """Return the runs that are equal. Raises CorruptCheckpointError for bytes that are missing or
+    """Yield the runs that are equal. Raises CorruptCheckpointError for bytes that are missing or
     were changed on one side."""
     _, x, y = span[0]
     nbytes = span[-1][1].stop - x.start

@@ -378,7 +378,7 @@ def prefix_hint(left: tuple[str, Collection[str]], right: tuple[str, Collection[
 def _parts_of_more(
     left: tuple[str, Collection[str]], right: tuple[str, Collection[str]]
 ) -> Iterator[tuple[Collection[str], Collection[str], str]]:
-    """Return the names below each top-level key of one side, all names of the other side, and their
+    """Yield the names below each top-level key of one side, all names of the other side, and their
     places, in words."""
     for (label, names), (whole_label, whole) in ((left, right), (right, left)):
         for key, below in grouped((name.partition(".")[0], name) for name in names).items():

@@ -193,7 +193,7 @@ def _mapped(checkpoint: Checkpoint, mapping: StateMapping) -> Checkpoint:
 
 
 def saved_in(checkpoint: Checkpoint) -> Iterator[Saved]:
-    """Return what a checkpoint has: tensors, other names of tensors, and objects."""
+    """Yield what a checkpoint has: tensors, other names of tensors, and objects."""
     path_of = checkpoint.contents.path_of
     tensors = {key: checkpoint[key] for key in dict.fromkeys((*checkpoint, *checkpoint.aliases))}
     stored = {key: tensor.stored for key, tensor in tensors.items()}

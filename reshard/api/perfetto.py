@@ -47,7 +47,7 @@ def trace_of(phases: Mapping[int, Span], skews: Mapping[int, int]) -> dict[str, 
 
 
 def _events(span: Span, rank: int, start_ns: int, threads: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """Return the events of a span and of all spans inside it. Threads are numbered in order."""
+    """Yield the events of a span and of all spans inside it. Threads are numbered in order."""
     thread = threads.setdefault(span.thread, len(threads))
     facts: dict[str, Any] = {"bytes": span.nbytes} if span.nbytes else {}
     yield {

@@ -504,7 +504,7 @@ def _refuse_uncounted(pairing: TensorMatches) -> None:
 
 
 def _as_it_is(pairing: TensorMatches, key: str, wanted: TransferSide, rank: int) -> Iterator[Holding]:
-    """Return this rank's part of the fingerprint of a target."""
+    """Yield this rank's part of the fingerprint of a target."""
     layout, tensor = pairing.after[key], wanted.state.tensors.get(key)
     if tensor is None:
         return
@@ -517,7 +517,7 @@ def _as_it_is(pairing: TensorMatches, key: str, wanted: TransferSide, rank: int)
 
 
 def _as_target(pairing: TensorMatches, key: str, mine: TransferSide, rank: int) -> Iterator[Holding]:
-    """Return what this rank's sources contribute to the fingerprint of a target."""
+    """Yield what this rank's sources contribute to the fingerprint of a target."""
     view, spec = pairing.views[key], pairing.after[key].spec
     dtype = dtype_from_name(spec.dtype)
     yield Holding.nothing(spec)

@@ -335,7 +335,7 @@ def _save_id(head: bytes) -> str:
 
 
 def file_groups(places: Iterable[int], per_file: int) -> Iterator[list[int]]:
-    """Return runs of at most `per_file` consecutive places, from the ascending ones of a machine."""
+    """Yield runs of at most `per_file` consecutive places, from the ascending ones of a machine."""
     run: list[int] = []
     for place in places:
         if run and (place != run[-1] + 1 or len(run) == per_file):

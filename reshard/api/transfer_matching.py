@@ -147,7 +147,7 @@ class _Pairer:
         self.mismatched: list[str] = []
 
     def take(self, key: str) -> None:
-        """Return the transfers for one target tensor."""
+        """Add the transfers for one target tensor."""
         spec = self.after[key].spec
         view = self.given.get(key)
         if view is None:

@@ -316,7 +316,7 @@ def _new_keys(live: LiveOptimizers, saved: SavedOptimizer) -> list[Any]:
 
 
 def _apart(state: list[Entry], live: LiveOptimizers) -> list[str]:
-    """Yield dicts in place of tensors of a class, such as the parts of a quantized one, and
+    """Return dicts in place of tensors of a class, such as the parts of a quantized one, and
     quantized tensors for one of torch's optimizers: no step could use them."""
     dicts = [
         (one, key)
@@ -518,8 +518,8 @@ class _Copies:
         write_all(self.targets, self.values, list(plain))
 
     def _give_apart(self, model: list[torch.Tensor]) -> None:
-        """Return separate memory for values that would be written where another value, or the
-        model's, will be."""
+        """Give targets separate memory if they share it with another target, or with the model, and
+        their values differ."""
         moved: set[int] = set()
         pool = [*self.targets, *model]
         places = [(one, old, key) for one, old, values in self._places.rows for key in values] + self._found

@@ -447,7 +447,7 @@ def _blocks_read(plan: ReadPlan, block_bytes: int) -> dict[FileSource, list[Rang
 
 
 def damaged_files(native: NativeFacts, folder: Path, rows: Iterable[Held]) -> Iterator[Path]:
-    """Return the incomplete files in the folder of a generation.
+    """Yield the incomplete files in the folder of a generation.
 
     Args:
         rows: what was found in them.

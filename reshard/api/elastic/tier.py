@@ -352,7 +352,7 @@ class Pace:
         self._free_at = time.monotonic()
 
     def __call__(self, nbytes: int) -> None:
-        """Return when these bytes may be sent."""
+        """Wait until these bytes may be sent."""
         while (left_s := self._free_at - time.monotonic()) > 0:
             time.sleep(min(left_s, 0.05))
             self._check()

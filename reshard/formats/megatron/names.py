@@ -65,7 +65,7 @@ def canonical_key(key: str) -> str:
 
 
 def expand(key: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
-    """Return the parameters in a stored tensor, by canonical name. Raises CorruptCheckpointError
+    """Yield the parameters in a stored tensor, by canonical name. Raises CorruptCheckpointError
     for a 0-d stack."""
     key = _unwrapped(key)
     layers, experts = _STACKED.fullmatch(key), _EXPERTS.fullmatch(key)
@@ -272,7 +272,7 @@ def is_buffer(name: str) -> bool:
 
 
 def orders(names: Sequence[str], hints: Hints, grouped: bool | None = None) -> Iterator[list[str]]:
-    """Return the orders of registration to try: the hint's, the file's, and those of Megatron's two
+    """Yield the orders of registration to try: the hint's, the file's, and those of Megatron's two
     kinds of layers.
 
     If `grouped` says how the layers' experts are registered, only orders that agree. Stacks in a
