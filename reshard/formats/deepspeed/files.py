@@ -127,7 +127,7 @@ def _counts(files: Iterable[TorchFile]) -> tuple[int, int, bool]:
 
 
 def _lost_of_ranks(there: Collection[str], files: Iterable[TorchFile]) -> Iterator[str]:
-    """Return missing files of ranks: if one rank has a file of a kind, every rank must have one."""
+    """Yield missing files of ranks: if one rank has a file of a kind, every rank must have one."""
     is_universal = any(map(_UNIVERSAL.fullmatch, there))  # copies of some files do not matter there
     partitions, mp_ranks, shards_models = _counts(() if is_universal else files)
     matches = [*filter(None, map(_OF_RANK.fullmatch, there))]
