@@ -2,7 +2,7 @@
 
     python -m tests.frameworks                       # all, one after another
     python -m tests.frameworks torchao deepspeed     # some
-    python -m tests.frameworks --write               # and put the table on docs/integrations.md
+    python -m tests.frameworks --write               # and put the table on tests/integrations.md
 
 `.venv-<name>` sees the packages of the environment that runs this, its torch above all, and adds the framework. Nothing
 there may bring another torch. A test that is skipped counts as skipped, so a framework that cannot be imported shows.
@@ -28,7 +28,7 @@ from xml.etree import ElementTree
 __all__ = ["FRAMEWORKS", "PAGE", "Framework", "Result", "table"]
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "integrations.md"
+PAGE = ROOT / "tests" / "integrations.md"
 _BLOCK = re.compile(r"(?<=<!-- frameworks -->\n).*?(?=<!-- end of frameworks -->)", re.DOTALL)
 _HERE = "tests/reshard/integrations"
 
@@ -171,7 +171,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = {one.name: one for one in FRAMEWORKS}
     parser.add_argument("names", nargs="*", metavar="FRAMEWORK", help=f"of {', '.join(known)}; default: all")
-    parser.add_argument("--write", action="store_true", help="put the table on docs/integrations.md; needs all of them")
+    parser.add_argument("--write", action="store_true", help="put the table on tests/integrations.md; needs all")
     parser.add_argument("--flags", default="-n 2 --dist worksteal", help="options of pytest")
     given = parser.parse_args()
     if unknown := [name for name in given.names if name not in known]:
