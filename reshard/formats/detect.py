@@ -316,7 +316,7 @@ def _nothing(storage: Storage, url: str) -> str:
         return none
     gone = path = Path(local)
     if path.is_dir():
-        return f"{url} is an empty folder: it holds no checkpoint"
+        return f"{url} is empty: there is no checkpoint in it"
     while not gone.parent.is_dir():
         gone = gone.parent
     if gone.exists():
@@ -451,7 +451,7 @@ def _pick(storage: Storage, names: Listing, url: str, preferred: Format | None) 
         refuse_plan(storage.read(some, 0, min(names[some], 99)), url)
     raise FormatError(
         f"{url} is not a checkpoint in a known format.{'' if url.endswith(some) else f' It contains {some}.'} "
-        f"Known formats are {known}. Files must keep the names that the framework gave them"
+        f"Known formats are {known}. If you renamed files, restore the names that the framework wrote"
     )
 
 
