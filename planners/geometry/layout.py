@@ -155,7 +155,7 @@ class ProductGeometry:
         return np.sort(self.mesh.ranks[base[:, None] + self.replica_positions], axis=1)
 
     def covering(self, box: Box) -> Iterator[Found]:
-        """Return the chunks that overlap `box`, found dim by dim. Chunks of a product cover it once."""
+        """Yield the chunks that overlap `box`, found dim by dim. Chunks of a product cover it once."""
         if box.is_empty:
             return
         found = [
@@ -407,7 +407,7 @@ equally."""
 
 
 def local_boxes(form: Form, shape: Shape, rank: int) -> Iterator[tuple[int, Box, Box]]:
-    """Return (index of the local tensor, global box, the same box in that tensor's coordinates) for
+    """Yield (index of the local tensor, global box, the same box in that tensor's coordinates) for
     everything that `rank` holds."""
     for index, part in enumerate(form.parts(shape, rank) if rank < form.world_size else ()):
         for box, local in part.boxes():

@@ -152,7 +152,7 @@ class Sweep:
         self._reach: Ints = np.maximum.accumulate(self._highs[:, self.dim])
 
     def meeting(self, box: Box) -> Iterator[Found]:
-        """Return every chunk that shares an element with `box`."""
+        """Yield every chunk that shares an element with `box`."""
         if box.is_empty or not self.chunks:
             return
         if not box.ndim:

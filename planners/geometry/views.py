@@ -664,7 +664,7 @@ def filled_slots(view: ViewGeometry, wanted: Form, rank: int) -> tuple[FilledSlo
 
 
 def _wanted_boxes(overlap: ViewOverlap, rank: int) -> list[tuple[int, Box, TargetSlot]]:
-    """Yield (source, box of it, slot) for everything that a rank wants."""
+    """Return (source, box of it, slot) for everything that a rank wants."""
     return [
         (
             patch.tensor,

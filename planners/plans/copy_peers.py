@@ -65,7 +65,7 @@ class CopyPlan:
         return sum(nbytes * len(keepers) for nbytes, keepers in zip(self.nbytes, self.keepers, strict=True))
 
     def findings(self) -> Iterator[Finding]:
-        """Return the ranks whose bytes are not on `copies + 1` different hosts."""
+        """Yield the ranks whose bytes are not on `copies + 1` different hosts."""
         for rank, keepers in enumerate(self.keepers):
             places = {self.hosts[rank], *(self.hosts[keeper] for keeper in keepers)}
             if len(places) != self.copies + 1:

@@ -237,7 +237,7 @@ class LoadPlan(Plan[ReadItems]):
         return count_reads(self).items
 
     def findings(self) -> Iterator[Finding]:
-        """Return all problems."""
+        """Yield all problems."""
         unfit = dict(_unfit(self.saved, self.wanted, self.views, allow_cast=True))
         yield from (Finding(message, fqn) for fqn, message in unfit.items())
         fit = self

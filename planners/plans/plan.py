@@ -254,7 +254,7 @@ def layout_fault(layout: TensorLayout) -> Finding | None:
 
 
 def product_findings(overlap: ProductOverlap) -> Iterator[Finding]:
-    """Return what is wrong with the tensors of one geometry. Each dim is proved by itself for all ranks."""
+    """Yield what is wrong with the tensors of one geometry. Each dim is proved by itself for all ranks."""
     for d, segments in enumerate(overlap.dims):
         wrong = _segments_fault(segments)
         if wrong is not None:

@@ -142,7 +142,7 @@ class SavePlan(Plan[WriteItems]):
         return None
 
     def findings(self) -> Iterator[Finding]:
-        """Return all problems. If no items were listed explicitly, none are computed."""
+        """Yield all problems. If no items were listed explicitly, none are computed."""
         if self.explicit:
             yield from _listed_findings(self)
             return

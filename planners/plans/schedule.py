@@ -142,7 +142,7 @@ class Schedule:
         return self.round, self.sender, self.receiver, self.start, self.stop
 
     def findings(self) -> Iterator[Finding]:
-        """Return all problems of the schedule or its plan."""
+        """Yield all problems of the schedule or its plan."""
         yield from self.plan.findings()
         number, sender, receiver = self.columns()[:3]
         if not len(number):
@@ -239,7 +239,7 @@ def _run(sizes: Shape, limit: int) -> int:
 
 
 def _elements(item: TransferItem, low: int, high: int, itemsize: int) -> Iterator[TransferItem]:
-    """Return elements `[low, high)` of an item, in row-major order, as boxes."""
+    """Yield elements `[low, high)` of an item, in row-major order, as boxes."""
     if low == 0 and high == item.box.numel:
         yield item
         return

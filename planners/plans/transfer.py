@@ -294,7 +294,7 @@ class TransferPlan(Plan[TransferItems]):
         return total
 
     def findings(self) -> Iterator[Finding]:
-        """Return all problems."""
+        """Yield all problems."""
         try:
             routes = self.routes
         except CoverageError as error:

@@ -1,1 +1,1 @@
-"""The verbs: each module or folder is one that users call."""
+"""The public functions: each has a module or folder."""

@@ -1,4 +1,4 @@
-"""Saves in the background: each on a thread of its own, awaited at exit."""
+"""Saves in the background: each runs on its own thread, and the process waits for all at exit."""
 
 from __future__ import annotations
 
@@ -58,13 +58,14 @@ def start_in_background(
 
 
 def forget_background_save(future: Future[Any]) -> None:
-    """A caller knows the result: it need not be reported again."""
+    """Note that a caller knows the result, so that it need not be reported again."""
     saves.pop(future, None)
 
 
 def await_saves(path: Any, *shared: Any) -> Set[Any]:
-    """Wait for saves to the same place, or with one of the same objects, without raising their errors:
-    one that took longer would replace a later one. Return the place and the ids of the objects."""
+    """Wait for saves to the same place, or with some of the same objects, without raising their
+    errors: if one took longer, it would replace a later one. Return the place and the ids of the
+    objects."""
     try:
         place = place_of(open_storage(path))
     except ReshardError:  # the save itself will say so, to all ranks
@@ -76,7 +77,8 @@ def await_saves(path: Any, *shared: Any) -> Set[Any]:
 
 
 def ended_for(max_in_flight: int) -> list[Future[Any]]:
-    """Wait until one more save may start. Return those that have ended and whose result no caller knows."""
+    """Wait until one more save may start. Return the saves that have ended and whose result no
+    caller knows."""
     known = [future for future, (place, _) in list(saves.items()) if place is not None]
     while len(running := [future for future in known if not future.done()]) >= max_in_flight:
         running[0].exception()

@@ -153,7 +153,7 @@ def compare(
 
 
 def _taken_apart(*sides: Any) -> Iterable[Any]:
-    """Return the sides as they are saved, or as they are if this fails: `compare` then fails again, on all ranks."""
+    """Yield the sides as they are saved, or unchanged if this fails: `compare` then fails again, on all ranks."""
     with suppress(Exception):
         return [*map(saved_state, sides)]
     return sides
@@ -241,7 +241,7 @@ def _rank_findings(
 
 
 def _left_open(left: _Side, right: _Side, foreign: Sequence[str], group: Group | None) -> Iterator[str]:
-    """Say what was not compared."""
+    """Describe what was not compared."""
     for side in (left, right):
         if side.left_out:
             yield f"{format_names(side.left_out)} of {side.label}, {side.why_left_out}"
@@ -427,7 +427,7 @@ class _JointFindings:
 
     @classmethod
     def of(cls, found: Mapping[int, _RankFindings]) -> _JointFindings:
-        """Put together what each rank found."""
+        """Combine the findings of all ranks."""
         known = {name: text for one in found.values() for name, text in one.known.items()}
         sizes = {name: size for one in found.values() for name, size in one.sizes.items()}
         others = dict.fromkeys(it for one in found.values() for it in one.others)
@@ -495,7 +495,7 @@ class CompareWork:
     how: _How
 
     def begin(self) -> Callable[[Share], list[_Difference]]:
-        """Opens both."""
+        """Open both checkpoints."""
         return partial(_compare_share, _Side(self.a.open()), _Side(self.b.open()), self.how)
 
 
@@ -539,7 +539,7 @@ def _compare_share(left: _Side, right: _Side, how: _How, share: Share) -> list[_
 
 @dataclass(frozen=True)
 class _HeldBoxes:
-    """The boxes of a sharded tensor that this rank holds, each with its elements."""
+    """The boxes of a sharded tensor that this rank holds, with their elements."""
 
     shape: Shape
     dtype: torch.dtype
@@ -547,7 +547,7 @@ class _HeldBoxes:
 
     @classmethod
     def of(cls, key: str, value: Any, group: Group) -> _HeldBoxes:
-        """Collective over the ranks that hold it, where they must find out together how it is sharded."""
+        """Collective over the ranks of the tensor, if only all of them can determine its sharding."""
         live = LiveTensor(key, value)
         layout = TensorLayout.of(live.spec, live.form_by_all())
         parts = held_parts(live, layout, group.job_rank)
@@ -560,13 +560,13 @@ class _HeldBoxes:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def elements(self, box: Box) -> torch.Tensor:
-        """The elements of a box within one of these."""
+        """Return the elements of a box inside one of these boxes."""
         around = next(outer for outer in self.boxes if outer.contains(box))
         return self.boxes[around][box.relative_to(around).slices]
 
 
 def _boxes_of(name: str, x: Any, y: Any) -> Collection[Box]:
-    """The boxes of a tensor that this process has on both sides."""
+    """Return the boxes of a tensor that this process has on both sides."""
     held = [side.boxes.keys() for side in (x, y) if isinstance(side, _HeldBoxes)]
     if held and held[0] != held[-1]:
         fix = "compare each state with a checkpoint, or their fingerprints"
@@ -575,7 +575,7 @@ def _boxes_of(name: str, x: Any, y: Any) -> Collection[Box]:
 
 
 class _SideNames(msgspec.Struct):
-    """The names on a side, of any rank."""
+    """The names that any rank has on one side."""
 
     nbytes: dict[str, int]
     """Bytes of each tensor."""
@@ -586,7 +586,7 @@ class _SideNames(msgspec.Struct):
     """Tensors whose elements on this rank do not count: another rank's will overwrite them."""
 
     def joined(self, group: Group | None) -> _SideNames:
-        """Return the names of all ranks, in the order of ranks. Collective."""
+        """Collective: return the names of all ranks, in rank order."""
         each = [self] if group is None else group.exchange(self)
         tensors = {name: nbytes for one in each for name, nbytes in one.nbytes.items()}
         objects, foreign = (
@@ -597,7 +597,7 @@ class _SideNames(msgspec.Struct):
 
 
 class _Side:
-    """Tensors by name, objects, values of each rank by key and rank, and fingerprints of one of the two."""
+    """One side: tensors by name, objects, per-rank values by key and rank, and fingerprints."""
 
     def __init__(self, source: Any, group: Group | None = None, name: str = "a") -> None:
         self.fingerprints: Mapping[str, str] = {}
@@ -661,7 +661,7 @@ class _Side:
             self.why_left_out = "which cannot be read here"
 
     def elements(self, name: str, box: Box) -> torch.Tensor:
-        """The elements of a box of a tensor. Errors name this side."""
+        """Return the elements of a box of a tensor. Errors name this side."""
         with naming(self.checkpoint):
             return elements_of(self.tensors[name], box)
 
@@ -689,7 +689,7 @@ def _readable(side: _Side, read: Callable[[Any], Any], what: Any) -> Any:
 
 
 def _as_bytes(value: Any) -> Any:
-    """The content of a file in memory, which some formats keep as bytes."""
+    """Return the contents of a file in memory, which some formats store as bytes."""
     return value.getvalue() if isinstance(value, BytesIO) else value
 
 
@@ -712,7 +712,7 @@ def _dtype_hint(findings: Sequence[Finding], left: _Side, right: _Side, names: I
 
 
 def _name_findings(left: _Side, right: _Side, joint: _JointFindings, group: Group | None) -> Iterator[Finding]:
-    """Names that only one side has, also per rank, but not the items of damaged values."""
+    """Yield names that only one side has, also per rank, without the items of damaged values."""
     damaged, compared = tuple(f"{key}." for key in joint.errors), joint.compared
     for kind in ("nbytes", "objects", "own"):
         x, y = (dict.fromkeys(getattr(side.names, kind)) for side in (left, right))

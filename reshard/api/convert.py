@@ -56,7 +56,7 @@ from reshard.stored.streaming import FormatWriter, Publication
 _log = logging.getLogger("reshard")
 
 IN_REPORT = {"is_in_report": True}
-"""Marks records of the log whose text is in the report, too."""
+"""Marks log records whose text is also in the report."""
 
 
 @renamed(left_out="omitted", retyped="changed_classes")
@@ -243,7 +243,7 @@ def _report(
 
 
 def _unexpected(job: ConvertJob, written: Contents) -> Iterator[str]:
-    """Say what the readers of the format may not expect."""
+    """Yield warnings about what readers of the format may not expect."""
     if job.writing.is_one_file:
         from reshard.formats.torch_save.writer import needs_code
 
@@ -338,7 +338,7 @@ def _write(
     executor: Executor | None,
     progress: bool,
 ) -> tuple[str, ...]:
-    """This rank's share of the files that are not finished; returns all that were."""
+    """Write this rank's share of the unfinished files. Return all that were written."""
     recorded = journal.recorded(file.name for file in writer.files)
     mine = dealt(writer.files, group.world_size)[group.rank]
     mine.sort(key=lambda file: file.name not in recorded)

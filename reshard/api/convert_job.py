@@ -1,5 +1,5 @@
-"""The arguments of a conversion, as a value that workers receive; its files, one task each; and
-what is already done."""
+"""The arguments of a conversion, as a value that workers receive; its files, one task each; and its
+records of finished work."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class ConvertJob:
         return open_storage(self.target)
 
     def state(self) -> Checkpoint:
-        """The state to write, lazily, under its new names."""
+        """Return the state to write, lazily, under its new names."""
         state = self.source
         if not isinstance(state, Checkpoint):
             state = open_checkpoint(state, check=self.check)
@@ -145,7 +145,7 @@ class ConvertJob:
         return state
 
     def writer(self, state: Checkpoint, job_id: str) -> FormatWriter:
-        """The writer of the state. Raises FormatError if the format cannot hold it."""
+        """Return the writer of the state. Raises FormatError if the format cannot hold it."""
         writer = self._writer(state, job_id)
         for key, why in writer.refused.items():
             raise FormatError(
@@ -155,7 +155,7 @@ class ConvertJob:
         return writer
 
     def without(self, keys: Iterable[str]) -> str:
-        """Say how to leave out these keys."""
+        """Return advice on how to omit these keys."""
         return f"To leave them out: select={[*(self.select or '*'), *('!' + escape(key) for key in keys)]}"
 
     def _writer(self, state: Checkpoint, job_id: str) -> FormatWriter:
@@ -177,11 +177,12 @@ class ConvertJob:
         return self.writing.writer(contents, Target(name, job_id, self.max_shard_bytes or MAX_SHARD_BYTES, onto))
 
     def absolute(self) -> ConvertJob:
-        """Return the same job for processes with another working directory."""
+        """Return the same job with absolute paths, for processes with another working directory."""
         return replace(self, source=absolute(self.source), target=absolute(self.target))
 
     def digest(self, state: Checkpoint) -> str:
-        """A digest that is equal for equal work on an unchanged source, so that interrupted work is found again."""
+        """Return a digest that is equal for equal work on an unchanged source, so that interrupted
+        work is recognized."""
         onto = self.onto.digest() if isinstance(self.onto, StateLayout) else str(self.onto)
         facts = [self.format, self.mapping, self.select, self.dtype, self.normalized, self.model_only, self.hints]
         facts += [self.max_shard_bytes, self.check, str(absolute(self.target)), onto]
@@ -223,11 +224,11 @@ def _check_onto(onto: StateLayout, specs: Mapping[str, TensorSpec], dtype: str |
 
 
 _ASK_S = 2.0
-"""Interval at which a running task asks whether it is still wanted."""
+"""How often a running task checks whether it is still wanted."""
 
 
 def dealt(files: Sequence[FilePlan], count: int) -> list[list[FilePlan]]:
-    """Distribute the files into `count` groups of about equal bytes, by the plan alone."""
+    """Distribute the files into `count` groups of about equal bytes, from the plan alone."""
     hands: list[list[FilePlan]] = [[] for _ in range(count)]
     loads = [0] * count
     for file in sorted(files, key=lambda file: (-file.nbytes, file.name)):
@@ -261,7 +262,7 @@ class ConvertWork:
 
 
 class FileTasks:
-    """Writes one file after another. After the file `last`, compares everything that was not compared yet."""
+    """Writes files one by one. After the file `last`, compares everything that was not compared yet."""
 
     def __init__(
         self,
@@ -278,7 +279,7 @@ class FileTasks:
         self._unchecked, self._next_ask = checking.bytes_unchecked, 0.0
 
     def __call__(self, name: str) -> bool:
-        """Write a file and record it; returns whether it was there already, of an earlier try."""
+        """Write a file and record it. Return whether an earlier attempt had written it."""
         self._ask()
         if self._journal.is_finished(name):
             return True
@@ -341,27 +342,28 @@ class _Head(msgspec.Struct):
 
 
 class Journal:
-    """The records of one job in its target."""
+    """The records of a job in its target."""
 
     def __init__(self, storage: Storage, digest: str, file: str = "") -> None:
-        """`file`: where the target is a single file, its name: other jobs may write other files beside it."""
+        """`file`: the name of the target if it is a single file, because other jobs may write other
+        files beside it."""
         self.storage = storage
         self.digest = digest
         self.file = file
         self.folder = f"convert-{digest}"
         self.holder: WriterLease | None = None
-        """Whose claim it is, if that is known here."""
+        """The owner of the claim, if known."""
         self.left: list[str] = []
-        """Temporary objects that were there when this process began."""
+        """Temporary objects that existed when this process began."""
         self._job_id = ""
         self._lease: KeptLease | None = None
 
     def begin(self, *, resume: bool) -> str:
         """Claim the target until `leave`, and remove what dead jobs left there.
 
-        Returns the id of the job: that of the interrupted one, if there is one and `resume` is
-        True, and otherwise a new one. Raises StorageError if another job is running here. A job
-        that cannot be seen from here gets time to renew its claim.
+        Return the id of the job: that of the interrupted one, if there is one and `resume` is True,
+        and otherwise a new one. Raises StorageError if another job is running here. If a job's
+        process cannot be seen from here, wait to see whether it renews its claim.
         """
         names = self.names()
         self.left = [*filter(is_temporary, names)]
@@ -385,9 +387,9 @@ class Journal:
         return self._job_id
 
     def names(self) -> dict[str, int]:
-        """The files in the target, with their sizes. If it is a single file: those beside it, and
-        records of conversions, but nothing else in folders beside it, because that can be a home
-        directory."""
+        """Return the files in the target, with their sizes. If it is a single file: those beside
+        it, and records of conversions, but nothing else in folders beside it, because that can be a
+        home directory."""
         if not self.file:
             return self.storage.list()
         top = self.storage.top()
@@ -419,8 +421,8 @@ class Journal:
         return liveness.read_lease(self.storage, f"{self.folder}/{_CLAIM}")
 
     def give_up(self) -> bool:
-        """Processes that write for this job must stop, and any process may continue it. False if
-        another one, which took this one for dead, does so already."""
+        """Request that the processes which write for this job stop. Any process may then continue it.
+        Returns False if another process already does, because it considered this one dead."""
         return self._lease is not None and self._lease.give_up()
 
     def leave(self) -> None:
@@ -451,12 +453,12 @@ class Journal:
         self.storage.publish(f"{self.folder}/{_flat(file)}.json", manifest.encode_sealed(done))
 
     def recorded(self, files: Iterable[str]) -> set[str]:
-        """Those of the files that have a record, unchecked."""
+        """Return the files that have a record. Nothing is checked."""
         there = self.storage.list(f"{self.folder}/")
         return {file for file in files if f"{self.folder}/{_flat(file)}.json" in there}
 
     def is_finished(self, file: str) -> bool:
-        """Return True if a file has a record, with the length and checksum that the record gives."""
+        """Return True if a file has a record, and the recorded length and checksum."""
         done = _decoded(self.storage, f"{self.folder}/{_flat(file)}.json", WrittenFile)
         return done is not None and self._holds(done.name, done)
 
@@ -481,8 +483,8 @@ class Journal:
         return out
 
     def end(self) -> None:
-        """Remove the records after everything is published. Those of another process, which took
-        this one for dead, stay."""
+        """Remove the records after everything is published. If another process considered this one
+        dead and continues the job, its records stay."""
         self.leave()
         if self._lease is not None and self._lease.is_taken:
             return
@@ -550,16 +552,15 @@ def _jobs(storage: Storage, names: Iterable[str]) -> list[tuple[str, WriterLease
 
 
 def _has_ended(storage: Storage, job_id: str) -> bool:
-    """Return whether the target is what the job has published: its records are about to be removed,
-    or a killed process left them. A conversion that resumed it would write into files that
-    count."""
+    """Return whether the job has published the target. Its records are then about to be removed, or
+    a killed process left them. If a conversion resumed it, it would overwrite published files."""
     if ".metadata" in storage.list(".metadata") and job_id.encode() in storage.read(".metadata"):
         return True
     return commit.counting(storage) == commit.save_id_of(job_id)
 
 
 def _unpublished(storage: Storage, names: Collection[str], job_id: str) -> list[str]:
-    """The files whose names say that they are the job's, and that no checkpoint uses."""
+    """Return the files whose names show that they are the job's, and that no checkpoint uses."""
     staged, items = temporary_name("", job_id), f"_{job_id}_"
     found = [name for name in names if name.endswith(staged)]
     distcp = [name for name in names if items in name and name.endswith(".distcp")]
@@ -574,7 +575,7 @@ def _unpublished(storage: Storage, names: Collection[str], job_id: str) -> list[
 
 
 def _remove_records(storage: Storage, names: Iterable[str], folder: str) -> None:
-    """Remove the claim and the id last, so that an interrupted removal is continued."""
+    """Remove the claim and the id last, so that an interrupted removal can be continued."""
     mine = [name for name in names if name.startswith(f"{folder}/")]
     for name in sorted(mine, key=lambda name: (name.endswith(f"/{_HEAD}"), name.endswith(f"/{_CLAIM}"))):
         storage.delete(name)

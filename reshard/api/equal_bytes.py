@@ -1,4 +1,4 @@
-"""Stored tensors that have the same bytes on both sides of a comparison, found without their elements."""
+"""Finds stored tensors with equal bytes on both sides of a comparison, without decoding elements."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from reshard.errors import CheckpointError
 from reshard.stored.tensor import ByteRun, LazyTensor, run_of
 
 _SMALL_BYTES = 64 << 10
-"""Stored tensors up to this size are compared as bytes first, together with their neighbors in the files."""
+"""Stored tensors up to this size are first compared as bytes, together with their neighbors in the files."""
 _SPAN_BYTES = 1 << 20
 """Neighbors are read together up to this size."""
 
 
 def equal_as_bytes(left: Mapping[str, Any], right: Mapping[str, Any], share: Share) -> set[str]:
-    """The small stored tensors that have the same bytes on both sides. Near damage, they are compared one by one."""
+    """Return the small stored tensors with equal bytes on both sides. Near damage, they are
+    compared one by one."""
     runs = []
     for name, box in share:
         x, y = left[name], right[name]
@@ -34,7 +35,7 @@ def equal_as_bytes(left: Mapping[str, Any], right: Mapping[str, Any], share: Sha
 
 
 def _spans(runs: list[tuple[str, ByteRun, ByteRun]]) -> list[list[tuple[str, ByteRun, ByteRun]]]:
-    """Runs that follow each other in the files of both sides, together."""
+    """Join runs that are consecutive in the files of both sides."""
     spans: list[list[tuple[str, ByteRun, ByteRun]]] = []
     for name, one, other in sorted(runs, key=lambda run: (run[1].source.label, run[1].start)):
         if spans:
@@ -49,7 +50,8 @@ def _spans(runs: list[tuple[str, ByteRun, ByteRun]]) -> list[list[tuple[str, Byt
 
 
 def _equal_in(span: list[tuple[str, ByteRun, ByteRun]]) -> Iterator[str]:
-    """Raises CorruptCheckpointError for bytes that are missing or were changed on one side."""
+    """Yield the runs that are equal. Raises CorruptCheckpointError for bytes that are missing or
+    were changed on one side."""
     _, x, y = span[0]
     nbytes = span[-1][1].stop - x.start
     a, b = (bytes(run.source.read(run.start, nbytes, elements=True)) for run in (x, y))

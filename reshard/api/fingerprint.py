@@ -100,7 +100,7 @@ def _of_all_ranks(
     key: Key,
     executor: Executor | None,
 ) -> dict[str, str]:
-    """Collective."""
+    """Collective: return the fingerprints of what all ranks hold."""
     group = Group()
     with group.together("fingerprint"):
         check_options(key=key)
@@ -129,7 +129,7 @@ class FingerprintWork:
     key: Key
 
     def begin(self) -> Callable[[Share], list[bytes]]:
-        """Opens the checkpoint."""
+        """Open the checkpoint."""
         return functools.partial(_sums, self.checkpoint.open(), self.key)
 
 
@@ -156,7 +156,7 @@ def _sums(checkpoint: Checkpoint, key: Key, share: Share) -> list[bytes]:
 
 
 def _sum_up(regions: Sequence[Region], key: Key) -> list[Partial]:
-    """Return the sum over each region, read in pieces."""
+    """Return the sum over each region, which is read in pieces."""
     digests = [Fingerprinter(region.stored.spec.dtype, region.stored.spec.shape, key=key) for region in regions]
     with Feed(is_near=any(region.is_near for region in regions[:1])) as feed:
         for region, digest in zip(regions, digests, strict=True):
@@ -176,14 +176,13 @@ def holdings(
     *,
     ranks: Sequence[int] = (),
 ) -> list[Holding]:
-    """Return what `rank` holds, summed up. A tensor of which it holds no element is still named.
-    Asks no other rank.
+    """Return the sums of what `rank` holds. A tensor of which it holds no element is still named.
+    Not collective.
 
-    `ranks`: all ranks that take part, if they are known. What another of them will overwrite is omitted.
+    `ranks`: all ranks that take part, if known. What another of them will overwrite is omitted.
 
-    Raises:
-        LayoutError: a tensor whose layout is not given, or whose local shape is not what the layout
-            says.
+    Raises LayoutError for a tensor whose layout is not given, or whose local shape differs from the
+    layout's.
     """
     leaves = expanded(flatten(state_dict, is_leaf=lambda v: is_tensor(v) or isinstance(v, LazyTensor)).leaves)
     lazy = {key_of(path): value for path, value in leaves.items() if isinstance(value, LazyTensor)}
@@ -236,7 +235,8 @@ def _pick(layouts: Mapping[str, TensorLayout], tensors: Mapping[str, Any]) -> St
 
 
 def _matched(fqn: str, local: Sequence[Any], parts: Sequence[Part]) -> list[tuple[Any, Part]]:
-    """Return each part with the local tensor that it places: one tensor each, or one flat tensor for all of them."""
+    """Return each part with the local tensor that it places: a separate tensor for each, or one
+    flat tensor for all."""
     if len(local) == 1 and parts and all(part.flat_start is not None for part in parts):
         return [(local[0], part) for part in parts]
     if not parts and all(not tensor.numel() for tensor in local):
@@ -247,7 +247,7 @@ def _matched(fqn: str, local: Sequence[Any], parts: Sequence[Part]) -> list[tupl
 
 
 def _holders(layout: TensorLayout, rank: int, world_size: int) -> int:
-    """Return how many ranks hold what this rank holds; 0 if others may, which this layout does not say."""
+    """Return how many ranks hold what this rank holds; 0 if this layout does not say whether others do."""
     form = layout.form
     if not isinstance(form, ProductForm) or form.mesh.size != world_size or rank not in form.mesh:
         return 0
@@ -256,14 +256,14 @@ def _holders(layout: TensorLayout, rank: int, world_size: int) -> int:
 
 
 def _place(part: Part) -> bytes:
-    """A digest of which elements these are; their local order does not matter."""
+    """Return a digest of the set of elements. Their local order does not matter."""
     if not part.numel:
         return b""
     return hashlib.blake2b(repr([sorted(dim) for dim in part.dims]).encode(), digest_size=8).digest()
 
 
 def join(payloads: Sequence[bytes], *, ranks: Sequence[int] | None = None, key: Key = PUBLIC) -> dict[str, str]:
-    """The fingerprints that the holdings of all ranks (packed, in rank order) make up: see `conclude`."""
+    """Return the fingerprints from the holdings of all ranks (packed, in rank order): see `conclude`."""
     told = [
         sum_up(msgspec.msgpack.decode(payload, type=list[Holding]), rank)
         for payload, rank in zip(payloads, range(len(payloads)) if ranks is None else ranks)

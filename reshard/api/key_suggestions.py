@@ -1,4 +1,5 @@
-"""How errors list many keys: those that differ only by a prefix, and many of them by pattern."""
+"""How errors list many keys: by their common prefix if they differ only by a prefix, and by pattern
+if there are too many."""
 
 from __future__ import annotations
 
@@ -19,11 +20,12 @@ from reshard.state import NUMBERED
 _MOST_LINES = 20
 """Maximum number of lines of one section. If there are more keys, they are listed by pattern."""
 _MOST_OF_A_FRONT = 5
-"""Most keys that are listed if the other side lacks their first segment. More take one line."""
+"""Most keys that are listed if the other side lacks their first segment. If there are more, they
+take one line."""
 _MOST_GUESSES, _MOST_GLOBS, _MOST_RULES, _MOST_SIMILAR = 20, 3, 4, 8
 _MOST_KNOWN = 5000
 OR_MAPPING = ", or rename keys with mapping="
-"""The end of some fixes, for calls that have this argument."""
+"""The end of some fixes, for calls with this argument."""
 
 
 class PrefixDifference(NamedTuple):
@@ -56,7 +58,7 @@ def shifted(missing: Iterable[str], known: Iterable[str], nests: Collection[str]
 
 
 def _level_at(keys: list[str], names: Collection[str], key: str, at: int) -> PrefixDifference | None:
-    """A level more or less at one place of a key, and of all keys that begin as it does."""
+    """Return the change of a level at one place of a key, and of all keys that begin as it does."""
     front, rest = key[:at], key[at:]
     more = {name[at : -len(rest)] for name in names if name.startswith(front) and name.endswith(f".{rest}")}
     numbers = {level for level in more if level[:-1].isdigit()}
@@ -77,7 +79,7 @@ def _level_at(keys: list[str], names: Collection[str], key: str, at: int) -> Pre
 
 
 def _other_front(keys: list[str], names: Collection[str]) -> PrefixDifference | None:
-    """Another top-level key, such as "optimizer" for "optim", if there is only one choice."""
+    """Return another top-level key, such as "optimizer" for "optim", if there is only one choice."""
     front = keys[0].partition(".")[0]
     there = set(names)
     for name in names:  # a level may be missing as one key, such as param_groups
@@ -98,7 +100,7 @@ def _other_front(keys: list[str], names: Collection[str]) -> PrefixDifference | 
 
 
 def _wrapped(keys: list[str], names: Collection[str]) -> PrefixDifference | None:
-    """Names that are equal without the segments of wrappers, wherever these are."""
+    """Return names that are equal without the segments of wrappers, wherever these are."""
     plain = {_unwrapped(name): name for name in sorted(names)}
     # a key that exists under its own name is missing as a tensor, or as a value:
     # another error says so
@@ -121,10 +123,11 @@ def _are_most(found: Mapping[str, str], keys: list[str]) -> bool:
 def allowing(
     keys: Sequence[str], unexpected: Sequence[str], names: Iterable[str], root: Any, options: LoadOptions
 ) -> list[str]:
-    """The advice where keys are missing, with a glob for those of each top-level key unless there
+    """Return the advice for missing keys, with a glob for those of each top-level key unless there
     are too many.
 
-    `names`: all that the checkpoint has. An optimizer in `root` lacks the state of the same parameters.
+    `names`: all names of the checkpoint. An optimizer in `root` lacks the state of the same
+    parameters.
     """
     states = root.of_optimizers(keys, known=True) if isinstance(root, CheckedState) else []
     tops = grouped((key.partition(".")[0], key.split(".")) for key in (*keys, *states))
@@ -145,8 +148,8 @@ def allowing(
 
 
 def _renaming(missing: Iterable[str], unexpected: Sequence[str], names: Iterable[str]) -> str:
-    """Say which mapping finds all missing keys, if the checkpoint has other names for a few levels,
-    such as "layers" for "blocks", and no other name of it begins so; else nothing."""
+    """Return the mapping that finds all missing keys, if the checkpoint has other names for a few
+    levels, such as "layers" for "blocks", and none of its other names begins so. Otherwise, ""."""
     there: dict[tuple[str, str], list[str]] = {}
     for name in without_optimizers(unexpected):
         for front, level, rest in _levels(name):
@@ -184,7 +187,7 @@ def _counterpart(level: str, others: list[str]) -> list[str]:
 
 
 def _levels(key: str) -> Iterator[tuple[str, str, str]]:
-    """Yield what is before a level that is no number, the level, and what is below it."""
+    """Yield what is before a level that is not a number, the level, and what is below it."""
     parts = key.split(".")
     for at, level in enumerate(parts[:-1]):
         if not level.isdigit():
@@ -195,7 +198,7 @@ _CANONICAL = "save and load reshard.get_model_state_dict(model)"
 
 
 def _told(found: Mapping[str, str], front: str, level: str, who: str, call: str) -> tuple[str, str]:
-    """Return what differs, and the fix. `call`: where the level is at the front."""
+    """Return what differs, and the fix. `call`: the fix if the level is at the front."""
     if front:
         what = f"{_differing(found)} only by {level!r} after {front!r}, which {who} has: {_first(found)}"
         return what, f"nest the state in the same way{OR_MAPPING}"
@@ -218,21 +221,21 @@ _BY_NAME = re.compile(r"(?:^|.*\.)state\.(?!\d+\.[^.]+$).+\.[^.]+")
 
 
 OF_NUMBERED = re.compile(r"(?:.*\.)?(?:state|param_groups)\.\d+\..*")
-"""Keys of an optimizer's state dict that has its state by number."""
+"""Keys of an optimizer's state dict whose state is by number."""
 
 
 def by_number(missing: Iterable[str], known: Iterable[str]) -> str:
-    """The first state that is wanted by a number, if such are saved under names."""
+    """Return the first state that is wanted by number, if the saved ones are under names."""
     return next(filter(NUMBERED.fullmatch, missing), "") if any(map(_BY_NAME.fullmatch, known)) else ""
 
 
 def without_optimizers(keys: Iterable[str]) -> list[str]:
-    """The keys of all else."""
+    """Return all other keys."""
     return [key for key in keys if not _is_state(key) and "param_groups" not in key.split(".")]
 
 
 def _nested(front: str) -> str:
-    """The call that puts the state where the checkpoint has it."""
+    """Return the call that puts the state where the checkpoint has it."""
     state = "state"
     for segment in reversed(front.strip(".").split(".")):
         state = f"{{{segment!r}: {state}}}"
@@ -256,12 +259,12 @@ _LISTED_GROUPS = re.compile(r"\bparam_groups(\.\d+\.params(\.\d+)?)?$")
 
 
 def named_from_numbers(path: str) -> str:
-    """The call that opens a checkpoint whose optimizer state has numbers of parameters, under their names."""
+    """Return the call that opens a checkpoint under parameter names if its optimizer state is by number."""
     return f"reshard.open({path}).canonical(hints={{'param_names': list(dict(model.named_parameters()))}})"
 
 
 def load_by_name(path: str, others: Iterable[str]) -> str:
-    """The calls that load such a checkpoint. `others`: what it has besides model and optimizer."""
+    """Return the calls that load such a checkpoint. `others`: what it has besides model and optimizer."""
     rest = ", ".join(f"{name!r}: ..." for name in islice(others, 3))
     calls = (
         "give the names, in the order in which the optimizer got its parameters. canonical() has model and optimizer "
@@ -290,11 +293,11 @@ def section(
     mapped: Mapping[str, str] | None = None,
     listed_by: str = "load(..., dry_run=True)",
 ) -> list[str]:
-    """Lines about keys, each with its note, and the name out of `others` that may be meant.
+    """Return lines about keys, each with its note, and the name in `others` that may be meant.
 
     Args:
         there: all names of the other side. Keys whose first segment none of them has take one line.
-        listed_by: the call that reports each key, for more than are listed here.
+        listed_by: the call that reports each key, if there are more than are listed here.
     """
     if not keys:
         return []
@@ -315,7 +318,7 @@ def section(
 
 
 def _by_front(keys: Mapping[str, str], there: Collection[str]) -> tuple[list[str], Mapping[str, str]]:
-    """A line for all keys below a segment that the other side does not have, and the other keys."""
+    """Return a line for all keys below a segment that the other side does not have, and the other keys."""
     fronts: dict[tuple[str, str], list[str]] = {}
     for key, where in keys.items():
         front, dot, _ = key.partition(".")
@@ -328,8 +331,8 @@ def _by_front(keys: Mapping[str, str], there: Collection[str]) -> tuple[list[str
 
 
 def _by_pattern(keys: Mapping[str, str]) -> list[str]:
-    """Keys that differ only in numbers, with the same text after a colon, as one line; if there are
-    too many patterns, by their common beginnings."""
+    """Join keys that differ only in numbers, and have the same text after a colon, into one line.
+    If there are too many patterns, join them by their common beginnings."""
     plain = re.compile(r"(?<![A-Za-z])\d+(?![A-Za-z])")
     split = ((key, key.partition(": "), where) for key, where in keys.items())
     patterns = grouped(((plain.sub("*", name), colon + text + where), key) for key, (name, colon, text), where in split)
@@ -353,7 +356,8 @@ def _by_pattern(keys: Mapping[str, str]) -> list[str]:
 
 
 def prefix_hint(left: tuple[str, Collection[str]], right: tuple[str, Collection[str]]) -> str:
-    """Say that the names of two sides, each with its label, differ only by a prefix such as `model.`, if so."""
+    """Return a note if the names of two sides, each with its label, differ only by a prefix such as
+    `model.`."""
     (label, names), (other_label, others) = left, right
     if not set(names).isdisjoint(others):
         return ""
@@ -374,7 +378,8 @@ def prefix_hint(left: tuple[str, Collection[str]], right: tuple[str, Collection[
 def _parts_of_more(
     left: tuple[str, Collection[str]], right: tuple[str, Collection[str]]
 ) -> Iterator[tuple[Collection[str], Collection[str], str]]:
-    """The names below each top-level key of one side, all names of the other side, and where both are, in words."""
+    """Yield the names below each top-level key of one side, all names of the other side, and their
+    places, in words."""
     for (label, names), (whole_label, whole) in ((left, right), (right, left)):
         for key, below in grouped((name.partition(".")[0], name) for name in names).items():
             if len(below) == len(whole):

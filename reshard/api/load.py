@@ -122,12 +122,12 @@ def load_with(
     options: LoadOptions,
     prefetch: Callable[[ReadPlan], None] | None = None,
 ) -> LoadReport:
-    """`load` among the ranks of `group`, within a phase of theirs, which is recorded as that of the
+    """Load among the ranks of `group`, within one of its phases, which is recorded as that of the
     caller.
 
     Args:
-        prefetch: collective; called when all is planned and proved, to bring what will be read to
-            where it is read.
+        prefetch: collective; called when everything is planned and proved, to fetch what will be
+        read.
     """
     if check_arguments("load", state_dict, path, Checkpoint):
         from reshard.api.stateful_objects import LiveObjects
@@ -176,7 +176,7 @@ def load_with(
 
 
 def set_objects(live: LiveObjects, report: LoadReport) -> LoadReport:
-    """Set models, optimizers, and other objects to what was loaded. Return the report with what they found."""
+    """Set models, optimizers, and other objects to what was loaded. Return the report with their findings."""
     live.put_back(report.aliases)
     missing, unexpected = report.missing + live.missing, report.unexpected + live.unexpected
     if live.uninitialized:
@@ -193,7 +193,7 @@ def _mapped(checkpoint: Checkpoint, mapping: StateMapping) -> Checkpoint:
 
 
 def saved_in(checkpoint: Checkpoint) -> Iterator[Saved]:
-    """Return what a checkpoint has: tensors, further names of tensors, and objects."""
+    """Yield what a checkpoint has: tensors, other names of tensors, and objects."""
     path_of = checkpoint.contents.path_of
     tensors = {key: checkpoint[key] for key in dict.fromkeys((*checkpoint, *checkpoint.aliases))}
     stored = {key: tensor.stored for key, tensor in tensors.items()}
@@ -216,7 +216,7 @@ def _is_replicated(stored: StoredTensor) -> bool:
 
 @dataclass(frozen=True)
 class _Load:
-    """A load whose keys are matched. It plans, proves, and then reads."""
+    """A load whose keys are matched: plans, proves, and then reads."""
 
     group: Group
     options: LoadOptions
@@ -287,7 +287,7 @@ class _Load:
         )
 
     def _share(self) -> SharedReading:
-        """Collective: ranks that want the same elements agree on who reads them."""
+        """Collective: agree on who reads elements that several ranks want."""
         targets = self.match.targets
         if set(targets.replaced) - set(targets.resized):
             raise OptionError("read_once does not support dtype_policy='saved': use 'cast', or read_once='rank'")
@@ -297,7 +297,7 @@ class _Load:
         return SharedReading.agree(tensors, self.group)
 
     def _read(self, fetch: Fetch, plan: ReadPlan) -> dict[str, Any]:
-        """Check, and only then write into targets. Returns each rank's own values."""
+        """Check, and only then write into targets. Return this rank's own values."""
         group, match = self.group, self.match
         bar = Progress(show=group.rank == 0, bars=self.options.progress, check=group.check)
         if not self.options.dry_run:
@@ -333,11 +333,11 @@ class ReadPlan:
     casts: Mapping[str, list[int]] = field(default_factory=dict)
     """Key -> what `overflowing` counts in each piece that is cast."""
     computed: Iterable[tuple[str, Source]] = ()
-    """Keys and what they are read from, if mappings may cast there. Earlier reads count in `casts`, below 0."""
+    """Keys and their sources, if mappings may cast there. Earlier reads count in `casts`, below 0."""
 
     def overflowed(self, group: Any) -> dict[str, int]:
-        """Return how many elements casts put out of range, by key. With a `Group`, whose ranks sent
-        each other what one had cast, collective, and of all its ranks."""
+        """Return how many elements casts put out of range, by key. With a `Group`, whose ranks
+        exchanged cast elements, this is collective, and covers all its ranks."""
         lost = Counter({key: sum(counts) for key, counts in self.casts.items()})
         for key, source in self.computed:
             lost[key] += source.overflowed
@@ -350,16 +350,16 @@ def _added(parts: list[dict[str, int]]) -> dict[str, int]:
 
 
 def plan_rank(match: KeyMatch, rank: int, *, dry_run: bool, uploads: Uploads, shared: SharedReading | None) -> ReadPlan:
-    """Plan this rank's reads of the tensors that match, prove the plan, and find the bytes of every
+    """Plan this rank's reads of the matching tensors, prove the plan, and find the bytes of every
     item.
 
     Args:
-        uploads: the way to devices.
-        shared: who reads what, where ranks read for one another.
+        uploads: copies to devices.
+        shared: which rank reads what, if ranks read for one another.
 
-    Raises CorruptCheckpointError if the checkpoint does not hold every element that is wanted
-    exactly once, or not all of its bytes; FormatError, LayoutError or KeyMismatchError for targets
-    that cannot be filled where they are.
+    Raises CorruptCheckpointError if the checkpoint does not hold every wanted element exactly once,
+    or lacks some of its bytes; FormatError, LayoutError, or KeyMismatchError for targets that
+    cannot be filled.
     """
     targets, checkpoint = match.targets, match.checkpoint
     targets.check_places([*match.objects, *match.per_rank])
@@ -414,7 +414,7 @@ def _landings(
     uploads: Uploads,
     casts: Mapping[str, list[int]],
 ) -> dict[str, list[Array | Staged]]:
-    """Return where the parts of each target go: into its own memory if that can be written directly."""
+    """Return where the parts of each target go: into its own memory if it can be written directly."""
     # tensors of which this rank holds no element may need a new dtype or memory, too
     changed = {key: None for key in wanted if targets.tensors[key].is_meta or key in targets.replaced}
     found: dict[str, list[Array | Staged]] = {}
@@ -441,7 +441,7 @@ def own_values(
     has those in the checkpoint.
 
     Raises KeyMismatchError if a different number of ranks saved, and the target has no rule for
-    that, or where the value is of a class that the target has none of.
+    that, or if the target has no value of the saved class.
     """
     saved = checkpoint.contents.per_rank
     job_size = world_size()

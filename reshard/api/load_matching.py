@@ -1,4 +1,5 @@
-"""Which keys of a target and of a checkpoint belong together, and what becomes of all others, on all ranks."""
+"""Matches the keys of a target and of a checkpoint, on all ranks, and decides about those that do
+not match."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ class KeyMatch:
     ) -> None:
         self.targets, self.checkpoint, self.dtype_policy = targets, checkpoint, dtype_policy
         self.mapping, self.allowed = mapping, allowed
-        """Key of the target -> name under which it is looked for, where a mapping says so."""
+        """Key of the target -> name in the checkpoint, if a mapping gives one."""
         self.tensors: dict[str, str] = {}
         """Key of the target -> name in the checkpoint."""
         self.stored: dict[str, StoredTensor] = {}
@@ -88,21 +89,21 @@ class KeyMatch:
         self.missing: list[str] = []
         self.mismatched: list[str] = []
         self.dropped: list[str] = []
-        """Values of the target for which nothing was saved, though something was saved around them."""
+        """Values of the target for which nothing was saved, although something was saved around them."""
         self.cast: dict[str, tuple[str, str]] = {}
         self.replaced: dict[str, tuple[str, str]] = {}
-        """Key of the target -> dtypes of the checkpoint and of the target, which takes the former."""
+        """Key of the target -> dtypes of the checkpoint and of the target, which gets the first one."""
         self.changed_classes: dict[str, tuple[str, str]] = {}
-        """Key of a tensor or plain value -> the class that was saved there, and that of what is or
-        will be in its place."""
+        """Key of a tensor or plain value -> its saved class, and the class of what is or will be in
+        its place."""
         contents = checkpoint.contents
         self.names = [*contents.tensors, *contents.objects, *contents.per_rank]
         """Everything that the checkpoint has."""
         self.used: set[str] = set()
-        """Of these, what this rank's target has, under whatever name."""
+        """The names that this rank's target has, under any key."""
         kinds = contents.containers
         self.classes = {path: kind for path, kind in kinds.items() if kind.startswith("dict:")}
-        """Mappings that were no plain dicts."""
+        """Mappings that were not plain dicts."""
         self.tensor_classes = {path: kind for path, kind in kinds.items() if kind.startswith("tensor:")}
         self.advice: list[str] = []
         """What to do about objects that cannot take what was saved."""
@@ -148,9 +149,9 @@ class KeyMatch:
                     self.changed_classes[key_of(own[: len(own) - levels])] = saved, found
 
     def _name_of(self, key: str) -> str:
-        """Return the name of the place that a key of the target refers to. In a dict with 1 and "1" the
-        number has a name of its own; a dict with only one of them may have been saved, or be the
-        target."""
+        """Return the name of the place that a key of the target refers to. In a dict with 1 and
+        "1", the number has a separate name. A dict with only one of them may be the saved one, or
+        the target."""
         if key in self.mapping:
             return self.mapping[key]
         path, places = self.targets.paths[key], self.checkpoint.contents.paths
@@ -164,7 +165,7 @@ class KeyMatch:
         return key if saved is None or other_key_of(saved) not in self.targets.paths else other_key_of(saved)
 
     def name_in_checkpoint(self, key: str) -> str:
-        """The name that a key of the target was given by the mapping, or its own."""
+        """Return the name that the mapping gives a key of the target, or the key itself."""
         return self.mapping.get(key, key)
 
     def _use(self, name: str) -> None:
@@ -196,7 +197,7 @@ class KeyMatch:
         return True
 
     def _number_into_tensor(self, key: str, value: Any, tensor: LiveTensor) -> None:
-        """A number that was saved as such, for a 0-d tensor; only where the dtype can hold it exactly."""
+        """Put a saved number into a 0-d tensor, if the dtype can hold it exactly."""
         try:
             made = torch.full((), value, dtype=tensor.dtype, device="cpu")
             is_exact = made.item() == value or value != value
@@ -212,7 +213,7 @@ class KeyMatch:
             self.cast[key] = class_name(value), tensor.spec.dtype
 
     def _tensor_into_number(self, key: str, tensor: LazyTensor, live: Any) -> None:
-        """A 0-d tensor, for a number. Only dtype_policy "saved" puts a fraction where an integer is."""
+        """Put a 0-d tensor into a number. Only dtype_policy "saved" puts a fraction where an integer is."""
         made, dtype, kind = tensor[...].item(), tensor.stored.spec.dtype, class_name(live)
         if self.dtype_policy != "saved" and refused_cast(dtype, kind):
             drops = "" if isinstance(made, float) and made.is_integer() else f" ({DROPS})"
@@ -224,7 +225,7 @@ class KeyMatch:
         self.cast[key] = dtype, class_name(made)
 
     def match_others(self) -> None:
-        """Plain values, containers of these, which are replaced whole, and each rank's own values."""
+        """Match plain values, containers of these, which are replaced as one value, and per-rank values."""
         checkpoint, targets = self.checkpoint, self.targets
         for key, live in targets.objects.items():
             name = self._name_of(key)
@@ -278,7 +279,8 @@ class KeyMatch:
         return path if self.below.has(path) and key not in self.mapping else self.below.places.get(name, (name,))
 
     def _give(self, key: str, value: Any, place: KeyPath) -> None:
-        """An object that was saved at `place`; but no record of one of an unknown class, in place of a live one."""
+        """Set an object that was saved at `place`, but not a record of an unknown class in place of
+        a live one."""
         kind = unknown_class(value)
         if kind is not None:
             self.mismatched.append(f"{key}: {needs_code(kind)}")
@@ -302,8 +304,8 @@ class KeyMatch:
                     self.changed_classes[key_of((key, *rest))] = names
 
     def _note(self, key: str, live: Any, value: Any) -> None:
-        """Note what is lost, or has another class, at and below `key` when `value` replaces `live`.
-        Numbers count as one class, but not bools, and None stands for any value."""
+        """Note what is lost, or has another class, at and below `key` if `value` replaces `live`.
+        Numbers other than bools count as one class, and None matches any value."""
         if isinstance(live, Mapping):
             if {saved := form_of(value), own := form_of(live)} == {"nested", "flattened"}:
                 self.mismatched.append(f"{key}: saved {saved}, but the target is {own}")
@@ -340,8 +342,8 @@ class KeyMatch:
 
     @cached_property
     def below(self) -> _Below:
-        """What the checkpoint has at and below each place. Without a mapping, this omits tensors that
-        the target has at the same place: no unit is around those."""
+        """What the checkpoint has at and below each place. Without a mapping, this omits tensors
+        that the target has at the same place, because no unit contains them."""
         own = {} if self.mapping else self.targets.tensors
         paths, path_of = self.targets.paths, self.checkpoint.contents.path_of
         every = (*self.names, *self.checkpoint.aliases)
@@ -357,9 +359,9 @@ def match_keys(
     mapping: Mapping[str, str],
     allowed: str = "",
 ) -> KeyMatch:
-    """Match keys; under dtype_policy "saved", mark in `targets` what is to be replaced.
+    """Match keys. With dtype_policy "saved", mark in `targets` what will be replaced.
 
-    `allowed`: what `refused_cast` says of casts that are not refused here.
+    `allowed`: results of `refused_cast` for casts that are not refused here.
 
     Raises KeyMismatchError for a mapping of keys that the target does not have.
     """
@@ -381,7 +383,7 @@ def match_keys(
 
 
 def needs_code(kind: str) -> str:
-    """Return what to say of an object whose class is not known here."""
+    """Return the note about an object whose class is not known here."""
     if kind in UNSUPPORTED_TENSORS:
         return f"saved as {UNSUPPORTED_TENSORS[kind]}"
     return (
@@ -391,7 +393,8 @@ def needs_code(kind: str) -> str:
 
 
 class _Below(NamedTuple):
-    """The leaves and containers at or below each path. A path is no dotted key: "a.b" beside "a" is not below it."""
+    """The leaves and containers at or below each path. A path is not a dotted key: "a.b" beside "a"
+    is not below it."""
 
     names: dict[KeyPath, list[str]]
     """The names at or below it."""
@@ -426,8 +429,8 @@ def _is_empty(nest: Any) -> bool:
 
 
 def _as_nested(value: Any, live: Any, keys_are_text: bool) -> Any:
-    """The saved value with what its format does not record, as it is in the live one: dicts that
-    are empty, and, if all keys are recorded as text, which keys are ints."""
+    """Return the saved value with what its format does not record, as the live one has it: empty
+    dicts and, if all keys are recorded as text, which keys are ints."""
     if type(value) is list and isinstance(live, list):
         if keys_are_text and _is_empty(live[len(value) :]):
             value = [*value, *copy_containers(live[len(value) :])]
@@ -444,19 +447,19 @@ def _as_nested(value: Any, live: Any, keys_are_text: bool) -> Any:
 
 
 def _kind_at(value: Any, path: KeyPath) -> str:
-    """See `mapping_kind`, of what is at a path of a nest; the class of what is no mapping."""
+    """Return the `mapping_kind` at a path of a nest, or the class of a value that is not a mapping."""
     for part in path:
         value = value[plain_key(part)]
     return mapping_kind(value) if isinstance(value, Mapping) else class_name(value)
 
 
 def _prefixes(path: KeyPath) -> Iterator[KeyPath]:
-    """The paths of the containers around a leaf, and its own."""
+    """Return the paths of the containers around a leaf, and its own."""
     return (path[:i] for i in range(1, len(path) + 1))
 
 
 def _shown(number: complex) -> str:
-    """A number as text; of an int of thousands of digits, its beginning in hex."""
+    """Return a number as text. For an int of thousands of digits, its beginning in hexadecimal."""
     is_long = isinstance(number, int) and number.bit_length() > 4096
     return f"{hex(number)[:40]}..." if is_long else str(number)  # type: ignore[arg-type]  # it is an int
 
@@ -469,7 +472,7 @@ def _is_number(value: Any) -> bool:
 
 
 _MOST_LEFT_OUT = 6
-"""Names of tensors that the advice leaves out."""
+"""The most names of tensors that the advice omits by globs."""
 _ITS_KIND = (
     "pass what was saved: a reshard.PerRank(value), a plain value, or a torch.Tensor (torch.from_numpy shares an "
     "array's memory)"
@@ -488,12 +491,12 @@ _BY_NAME = (
 
 
 class KeyNotes(NamedTuple):
-    """Notes about keys that do not match but are no error."""
+    """Notes about keys that do not match but are not an error."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     excluded: tuple[str, ...]
-    """Missing, but outside of what a checkpoint that is declared a subset claims to have."""
+    """Missing keys outside of what a checkpoint that is declared a subset claims to have."""
 
 
 class _MismatchVote(msgspec.Struct, frozen=True, array_like=True):
@@ -505,7 +508,7 @@ class _MismatchVote(msgspec.Struct, frozen=True, array_like=True):
     saves: list[tuple[str, str]]
     """A path, or ranks that share tensors, and the save that was opened."""
     fits: bool
-    """Whether no rank misses anything, or has anything that is mismatched."""
+    """Whether no rank has missing or mismatched keys."""
     ambiguous: bool
     """Whether the placements of some tensor allow several layouts."""
 
@@ -527,21 +530,22 @@ class Mismatches:
     used: frozenset[str]
     """The names that the target of any rank has."""
     sharers: int
-    """How many ranks are on this rank's machine."""
+    """Number of ranks on this rank's machine."""
     missing: Mapping[str, list[int]]
-    """Key -> the ranks that miss it."""
+    """Key -> the ranks on which it is missing."""
     mismatched: Mapping[str, list[int]]
     kinds: Mapping[str, str]
-    """Missing keys that the checkpoint has for a value of another kind, with both kinds in words."""
+    """Missing keys for which the checkpoint has a value of another kind, with both kinds in words."""
     alike: bool
     """Whether all ranks load from the same."""
 
     def raise_on_mismatch(self, match: KeyMatch, options: LoadOptions, group: Group) -> KeyNotes:
-        """The keys that do not belong together, if strictness allows them all; a dry run only reports.
+        """Return notes about the keys that do not match, if strictness allows them all. A dry run
+        only reports.
 
-        Raises KeyMismatchError, on every rank where all load from the same, with every key of any
-        rank that strictness does not allow to be missing, unexpected or mismatched. Then also what
-        the checks of objects raise.
+        Raises KeyMismatchError, on every rank if all load from the same, with every key of any rank
+        that strictness does not allow to be missing, unexpected, or mismatched. The error then also
+        has the errors of objects' checks.
         """
         globs = match.checkpoint.contents.subset  # it ought to have all keys, unless it was declared a subset
         excluded = set()
@@ -658,7 +662,7 @@ class Mismatches:
 
 
 def _leaving_out(match: KeyMatch, keys: Iterable[str]) -> str:
-    """Globs without these keys and what an optimizer has of these parameters, as arguments."""
+    """Return globs that exclude these keys, and an optimizer's state of these parameters, as arguments."""
     out = {}
     for name in map(match.name_in_checkpoint, keys):
         state = f".state.{name.partition('.')[2]}."
@@ -668,7 +672,8 @@ def _leaving_out(match: KeyMatch, keys: Iterable[str]) -> str:
 
 
 def _as_call(fix: str, root: Any, *, is_subset: bool) -> str:
-    """The fix with the option that it needs, and with the state dict of a model instead of the model itself."""
+    """Return the fix with the option that it needs, and with the state dict of a model instead of
+    the model itself."""
     for path in root.models if isinstance(root, CheckedState) else ():
         inner = "".join(f"[{part!r}]" for part in path)
         fix = fix.replace(f"load(state{inner},", "load(reshard.get_model_state_dict(model),")
@@ -748,11 +753,11 @@ def gather_mismatches(match: KeyMatch, group: Group) -> Mismatches:
 
 
 def _saves_of(checkpoint: Checkpoint, forms: Iterable[Form]) -> list[tuple[str, str]]:
-    """The path, and which save was found there. Of a run, too: a newer step may have been
+    """Return the path, and which save was found there. For a run, too: a newer step may have been
     completed meanwhile.
 
-    And the ranks that share tensors, and which save they load:
-    a copy for each machine will do, but no other save.
+    Also return the ranks that share tensors, and the save that they load: each machine may have a
+    copy, but of the same save.
     """
     native = checkpoint.contents.details(NativeFacts)
     if checkpoint.url.startswith("memory:"):  # each process has memory of its own
@@ -774,7 +779,7 @@ def _on_ranks(keys: Mapping[str, list[int]], group: Group) -> dict[str, str]:
 
 def _kinds(match: KeyMatch) -> dict[str, str]:
     """Return keys that are missing although the checkpoint has something of another kind under
-    their names: what that is, and what the target has, in words."""
+    their names: its kind, and the target's, in words."""
     checkpoint, targets = match.checkpoint, match.targets
     contents, out = checkpoint.contents, {}
     for key in match.missing:

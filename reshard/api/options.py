@@ -26,7 +26,7 @@ Mode = Literal["strict", "subset", "partial"]
 """Which keys may be on one side only: none, those of the checkpoint, or those of either side."""
 DtypePolicy = Literal["error", "cast", "saved"]
 ReadOnce = Literal["job", "host", "rank"]
-"""Among whom no byte is read twice."""
+"""Which ranks share reads, so that no byte is read twice."""
 _OWN = frozenset({"mapping", "check", "threads", "memory_budget_bytes", "progress", "wording"})
 """The options that each rank may choose for itself."""
 
@@ -36,7 +36,7 @@ RENAMES = "mapping= renames keys"
 
 @dataclass(frozen=True)
 class Wording:
-    """The words and fixes of errors about mismatches, which depend on the API that was called."""
+    """The wording and fixes of errors about mismatches, which depend on the API that was called."""
 
     missing: str = "missing from the checkpoint"
     mismatched: str = "mismatched"
@@ -45,15 +45,15 @@ class Wording:
         "strict={'some.*': 'partial'} allows these keys to be missing or unexpected; missing ones keep their values\n"
         "strict=False allows this for all keys"
     )
-    """Advice where keys are missing, one on each line, with `'some.*'` for these."""
+    """Advice for missing keys, one piece on each line, with `'some.*'` as placeholder."""
     mismatch_error: type[KeyMismatchError] = KeyMismatchError
-    """Raised where something is mismatched."""
+    """The error class for mismatches."""
     ignore: str = f'strict="subset" ignores what only the checkpoint has; {RENAMES}'
-    """Advice where no key is missing."""
+    """Advice if no key is missing."""
 
 
 class _SharedOptions:
-    """Options of a call of many ranks."""
+    """Options of a collective call."""
 
     def shared(self) -> dict[str, object]:
         """The options that must be equal on all ranks."""
@@ -100,7 +100,7 @@ class LoadOptions(_SharedOptions):
             )
 
     def mode_of(self, key: str) -> Mode:
-        """Return how strict the load is about a key: by the first glob that fits it."""
+        """Return how strict the load is about a key: by the first glob that matches it."""
         if isinstance(self.strict, bool):
             return "strict" if self.strict else "partial"
         if isinstance(self.strict, str):
@@ -108,7 +108,7 @@ class LoadOptions(_SharedOptions):
         return next((mode for glob, mode in self.strict.items() if fnmatch.fnmatchcase(key, glob)), "strict")
 
     def strict_also(self, modes: dict[str, Mode], unexpected: Collection[str]) -> dict[str, Mode]:
-        """Return a `strict` with these modes first, that also allows these unexpected keys."""
+        """Return a `strict` that begins with these modes and also allows these unexpected keys."""
         given = self.strict if isinstance(self.strict, Mapping) else {"*": self.mode_of("*")}
         kept = dict[str, Mode]()
         for glob, mode in given.items():
@@ -118,12 +118,12 @@ class LoadOptions(_SharedOptions):
         return {**modes, **kept, **({"*": "subset"} if unexpected and "*" not in kept else {})}
 
     def ignoring(self, unexpected: Collection[str]) -> str:
-        """The advice where no key is missing."""
+        """Return the advice if no key is missing."""
         strict = self.strict_also({}, unexpected)
         return self.wording.ignore.replace('"subset"', repr(strict) if len(strict) > 1 else '"subset"')
 
     def idle_globs(self, keys: Collection[str]) -> list[str]:
-        """Return the globs of `strict` that fit none of the keys."""
+        """Return the globs of `strict` that match no key."""
         globs = self.strict if isinstance(self.strict, Mapping) else ()
         return [glob for glob in globs if not any(fnmatch.fnmatchcase(key, glob) for key in keys)]
 
@@ -175,7 +175,7 @@ class SaveOptions(_SharedOptions):
 
     @property
     def globs(self) -> tuple[str, ...] | None:
-        """`select`, None for everything."""
+        """Return `select`. None for everything."""
         return None if self.select is None else tuple(self.select)
 
 
@@ -246,5 +246,5 @@ def shared(options: TransferOptions) -> dict[str, object]:
 
 
 def digest_of(options: TransferOptions) -> str:
-    """Equal if all options are equal that must be equal on all ranks."""
+    """Return a digest that is equal if all options are equal that must be equal on all ranks."""
     return hashlib.sha256(repr(shared(options)).encode()).hexdigest()

@@ -21,7 +21,8 @@ from reshard.live.tensors import LiveTensor
 
 
 _WORK = 10_000
-"""Most steps of numpy to find out whether two strided arrays share an element. Usually a few are enough."""
+"""The most steps of numpy's search for an element that two strided arrays share. Usually, a few are
+enough."""
 
 
 class _MemorySpan(NamedTuple):
@@ -60,7 +61,7 @@ def refuse_overlaps(tensors: Iterable[LiveTensor]) -> None:
 
 
 def _reach(key: str, local: torch.Tensor) -> int:
-    """The range in memory from the first element to one past the last, in elements."""
+    """Return the range in memory from the first element to one past the last, in elements."""
     reach = 0  # of the elements along the dims of smaller strides
     for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
         if size > 1 and stride <= reach:
@@ -85,9 +86,10 @@ def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def filled_once(match: KeyMatch, rank: int) -> dict[str, str]:
-    """The tensors that match, without the keys whose memory another key fills already.
+    """Return the matching tensors, without the keys whose memory another key already fills.
 
-    Raises KeyMismatchError if two keys of one memory are to be filled from stored tensors that differ.
+    Raises KeyMismatchError if two keys of one memory would be filled from stored tensors that
+    differ.
     """
     names, targets, first = match.tensors, match.targets, dict[str, str]()
     tied = targets.tied_in_place
@@ -102,7 +104,7 @@ def filled_once(match: KeyMatch, rank: int) -> dict[str, str]:
 
 
 def _equal(match: KeyMatch, first: str, second: str, rank: int) -> bool:
-    """Return whether what is saved for two keys has the same values, as far as this rank wants them."""
+    """Return whether the saved values of two keys are equal, as far as this rank wants them."""
     checkpoint, target = match.checkpoint, match.targets.tensors[second]
     if second in match.objects:  # a number for a tensor
         return first in match.objects and same_value(match.objects[first], match.objects[second])

@@ -14,8 +14,8 @@ from reshard.errors import StorageError
 from reshard.ranks.timespans import Span
 
 _SKEW_NS = 50_000_000
-"""Clocks of hosts that are further apart than this are set by the moment at which the ranks met. For smaller
-differences, the clocks are as good as the meeting."""
+"""If the clocks of hosts differ by more than this, they are set by the moment at which the ranks
+met. Smaller differences cannot be corrected this way."""
 
 
 class RankPhases(msgspec.Struct):
@@ -31,7 +31,7 @@ def trace_of(phases: Mapping[int, Span], skews: Mapping[int, int]) -> dict[str, 
     """Build a trace of all ranks.
 
     Args:
-        skews: by how many ns the clock of a rank is fast.
+        skews: how many ns the clock of each rank is ahead.
     """
     start = min(span.began_ns - skews.get(rank, 0) for rank, span in phases.items())
     events: list[dict[str, Any]] = []
@@ -47,7 +47,7 @@ def trace_of(phases: Mapping[int, Span], skews: Mapping[int, int]) -> dict[str, 
 
 
 def _events(span: Span, rank: int, start_ns: int, threads: dict[str, int]) -> Iterator[dict[str, Any]]:
-    """Return the events of a span and all within it. Threads are numbered in order."""
+    """Yield the events of a span and of all spans inside it. Threads are numbered in order."""
     thread = threads.setdefault(span.thread, len(threads))
     facts: dict[str, Any] = {"bytes": span.nbytes} if span.nbytes else {}
     yield {

@@ -103,7 +103,7 @@ def _side(given: Any, rules: Mapping[str, str] | None, saved: StateLayout | None
 
 
 def names_topology(text: str) -> bool:
-    """Return True for a topology in words, and no file of that name."""
+    """Return True for a topology in words, unless there is a file with that name."""
     return looks_like_a_topology(text) and not Path(text).exists()
 
 

@@ -126,7 +126,7 @@ class Prepared:
 
     @property
     def plans(self) -> tuple[TransferPlan, ...]:
-        """Which rank sends what to which rank, for the whole job. There is a second plan if
+        """Which rank sends what to which rank, for the complete job. There is a second plan if
         receivers send parts to each other."""
         return self._steps.plans
 
@@ -195,9 +195,9 @@ class Prepared:
         tell_owners(its.value for key, its in self._target.state.tensors.items() if key in self.pairing.views)
 
     def _ask(self, group: Group, waiter: Waiter) -> None:
-        """Ask the devices for all that a run does. Between tensors, with a backend of one device
-        and without `delta`, this takes no memory, waits for nothing on the host, and is the same in
-        each run."""
+        """Submit all work of a run to the devices. Between tensors, with a backend of one device
+        and without `delta`, this allocates no memory, waits for nothing on the host, and is the
+        same in each run."""
         for exchange in self._exchanges:
             exchange.move(group, waiter)
         if self._options["delta"]:
@@ -208,7 +208,8 @@ class Prepared:
             slot.fill_(value)
 
     def _settle_differences(self, group: Group, waiter: Waiter) -> None:
-        """Collective: a rank that does not hold what its senders hold gets everything, and then must hold it."""
+        """Collective: a rank that does not have its senders' values gets everything, and must then
+        have them."""
         exchanges = [exchange for exchange in self._exchanges if isinstance(exchange, DeltaExchange)]
         for may_repeat in (True, False):
             sent = sum(exchange.sent_bytes for exchange in exchanges)
@@ -243,7 +244,8 @@ class Prepared:
         )
 
     def _bind(self) -> None:
-        """Find the memory of all transfers, and make the buffers. Raises LayoutError if it is not as was agreed."""
+        """Find the memory of all transfers, and make the buffers. Raises LayoutError if it differs
+        from what was agreed."""
         pairing, rank = self.pairing, self._rank
         self._places_checked()
         self._values.check_places(self._options["strict"])
@@ -291,7 +293,7 @@ class Prepared:
         self._others = {tensor.device for tensor in self._tensors()} - {self._device}
 
     def _ties_checked(self) -> None:
-        """Raise KeyMismatchError if this rank alone has one memory for different targets."""
+        """Raise KeyMismatchError if only this rank has the same memory for different targets."""
         pairing, its, filled = self.pairing, self._target.state, dict[str, str]()
         for key in (key for key in its.tensors if key in pairing.views):
             first = filled.setdefault(its.aliases.get(key, key), key)
@@ -307,7 +309,8 @@ class Prepared:
                 raise LayoutError(f"the source {transfer.source!r} is a meta tensor, without values: fill it first")
 
     def _places(self) -> list[tuple[Any, ...]]:
-        """Return address, dtype, and shape of all local tensors. Equal as long as no tensor got new memory."""
+        """Return address, dtype, and shape of all local tensors. They stay equal as long as no
+        tensor gets new memory."""
         return [(t.data_ptr(), t.dtype, t.shape, t.stride(), t.is_conj(), t.is_neg()) for t in self._tensors()]
 
     def _tensors(self) -> Iterator[torch.Tensor]:
@@ -480,7 +483,7 @@ def verify_live(
 
 
 def _refuse_uncounted(pairing: TensorMatches) -> None:
-    """Raise LayoutError for layouts by which a fingerprint would lack elements, or have some twice."""
+    """Raise LayoutError for layouts with which a fingerprint would lack elements, or contain some twice."""
     sources = dict.fromkeys(spec.fqn for view in pairing.views.values() for spec in view.sources)
     held = [("target", pairing.after[key]) for key in pairing.views]
     held += [("source", pairing.before[key]) for key in sources]
@@ -501,7 +504,7 @@ def _refuse_uncounted(pairing: TensorMatches) -> None:
 
 
 def _as_it_is(pairing: TensorMatches, key: str, wanted: TransferSide, rank: int) -> Iterator[Holding]:
-    """Return this rank's part of the fingerprint of a target."""
+    """Yield this rank's part of the fingerprint of a target."""
     layout, tensor = pairing.after[key], wanted.state.tensors.get(key)
     if tensor is None:
         return
@@ -514,7 +517,7 @@ def _as_it_is(pairing: TensorMatches, key: str, wanted: TransferSide, rank: int)
 
 
 def _as_target(pairing: TensorMatches, key: str, mine: TransferSide, rank: int) -> Iterator[Holding]:
-    """Return the part that this rank's sources add to the fingerprint of a target."""
+    """Yield what this rank's sources contribute to the fingerprint of a target."""
     view, spec = pairing.views[key], pairing.after[key].spec
     dtype = dtype_from_name(spec.dtype)
     yield Holding.nothing(spec)
@@ -528,7 +531,7 @@ def _as_target(pairing: TensorMatches, key: str, mine: TransferSide, rank: int) 
 
 
 def _taken(pairing: TensorMatches, key: str, mine: TransferSide, rank: int) -> Iterator[tuple[torch.Tensor, Box]]:
-    """Yield (elements, where they are in the target) of what a target takes of this rank's sources."""
+    """Yield (elements, their places in the target) of this rank's sources."""
     for number, source in enumerate(pairing.views[key].sources):
         patches = [patch for patch in pairing.views[key].patches if patch.tensor == number]
         for elements, part in held_parts(mine.state.tensors.get(source.fqn), pairing.before[source.fqn], rank):
@@ -554,7 +557,7 @@ def _one_nan(elements: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(elements: torch.Tensor, part: Part, patches: Sequence[Patch]) -> Iterator[tuple[torch.Tensor, Box]]:
-    """Yield (elements, where they are in the target) of a local tensor of a source."""
+    """Yield (elements, their places in the target) of a local tensor of a source."""
     for box, local in part.boxes():
         for patch in patches:
             common = box & patch.source

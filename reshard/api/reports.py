@@ -1,4 +1,4 @@
-"""What several reports have in common: keys, written bytes, checksums, hosts, and phases."""
+"""Common parts of reports: keys, written bytes, checksums, hosts, and phases."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TimedReport(Tabled):
         return self.phases.by_phase()
 
     def _first_of_each(self, *fields: str) -> list[str]:
-        """`"missing 5 ('a', 'b', 'c', ...)"` of each of these fields that has any."""
+        """Return `"missing 5 ('a', 'b', 'c', ...)"` for each of these fields that is not empty."""
         return [f"{name} {format_names(its)}" for name in fields if (its := getattr(self, name))]
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class TimedReport(Tabled):
 
 
 def overflows(counts: Mapping[str, int], dtypes: Mapping[str, str]) -> list[str]:
-    """`overflowed` of a report in words, if there is something to say. `dtypes`: of keys."""
+    """Describe `overflowed` of a report. Empty if nothing overflowed. `dtypes`: those of the keys."""
     clauses = []
     for dtype, its in grouped((dtypes.get(key, "a dtype of the mapping"), key) for key in counts).items():
         each = [f"{format_count(counts[key], 'element')} of {key!r}" for key in its]

@@ -254,8 +254,8 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
 
 
 def leftovers(folder: AnyPath) -> dict[str, int]:
-    """Paths directly below `folder` in which killed saves left files that `prune` would delete, and
-    the size of these files in bytes."""
+    """Return paths directly below `folder` in which killed saves left files that `prune` would
+    delete, and the size of these files in bytes."""
     found, names = {}, list[str]()
     with suppress(StorageError):  # a file, which `prune` refuses
         names = open_storage(folder).names()
@@ -269,21 +269,22 @@ def leftovers(folder: AnyPath) -> dict[str, int]:
 
 
 def _places(names: Iterable[str], has: Callable[[str], bool]) -> set[str]:
-    """The folders of a run in which files of these names are, in folders of one kind, such as saves."""
+    """Return the folders of a run that have files with these names, in inner folders of one kind,
+    such as saves."""
     parts = [name.split("/", 2) for name in names]
     return {place for place, *inner in parts if len(inner) > 1 and has(inner[0])}
 
 
 @dataclass(frozen=True)
 class RemoveWork:
-    """Removing what does not count, in a folder of the run a task."""
+    """Removes what does not count, with one folder of the run per task."""
 
     folder: str
     kept: tuple[str, ...]
-    """Files that stay, by which the folder is known to be the driver's."""
+    """Files that stay. They show that the folder is the driver's."""
 
     def begin(self) -> Callable[[str], None]:
-        """Raises StorageError if the folder is another one."""
+        """Raise StorageError if this is another folder."""
         names = open_storage(self.folder).names() if self.kept else []
         for name in self.kept:
             if name not in names:
@@ -344,11 +345,11 @@ def _unlinked(folder: AnyPath, paths: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class _Published:
-    """A checkpoint that has a manifest, and what its age is known by."""
+    """A checkpoint with a manifest, and what determines its age."""
 
     path: str
     is_below: bool
-    """False: it is the folder itself."""
+    """False if it is the folder itself."""
     step: RunStep | None
     created_unix_s: float = 0.0
     problem: str = ""
@@ -357,8 +358,8 @@ class _Published:
 
 
 def complete(folder: AnyPath) -> list[_Published]:
-    """The native steps of a run that are complete, the oldest first; or, if no name is that of a
-    step, all native checkpoints."""
+    """Return the complete native steps of a run, the oldest first. If no name is that of a step,
+    return all native checkpoints."""
     gone = {path_below(folder, name) for name in discarded_in(open_storage(folder))}
     known = [one for one in published(folder) if not one.problem and one.path not in gone]
     by_time = sorted(known, key=lambda one: (one.created_unix_s, one.path))
@@ -369,17 +370,18 @@ def complete(folder: AnyPath) -> list[_Published]:
 
 
 Seen = dict[str, tuple[object, _Published]]
-"""Complete checkpoints by path, with what `files_of` said of them."""
+"""Complete checkpoints by path, with the result of `files_of`."""
 
 
 def published(folder: AnyPath, seen: Seen | None = None, tries: int = 3) -> list[_Published]:
-    """The checkpoints at and directly below `folder` whose save has ended, also those whose
-    manifest was lost.
+    """Return the checkpoints at and directly below `folder` whose save has ended, including those
+    whose manifest was lost.
 
     Args:
-        seen: what an earlier call found, which is updated: of these, only what has changed is
-            opened again.
-        tries: how many times to list again if one was removed meanwhile, because the save that
+        seen: what an earlier call found, which is updated. Of these, only what has changed is
+        opened again.
+        tries: how many times to list again if a checkpoint was removed meanwhile, because the save
+        that
             replaced it may have been published after the listing.
     """
     if isinstance(folder, Storage):
@@ -433,7 +435,7 @@ def files_of(path: str) -> object:
 
 
 def _opened(path: str, place: str, names: Collection[str]) -> _Published | None:
-    """Open the checkpoint at `path`, which had files of these names; None if it was removed meanwhile."""
+    """Open the checkpoint at `path`, which had files with these names. None if it was removed meanwhile."""
     step = step_of(place) if place else None
     if step is not None and step.step is None:  # `last`
         step = None

@@ -254,10 +254,10 @@ _Staging = Callable[[Sequence[Entry]], ToWrite]
 def _prepare(
     state_dict: Any, path: Any, group: Group, options: SaveOptions, stage: _Staging
 ) -> tuple[save_job.SaveJob, ToWrite]:
-    """Agree on the state and on which rank writes what, and stage what this rank writes.
-    Writes nothing.
+    """Agree on the state and on which rank writes what, and stage what this rank writes. Writes
+    nothing.
 
-    The ranks meet for the last time when all have staged: what fails on one rank before, fails on all.
+    The ranks meet for the last time when all have staged. If one rank failed before, all fail.
     """
     if check_arguments("save", state_dict, path):
         from reshard.api.stateful_objects import LiveObjects
@@ -356,7 +356,7 @@ removes its own files."""
 
 
 def _remove_together(group: Group, generation: Generation) -> None:
-    """Collective: of what the save, which is published, has replaced, each rank removes its own files."""
+    """Collective: each rank removes its own files of what the published save has replaced."""
     try:
         group.barrier()  # the manifest names the files that replace it
         generation.remove_replaced(group.job_rank)
@@ -396,15 +396,15 @@ def _clear(job: save_job.SaveJob, cause: BaseException) -> None:
 
 
 KEPT = 4
-"""The number of plans that a process keeps, for states that a job saves in turn."""
+"""The number of plans that a process keeps, for states that a job saves alternately."""
 _lock = threading.Lock()
 _kept: OrderedDict[bytes, CachedPlan] = OrderedDict()
-"""The latest last."""
+"""Kept plans, the latest last."""
 
 
 @dataclass(frozen=True)
 class CachedPlan:
-    """The plan that is kept of an earlier save. It contains no tensor and no value."""
+    """The plan of an earlier save. It contains no tensor and no value."""
 
     told: bytes
     """A digest of the descriptions of all ranks. If it is the same, so are all other fields."""
@@ -463,7 +463,8 @@ class _SaveVote(msgspec.Struct, frozen=True, array_like=True):
 
 
 def find_plan(key: bytes, holdings: LocalState, group: Group) -> CachedPlan | None:
-    """The plan that this rank kept for the same description. It counts only once all have met."""
+    """Return the plan that this rank kept for the same description. It counts only when all ranks
+    have met."""
     with _lock:
         found = _kept.get(key)
         if found is None:
@@ -474,8 +475,8 @@ def find_plan(key: bytes, holdings: LocalState, group: Group) -> CachedPlan | No
 
 
 def new_plan(key: bytes, holdings: LocalState, group: Group, options: SaveOptions, said: DistinctValues) -> CachedPlan:
-    """Collective: a plan of what all ranks hold, proved, which this rank keeps. Per-rank values
-    are gathered again for each save, so with any it is for this one alone.
+    """Collective: return a proved plan of what all ranks hold, which this rank keeps. With per-rank
+    values, it is used only for this save, because these are gathered for each save.
 
     Args:
         said: digests of the descriptions of all ranks.
@@ -516,14 +517,17 @@ def agreed_plan(
     stage: _Staging | None = None,
     decide: Callable[[GlobalState], SaveDecision] | None = None,
 ) -> tuple[LocalState, CachedPlan, GlobalState, SaveDecision | None, ToWrite | None]:
-    """Collective: what this rank holds, with the plan of an earlier save of the same state, or a
-    new one.
+    """Collective: return what this rank holds, with the plan of an earlier save of the same state,
+    or a new one.
 
-    Also returns what all ranks hold, with objects, and the results of `decide` and `stage`.
+    Also return what all ranks hold, with objects, and the results of `decide` and `stage`.
 
     The ranks meet for the last time when all have staged. Earlier failures of one rank are raised
-    on all. Args: stage: what this rank writes, while it is on its way to the others.
-        decide: on the first rank, what it has for all.
+    on all.
+
+    Args:
+        stage: stages what this rank writes, while messages are on their way to the others.
+        decide: decides about the save, on the first rank.
     """
     with phase("plan"):
         holdings = save_job.holdings_of(state_dict, options, group)

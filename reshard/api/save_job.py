@@ -58,13 +58,13 @@ class SaveJob:
     options: SaveOptions
     choice: Choice
     base: Base | None
-    """The checkpoint that was chosen, as far as this rank can open it."""
+    """The chosen base checkpoint, as far as this rank can open it."""
     begun_in: str = ""
-    """Where the first rank saves."""
+    """The path at which the first rank saves."""
 
 
 def holdings_of(state_dict: Any, options: SaveOptions, group: Group) -> LocalState:
-    """Return what this rank gives to be saved among `group`. Raises as `reshard.save` does."""
+    """Return what this rank contributes to a save among `group`. Raises as `reshard.save` does."""
     if not isinstance(state_dict, Mapping | list | tuple):
         raise FormatError(f"the state to save must be a dict (or a list) of values, got {type(state_dict).__name__}")
     return LocalState.of(take_apart(state_dict, whole_at=is_long, select=options.globs, ranks=group.ranks))
@@ -72,7 +72,7 @@ def holdings_of(state_dict: Any, options: SaveOptions, group: Group) -> LocalSta
 
 @gc_paused()
 def entries_of(items: WriteItems, layout: StateLayout, state: LiveState, rank: int) -> list[Entry]:
-    """The arrays that `rank`, which holds `state`, writes."""
+    """Return the arrays that `rank`, which holds `state`, writes."""
     views: dict[str, tuple[torch.Tensor, ...]] = {}
     own = {per_rank_name(key, rank): wrapper.value for key, wrapper in state.per_rank.items()}
     out = []
@@ -92,8 +92,8 @@ def entries_of(items: WriteItems, layout: StateLayout, state: LiveState, rank: i
 
 
 def _parts(tensor: LiveTensor, layout: TensorLayout, rank: int) -> tuple[torch.Tensor, ...]:
-    """The local tensors as the agreed layout counts them: those of the tensor, or one for each of
-    its boxes."""
+    """Return the local tensors as the agreed layout counts them: those of the tensor, or one for
+    each of its boxes."""
     local, fqn = tensor.local, tensor.key
     if tensor.is_meta:
         raise CheckpointError(f"tensor {fqn!r} is on the meta device and has no values to save: initialize it first")
@@ -193,20 +193,21 @@ class Choice(NamedTuple):
     folder: str = ""
     """Name of the earlier checkpoint's folder beside the new one. Empty for the one that the save replaces."""
     save_id: str | None = None
-    """None if there is none to be based on."""
+    """None if there is no base."""
     by_print: bool = False
-    """Whether there are tensors that no rank can compare by itself: see `doubtful`."""
+    """Whether there are tensors that no rank can compare alone: see `doubtful`."""
     skipped: tuple[str, ...] = ()
-    """Checkpoints that might have been taken but for what is wrong with them, and what that is."""
+    """Checkpoints that could not be the base, and why."""
 
 
 _MOST_SKIPPED = 8
-"""The number that messages list."""
+"""The number of them that messages list."""
 
 
 def choose_base(path: Any, wanted: AnyPath, layout: StateLayout, *, by_print: bool) -> Choice:
-    """The earlier checkpoint that `wanted` names or, for "auto", the newest complete one: that at
-    `path`, or one in a folder beside it. A damaged one does not stop the save: it is skipped.
+    """Return the earlier checkpoint that `wanted` names or, for "auto", the newest complete one:
+    the one at `path`, or one in a folder beside it. A damaged one does not stop the save: it is
+    skipped.
 
     Raises CheckpointError if `wanted` is not beside `path`, does not exist, or is not a native
     checkpoint.
@@ -230,10 +231,9 @@ def choose_base(path: Any, wanted: AnyPath, layout: StateLayout, *, by_print: bo
 
 
 def base_at(path: Any, folder: str, save_id: str | None = None, share: Share = ALL) -> Base:
-    """The checkpoint in a folder beside `path`, or at `path` itself for "", whose files this rank
-    looks through for its part. Raises FormatError if it is not native, and CheckpointNotFoundError
-    if it is not the save with this id.
-    """
+    """Open the checkpoint in a folder beside `path`, or at `path` itself for "". This rank looks
+    through its share of the files. Raises FormatError if it is not native, and
+    CheckpointNotFoundError if it is not the save with this id."""
     if not folder:
         storage, there, here, place = open_storage(path), "", "", path
     else:
@@ -258,8 +258,8 @@ def open_base(path: Any, choice: Choice, group: Group) -> tuple[Base | None, Cho
 
 
 def doubtful(base: Base, layout: StateLayout, fingerprints: Mapping[str, str]) -> list[str]:
-    """Tensors whose sharding changed, or whose blocks have no digests: fingerprints can show
-    whether all of one is what it was."""
+    """Return tensors whose sharding changed, or whose blocks have no digests: fingerprints can show
+    whether a complete tensor is unchanged."""
     old = base.facts.plan.layout
     return [
         fqn
@@ -272,7 +272,7 @@ def doubtful(base: Base, layout: StateLayout, fingerprints: Mapping[str, str]) -
 
 
 def _parent(path: Any) -> tuple[str, str]:
-    """The folder that a path is in, and its name there; ("", "") where there is none."""
+    """Return the folder that a path is in, and its name there; ("", "") if there is none."""
     if isinstance(path, Storage):
         return "", ""
     text = path_text(path)
@@ -296,8 +296,8 @@ def _folder_beside(path: Any, wanted: AnyPath) -> str:
 
 
 def _newest_first(path: Any, passed: list[str]) -> list[str]:
-    """Folders of checkpoints to look at: "" is `path` itself, the others are beside it. Adds to
-    `passed` why one cannot be looked at."""
+    """Return folders of checkpoints to look at: "" is `path` itself, the others are beside it. Adds
+    to `passed` why one cannot be looked at."""
     parent, own = _parent(path)
     if not parent:
         return [""]
@@ -335,8 +335,7 @@ def _save_id(head: bytes) -> str:
 
 
 def file_groups(places: Iterable[int], per_file: int) -> Iterator[list[int]]:
-    """Runs of at most `per_file` places that follow one another, of the ascending ones of a
-    machine."""
+    """Yield runs of at most `per_file` consecutive places, from the ascending ones of a machine."""
     run: list[int] = []
     for place in places:
         if run and (place != run[-1] + 1 or len(run) == per_file):
@@ -348,8 +347,7 @@ def file_groups(places: Iterable[int], per_file: int) -> Iterator[list[int]]:
 
 
 def file_group_of(group: Group, ranks_per_file: int) -> FileGroup:
-    """The ranks with which this one writes a file. Collective, and so is the exchange between
-    them."""
+    """Return the ranks with which this one writes a file. Collective, as is the exchange between them."""
     here = machine() or f"rank {group.job_rank}"
     ordered = sorted(group.ranks)
     place_of = {rank: place for place, rank in enumerate(ordered)}

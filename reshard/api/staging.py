@@ -1,4 +1,4 @@
-"""What one rank writes, on its way to the file: in place, or as a copy that only this save uses."""
+"""Stages what one rank writes: in place, or as a copy that only this save uses."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ _LARGE_BYTES = 64 << 10
 
 
 def _new_memory(nbytes: int) -> torch.Tensor:
-    """Touching new memory takes several times as long as copying into old, or a third of that if
-    numpy asked for huge pages. Copies to where no cache line begins take a quarter longer."""
+    """Return new memory, aligned to cache lines. Touching new memory takes several times as long as
+    copying into old memory, or a third of that if numpy requests huge pages. Copies to unaligned
+    addresses take a quarter longer."""
     memory = np.empty(nbytes + ALIGNED_BYTES, np.uint8)
     begin = -memory.ctypes.data % ALIGNED_BYTES
     return torch.from_numpy(memory[begin : begin + nbytes])
 
 
 _common = HostMemory(_new_memory)
-"""Memory for copies of tensors that are already on the host."""
+"""Memory for copies of tensors on the host."""
 
 
 def _nothing() -> None:
@@ -40,23 +41,23 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class ToWrite:
-    """Entries, and by which lanes their elements come to the host."""
+    """Entries to write, and the streams that copy their elements to the host."""
 
     entries: Sequence[Entry]
     lanes: CopyStreams
     beside: CopyStreams
-    """For fingerprints, which are computed where the elements are, while others are written."""
+    """Streams for fingerprints, which devices compute while other elements are written."""
     prints: dict[str, Partial] = field(default_factory=dict)
-    """Fingerprints that were computed before, by name of the tensor. These elements may have moved since."""
+    """Fingerprints that were computed earlier, by name of the tensor. These elements may have moved since."""
     summed: frozenset[int] = frozenset()
-    """Numbers of those entries."""
+    """Indices of the entries with these fingerprints."""
     release: Callable[[], None] = _nothing
-    """When all is written."""
+    """Called when everything is written."""
 
     @classmethod
     def in_place(cls, entries: Sequence[Entry]) -> ToWrite:
-        """Write from the tensors' own memory. Work that was queued on the calling thread's streams
-        is done on return."""
+        """Return entries that are written from the tensors' own memory. On return, work that was
+        queued on the calling thread's streams is done."""
         devices = {entry.tensor.device for entry in entries}
         return cls(entries, CopyStreams(devices), CopyStreams(devices))
 
@@ -66,7 +67,7 @@ class ToWrite:
         return sum(entry.tensor.nbytes for entry in self.entries)
 
     def sum_up(self) -> dict[str, Partial]:
-        """Return what all entries add to the fingerprints of their tensors, by name."""
+        """Return what the entries contribute to the fingerprints of their tensors, by name."""
         out = dict(self.prints)
         rest = [entry for i, entry in enumerate(self.entries) if i not in self.summed]
         with phase("fingerprints"):
@@ -85,7 +86,7 @@ class ToWrite:
 
 
 def check_stage(stage: str) -> None:
-    """Raises OptionError for any other value."""
+    """Raise OptionError unless `stage` is a valid value."""
     if stage not in ("host", "device"):
         raise OptionError(f"stage must be 'host' or 'device', got {stage!r:.80}")
 

@@ -44,7 +44,7 @@ class _Taken:
 
 @dataclass(frozen=True)
 class _Options(StateDictOptions):
-    """Those of an optimizer under `key`, for which each parameter is as strict as the load is."""
+    """The options for an optimizer under `key`. Each parameter is as strict as the load is."""
 
     key: str = ""
     load: LoadOptions = field(default_factory=LoadOptions)
@@ -102,7 +102,7 @@ class LiveObjects:
             for path, value in leaves.items()
             if isinstance(value, nn.Module | Stage)
         ]
-        """Each, and whether it is a stage of a pipeline."""
+        """Each model, and whether it is a stage of a pipeline."""
         self._taken: dict[int, _Taken] = {}
         self._paths: list[KeyPath] = []
         self._model_paths: list[KeyPath] = []
@@ -143,7 +143,8 @@ class LiveObjects:
         self._put(self._user, self.state, "")
 
     def refuse_sharded(self) -> None:
-        """Raise OptionError, in a job of several ranks, if this one would have to set a sharded model by itself."""
+        """Raise OptionError, in a job of several ranks, if this rank would have to set a sharded
+        model alone."""
         if world_size() > 1 and any(map(is_sharded, leaves_of(self.state).values())):
             raise OptionError(
                 "all ranks set a sharded model or optimizer together: omit alone=True, or pass their state from "
@@ -151,7 +152,7 @@ class LiveObjects:
             )
 
     def _untie(self) -> None:
-        """Give a tensor of an object memory of its own where another key has the same.
+        """Give a tensor of an object separate memory if another key has the same memory.
 
         Their saved values can differ, and the object gets its own from the state.
         """
@@ -244,13 +245,14 @@ class LiveObjects:
         return None
 
     def _put_stateful(self, value: Any, got: Any) -> None:
-        """Set it. A scheduler's lists by param group follow the groups, which are found by their parameters."""
+        """Set the object. A scheduler's lists by param group follow the groups, which are
+        identified by their parameters."""
         order = self._orders.get(id(getattr(value, "optimizer", None)))
         value.load_state_dict(got if order is None else in_order(got, order))
 
     def _own(self, wrapper: PerRank) -> _Taken | None:
         """Prepare an object with a value per rank. Asking a data loader for its state may start its
-        workers, so this is done only when a value was loaded for it."""
+        workers, so this is done only if a value was loaded for it."""
         its = wrapper.value
         if isinstance(its, torch.Generator):
             get, put = its.get_state, its.set_state
@@ -301,7 +303,8 @@ class LiveObjects:
 
 
 def _all(kind: Any, value: Any) -> list[Any]:
-    """Return a value of that kind, or a list of only such values: the stages of a pipeline, or their optimizers."""
+    """Return a value of that kind, or a list of only such values: the stages of a pipeline, or
+    their optimizers."""
     if isinstance(value, kind):
         return [value]
     is_list = isinstance(value, list | tuple) and all(isinstance(one, kind) for one in value)
@@ -309,12 +312,12 @@ def _all(kind: Any, value: Any) -> list[Any]:
 
 
 def saved_state(given: Any) -> Any:
-    """Return what is saved of a state with models and other objects, and anything else as it is."""
+    """Return what is saved of a state with models and other objects, and other values unchanged."""
     return LiveObjects(given).state if isinstance(given, MutableMapping) and is_object(given, within=True) else given
 
 
 def parameters_of(value: Any) -> list[torch.Tensor]:
-    """Return the parameters of a model or optimizer. Others have none."""
+    """Return the parameters of a model or optimizer. Empty for other values."""
     if isinstance(value, nn.Module | Stage):
         return [*(value.module if isinstance(value, Stage) else value).parameters()]
     groups = value.param_groups if isinstance(value, Optimizer) else ()

@@ -53,7 +53,7 @@ def shares(boxes: Iterable[tuple[str, Box, int]], *sides: Checkpoint | None) -> 
 
 @dataclass(frozen=True)
 class Opening:
-    """A checkpoint as a driver sees it, for workers to open."""
+    """Identifies a checkpoint that a driver has opened, so that workers open the same one."""
 
     path: str
     seen: str
@@ -66,7 +66,7 @@ class Opening:
         return cls(path, _digest(checkpoint, path))
 
     def open(self) -> Checkpoint:
-        """Raises StorageError if it is another one, and what `reshard.open` raises."""
+        """Open it. Raises StorageError if it is another checkpoint, and what `reshard.open` raises."""
         checkpoint = open_damaged(self.path, check=self.check)
         if _digest(checkpoint, self.path) != self.seen:
             raise StorageError(
@@ -84,20 +84,20 @@ def _digest(checkpoint: Checkpoint, path: str) -> str:
 
 
 def absolute(path: Any) -> Any:
-    """A path that means the same in any working directory."""
+    """Return a path that means the same in any working directory."""
     is_local = isinstance(path, str | os.PathLike) and "://" not in os.fspath(path)
     return os.path.abspath(path) if is_local else path
 
 
 def is_about(text: str, url: str) -> bool:
-    """Return whether an error begins with a checkpoint, or a file of it."""
+    """Return whether an error begins with the URL of a checkpoint, or of one of its files."""
     roots = [root.rstrip("/") for root in (url, absolute(url), local_path(url) or url)]
     return text.startswith(tuple(root + end for root in roots for end in "/:"))
 
 
 @contextmanager
 def naming(checkpoint: Checkpoint | None) -> Iterator[None]:
-    """Errors of damage begin with the checkpoint, so that it is clear which of two is damaged."""
+    """Make errors of damage begin with the checkpoint, so that it is clear which of two is damaged."""
     try:
         yield
     except CorruptCheckpointError as error:

@@ -48,11 +48,11 @@ T_in = TypeVar("T_in", contravariant=True)
 R_out = TypeVar("R_out", covariant=True)
 
 TRIES = 4
-"""How often a task is given out."""
+"""How many times a task is submitted."""
 IN_FLIGHT = 256
-"""Tasks at a time for an executor that does not say how many workers it has."""
+"""Tasks in flight for an executor that does not say how many workers it has."""
 STOP_S = 10.0
-"""How long running tasks are waited for when the work is given up."""
+"""How long to wait for running tasks when the work is abandoned."""
 _PROBE_S = 0.2
 _VERSION = "reshard:__version__"
 """A public name: workers with any release can look it up."""
@@ -62,9 +62,9 @@ class Work(Protocol[T_in, R_out]):
     """What all tasks share. Picklable."""
 
     def begin(self) -> Callable[[T_in], R_out]:
-        """Open what the tasks need, in the process and thread that will do them.
+        """Open what the tasks need, in the process and thread that will run them.
 
-        Raises a ReshardError where that is not what the driver sees.
+        Raises a ReshardError if it differs from what the driver sees.
         """
 
 
@@ -72,7 +72,7 @@ class Work(Protocol[T_in, R_out]):
 class _Order:
     version: str
     key: str
-    """Unique for each run: engines such as Dask reuse the results of equal calls."""
+    """Unique for each run, because engines such as Dask reuse the results of equal calls."""
     work: bytes
     task: Any = None
     tries: int = 0
@@ -86,7 +86,7 @@ class _Answer:
 
 
 class _Open(threading.local):
-    """The work that this thread did last: others of the process may be at other tasks of it."""
+    """The work that this thread ran last. Other threads of the process may run other tasks of it."""
 
     key = ""
     hand: Callable[[Any], Any]
@@ -111,7 +111,7 @@ def _begin(order: _Order) -> Callable[[Any], Any]:
 
 
 def _perform(order: _Order) -> _Answer:
-    """Do one task; at a worker."""
+    """Run one task, on a worker."""
     worker = f"process {os.getpid()} on {socket.gethostname()}"
     try:
         if _open.key != order.key:
@@ -123,7 +123,7 @@ def _perform(order: _Order) -> _Answer:
 
 
 def _look(order: _Order) -> _Answer:
-    """Return whether the work can be begun; at a worker."""
+    """Return whether the work can be begun. Runs on a worker."""
     worker, started = f"process {os.getpid()} on {socket.gethostname()}", time.monotonic()
     try:
         _begin(order)
@@ -134,7 +134,7 @@ def _look(order: _Order) -> _Answer:
 
 
 def _sendable(error: Exception) -> Exception:
-    """An error that the driver can unpickle."""
+    """Return an error that the driver can unpickle."""
     try:
         if isinstance(error, ReshardError) and type(pickle.loads(pickle.dumps(error))) is type(error):
             return error.with_traceback(None)
@@ -185,7 +185,7 @@ def run_tasks(
 
 
 def needed(executor: Executor | None, tasks: int) -> Executor | None:
-    """The executor, unless it would start processes for a single task."""
+    """Return the executor, unless it would start processes for a single task."""
     return None if isinstance(executor, Processes) and tasks < 2 else executor
 
 
@@ -200,10 +200,10 @@ def _packed(work: object) -> bytes:
 
 
 class _Driver:
-    """Submits the tasks of one call, from a thread of its own.
+    """Submits the tasks of one call, from its own thread.
 
-    A KeyboardInterrupt comes in the main thread, at any moment. In a method of a future, it
-    could leave the future's lock taken forever. So the main thread uses no future.
+    A KeyboardInterrupt reaches the main thread at any moment. In a method of a future, it could
+    leave the future's lock locked forever. So the main thread uses no future.
     """
 
     def __init__(self, executor: Executor, packed: bytes, tasks: deque[Any]) -> None:
@@ -240,10 +240,10 @@ class _Driver:
         self._cancel()
 
     def _meet(self) -> None:
-        """Raises CheckpointError unless all workers that answer have this version, and see what the
+        """Raise CheckpointError unless all workers that answer have this version, and see what the
         driver sees.
 
-        Who does not answer is asked again before a first task, by `_begin`.
+        Workers that do not answer are asked again before their first task, by `_begin`.
         """
         if self._renews:  # of this machine, and of this environment
             return
@@ -259,8 +259,8 @@ class _Driver:
             self._result(answer, worker)
 
     def _ask(self, question: Callable[[Any], Any], about: object) -> list[tuple[str, Any]]:
-        """The answers of all workers that the executor knows; also that one cannot import something.
-        Raises CheckpointError if there is none."""
+        """Return the answers of all workers that the executor knows, including that one cannot
+        import something. Raises CheckpointError if there is none."""
         ask_each = _ask_each(self._executor)
         if ask_each is not None:
             answers = sorted(ask_each(question, about).items())
@@ -302,7 +302,7 @@ class _Driver:
             self._results.put((task, found))
 
     def _cancel(self) -> None:
-        """Start no further task, and wait for those in progress."""
+        """Start no more tasks, and wait for those in progress."""
         if self._pending and isinstance(self._executor, Processes):
             self._executor.kill()
         running = {future for future in self._pending if not future.cancel()}
@@ -320,7 +320,7 @@ class _Driver:
             ) from error
 
     def _lost(self, error: BaseException, tries: int) -> None:
-        """A task did not come back. Raises CheckpointError if it is not worth another try."""
+        """Handle a task that did not return. Raises CheckpointError if there are no more tries."""
         if isinstance(error, BrokenExecutor) and not self._renews:
             raise self._broken(error) from error
         if isinstance(error, pickle.PicklingError):
@@ -342,7 +342,7 @@ class _Driver:
         return f"{self._done} of {self._count} tasks are done"
 
     def _result(self, answer: _Answer, worker: str = "") -> Any:
-        """Return what was done. Raises what was raised, naming the worker, if it is none of our own."""
+        """Return the result. Raises the error, with the worker's name unless it is one of ours."""
         error = answer.error
         if error is None:
             return answer.result
@@ -354,7 +354,7 @@ class _Driver:
             del error, answer
 
     def stop(self) -> None:
-        """Start no further task, and wait up to `STOP_S` for those in progress."""
+        """Start no more tasks, and wait up to `STOP_S` for those in progress."""
         self._is_stopped = True
         self._ended.put(None)
         if self._thread.ident is not None:
@@ -379,7 +379,8 @@ def _words(error: BaseException) -> str:
 
 
 def _ask_each(executor: Executor) -> Callable[..., Mapping[str, Any]] | None:
-    """Return what asks each worker of the executor once, and gives answers or errors by the workers' names."""
+    """Return a function that asks each worker of the executor once, and returns answers or errors
+    by worker."""
     client: Any = getattr(executor, "_client", None)  # of dask.distributed's executor
     if hasattr(client, "scheduler_info"):
         return lambda function, about: client.run(function, about, on_error="return")
@@ -387,7 +388,7 @@ def _ask_each(executor: Executor) -> Callable[..., Mapping[str, Any]] | None:
 
 
 def check_executor(executor: Executor | None, workers: int, *opened_by_workers: object) -> None:
-    """Raises CheckpointError for what no worker could open, and OptionError for workers of two kinds."""
+    """Raise CheckpointError for what no worker could open, and OptionError for workers of two kinds."""
     check_options(workers=workers)
     if executor is None and workers == 1:
         return
@@ -409,7 +410,8 @@ def check_executor(executor: Executor | None, workers: int, *opened_by_workers: 
 
 @contextmanager
 def engine(executor: Executor | None, workers: int = 1) -> Iterator[Executor | None]:
-    """The executor, or one of `workers` processes until the block ends; None for one process, this one."""
+    """Yield the executor, or one of `workers` processes until the block ends. None for one process,
+    which is this one."""
     if executor is not None or workers == 1:
         yield executor
         return
@@ -427,7 +429,7 @@ class Processes(Executor):
         self._made: tuple[ProcessPoolExecutor, Connection] | None = None
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
-        """Have a process call the function, which is sent to it by its name."""
+        """Call the function in a process. It is sent by name."""
         for _ in range(TRIES):
             with suppress(BrokenProcessPool):
                 return self._pool().submit(fn, *args, **kwargs)
@@ -443,13 +445,13 @@ class Processes(Executor):
         return self._made[0]
 
     def kill(self) -> None:
-        """End all at once, and what they are at. Return when they have ended."""
+        """Kill all processes at once. Returns when they have ended."""
         if self._made is not None:
             self._made[1].close()
             self.shutdown()  # the first that ends fails the tasks of all, while others may still write
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Let them end."""
+        """Let the processes end."""
         if self._made is not None:
             made, self._made = self._made, None
             made[0].shutdown(wait, cancel_futures=cancel_futures)
@@ -473,7 +475,7 @@ class _Context(SpawnContext):
 
 
 def _follow(line: Connection) -> None:
-    """End at once when the driver has ended, or asks for it. Ctrl-C is for the driver."""
+    """End at once when the driver has ended, or requests it. Ctrl-C is handled by the driver."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def end() -> None:

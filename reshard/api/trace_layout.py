@@ -84,10 +84,10 @@ class _Trace:
         self._build, self._world_size = build, world_size
         self._runs: dict[int, Described] = {}
         self.alike: dict[int, set[int]] = {}
-        """rank -> the ranks that have what it has, itself included"""
+        """rank -> the ranks that have the same, including itself"""
 
     def run(self, rank: int) -> Described:
-        """Return what `rank` has; run once."""
+        """Return what `rank` has. Runs it once."""
         if rank not in self._runs:
             with _as_rank(rank, self._world_size), torch.random.fork_rng(devices=[]):
                 try:
@@ -100,7 +100,7 @@ class _Trace:
         return self._runs[rank]
 
     def visit(self, rank: int) -> set[int]:
-        """Run `rank` and find those that are like it: along each axis of its meshes, one rank is tried for all."""
+        """Run `rank`, and find similar ranks: along each axis of its meshes, one rank is tried for all."""
         mine = self.run(rank)
         alike = {rank}
         for mesh in _meshes(mine, rank):
@@ -133,7 +133,7 @@ class _Trace:
         return StateLayout(dict(join_layouts(parties)), self._world_size)
 
     def _settle(self, rank: int) -> None:
-        """Run more ranks if what this one has allows several layouts, until one is left."""
+        """Run more ranks if this one allows several layouts, until only one is left."""
         mine = self.run(rank)
         forms = list(map(form_from_json, mine.forms))
         for fqn, tensor in mine.tensors.items():
@@ -147,7 +147,7 @@ class _Trace:
 
 @contextlib.contextmanager
 def _as_rank(rank: int, world_size: int) -> Iterator[None]:
-    """A fake default process group in which this process is `rank`."""
+    """Create a fake default process group in which this process is `rank`."""
     if dist.is_initialized():
         raise LayoutError(
             "a process group is initialized in this process, and tracing needs a fake one: trace before "
@@ -162,7 +162,7 @@ def _as_rank(rank: int, world_size: int) -> Iterator[None]:
 
 
 def _found(built: Any) -> Described:
-    """The tensors of what `build` returned."""
+    """Return the tensors in the result of `build`."""
     if isinstance(built, nn.Module):
         built = get_model_state_dict(built)
     elif isinstance(built, Sequence) and built and all(isinstance(part, nn.Module) for part in built):
@@ -173,7 +173,7 @@ def _found(built: Any) -> Described:
 
 
 def _meshes(run: Described, rank: int) -> list[Mesh]:
-    """The distinct meshes of a run that hold its rank."""
+    """Return the distinct meshes of a run that contain its rank."""
     forms = map(form_from_json, run.forms)
     meshes = dict.fromkeys(form.mesh for form in forms if isinstance(form, ProductForm))
     return [mesh for mesh in meshes if rank in mesh]

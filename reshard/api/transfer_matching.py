@@ -1,4 +1,4 @@
-"""Which tensors go where in a transfer, and how its ranks agree on what they hold and want."""
+"""Matches the tensors of a transfer, and lets its ranks agree on what they hold and want."""
 
 from __future__ import annotations
 
@@ -65,17 +65,17 @@ class TensorMatches:
     """The layout of all targets."""
     transfers: dict[str, TensorTransfer] = field(default_factory=dict)
     views: dict[str, View] = field(default_factory=dict)
-    """The view that each target is of its sources: a rename, or what was given."""
+    """The view of its sources that each target is: a rename, or the given view."""
     ties: dict[str, str] = field(default_factory=dict)
-    """Target -> the target of the same memory that is filled instead."""
+    """Target -> the target with the same memory that is filled instead."""
     objects: dict[str, str] = field(default_factory=dict)
-    """Target -> source, of what is no tensor."""
+    """Target -> source, for values that are not tensors."""
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     cast: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Target -> dtypes of source and target, where they differ."""
+    """Target -> dtypes of source and target, if they differ."""
     tied_sources: dict[str, str] = field(default_factory=dict)
-    """Source -> the source of the same memory, on every rank."""
+    """Source -> the source with the same memory, on every rank."""
 
     @classmethod
     def of(
@@ -125,7 +125,7 @@ class TensorMatches:
         """Return why one memory cannot be both targets. Empty if it can.
 
         Args:
-            rank: on which it is both, if it is not on all.
+            rank: the rank on which it is both, if not on all.
         """
         mine, its = self.views[key], self.views[first]
         a, b = ([self.tied_sources.get(spec.fqn, spec.fqn) for spec in view.sources] for view in (mine, its))
@@ -147,7 +147,7 @@ class _Pairer:
         self.mismatched: list[str] = []
 
     def take(self, key: str) -> None:
-        """Transfers for one target tensor."""
+        """Add the transfers for one target tensor."""
         spec = self.after[key].spec
         view = self.given.get(key)
         if view is None:
@@ -213,7 +213,7 @@ class _Pairer:
             self.out.transfers[name] = TensorTransfer(name, key, source.fqn, before, wanted, pulled.turn, pulled.slots)
 
     def take_ties(self, tied: Mapping[str, str]) -> None:
-        """Drop the transfers of targets that another target's transfers fill."""
+        """Drop the transfers of targets that are filled by another target's transfers."""
         for key, first in tied.items():
             if key not in self.out.views or first not in self.out.views:
                 continue
@@ -225,7 +225,7 @@ class _Pairer:
                 del self.out.transfers[name]
 
     def take_objects(self, given: Mapping[str, None], wanted: Mapping[str, None]) -> None:
-        """Pair what is no tensor."""
+        """Pair values that are not tensors."""
         objects = self.out.objects
         for key in wanted:
             source = self.mapping.get(key, key)
@@ -250,8 +250,8 @@ def _names(view: View) -> str:
 
 
 def _wire(dtype: str, target: TensorSpec) -> str:
-    """The dtype that is sent: the target's, so that senders convert and all copies have the same
-    bits; or the source's if that has fewer bytes."""
+    """Return the dtype that is sent: the target's, so that senders convert and all copies have the
+    same bits; or the source's if that has fewer bytes."""
     return target.dtype if target.itemsize <= TensorSpec("", (), dtype).itemsize else dtype
 
 
@@ -281,7 +281,7 @@ class TransferSide:
 
     state: Targets
     layouts: Mapping[str, TensorLayout]
-    """Layouts of plain local tensors, which do not have one themselves."""
+    """Layouts of plain local tensors, which do not have their own."""
 
     @classmethod
     def of(cls, state: Mapping[str, Any] | None, layouts: Mapping[str, TensorLayout]) -> TransferSide:
@@ -304,7 +304,7 @@ class TransferSide:
         return [*self.state.objects, *self.state.units]
 
     def describe(self) -> _SideDescription:
-        """Describe it without values."""
+        """Return a description without values."""
         tensors = self.state.tensors
         empty = [key for key, tensor in tensors.items() if tensor.is_elsewhere]
         return _SideDescription(
@@ -322,7 +322,7 @@ class _SideDescription(msgspec.Struct, frozen=True):
     tied: dict[str, str]
     empty: list[str]
     has_own: bool
-    """Whether it has a value that is this rank's own."""
+    """Whether it has a per-rank value."""
 
     def __bool__(self) -> bool:
         return bool(self.tensors.tensors or self.objects or self.has_own)
@@ -332,11 +332,11 @@ class _TransferDescription(msgspec.Struct, frozen=True):
     source: _SideDescription
     target: _SideDescription
     devices: list[str]
-    """Kinds of device that this rank can send from, the preferred one first."""
+    """Kinds of device from which this rank can send, the preferred one first."""
     on_device: bool
     """Whether a tensor of its source is not in CPU memory."""
     onto_device: bool
-    """Whether one of its target does."""
+    """Whether a tensor of its target is not in CPU memory."""
 
 
 @dataclass(frozen=True)
@@ -344,19 +344,19 @@ class Agreed:
     """What all ranks know after the exchange. The same on every rank."""
 
     key: bytes
-    """Equal whenever everything else is equal."""
+    """Equal if everything else is equal."""
     before: StateLayout
     after: StateLayout
     source_objects: tuple[str, ...]
     target_objects: tuple[str, ...]
     tied: Mapping[str, str]
-    """Targets of the same memory as another one, on every rank."""
+    """Targets with the same memory as another one, on every rank."""
     tied_sources: Mapping[str, str]
     device: str
     on_device: bool
     """Whether a tensor of any source is not in CPU memory."""
     onto_device: bool
-    """Whether one of any target does."""
+    """Whether a tensor of any target is not in CPU memory."""
 
     def pair(self, options: TransferOptions) -> TensorMatches:
         """Match targets with sources. Raises KeyMismatchError; NormalizationError for a mapping that computes."""
@@ -386,7 +386,8 @@ class Agreed:
         )
 
     def _joined(self, names: StateMapping, made: Mapping[str, View]) -> Iterator[str]:
-        """Yield the targets for which a mapping takes one of several sources, such as the steps of fused parameters."""
+        """Yield the targets for which a mapping takes one of several sources, such as the steps of
+        fused parameters."""
         for old, its in names.names(self.before).items():
             spec = self.before[old].spec
             for new in set(its) & set(self.after):
@@ -478,8 +479,8 @@ def _devices(tensors: list[LiveTensor], group: Group) -> list[str]:
 
 
 def _common_device(found: list[tuple[_TransferDescription, Sequence[int]]]) -> str:
-    """Return the kind of device that messages are packed on: one that every rank can send from, if
-    possible not the CPU."""
+    """Return the kind of device on which messages are packed: one from which every rank can send,
+    if possible not the CPU."""
     everyone = [description.devices for description, _ in found]
     preferred = [devices[0] for devices in everyone if devices]
     for kind in sorted(set(preferred), key=lambda kind: kind == "cpu"):
@@ -513,13 +514,14 @@ class Values:
 
     @property
     def own(self) -> tuple[list[str], list[str], list[str]]:
-        """This rank's own values: those that both sides have, those of its target alone, and those of its source."""
+        """Return the keys of this rank's own values: those that both sides have, those of its
+        target alone, and those of its source alone."""
         source, target = self._source.per_rank.keys(), self._target.per_rank.keys()
         return sorted(source & target), sorted(target - source), sorted(source - target)
 
     def check_places(self, strict: bool) -> None:
-        """Raises FormatError for a value of this rank's target that cannot be replaced where it is,
-        and, if `strict`, KeyMismatchError for own values that only one side has."""
+        """Raise FormatError for a value of this rank's target that cannot be replaced in its
+        container, and, if `strict`, KeyMismatchError for own values that only one side has."""
         own, missing, unexpected = self.own
         if strict and (missing or unexpected):
             raise KeyMismatchError(
@@ -529,7 +531,7 @@ class Values:
         self._target.check_places([*own, *(key for key in self._pairs if key in self._target.paths)])
 
     def gather(self, group: Group) -> dict[str, Any]:
-        """Collective: the values of this rank's targets, out of all that the ranks hold now.
+        """Collective: return the values of this rank's targets, from what all ranks hold now.
         Changes nothing.
 
         Raises ReplicaDriftError, on every rank, for a value that differs between ranks.
@@ -540,14 +542,14 @@ class Values:
         return {key: self._made(key, decode_plain(merged[name])) for key, name in mine.items() if name in merged}
 
     def _made(self, key: str, value: Any) -> Any:
-        """A value in the types that the target has in its place."""
+        """Return a value in the types that the target has in its place."""
         made = restore_types(value, self._target.live(key))
         if (name := unresolved_class(made)) is not None:
             raise FormatError(f"the value under {key!r} is {needs_class(name).removeprefix('saved as ')}")
         return made
 
     def assign(self, values: dict[str, Any]) -> None:
-        """Put them into the target, and what is each rank's own from this rank's source to its target."""
+        """Put the values into the target, and per-rank values from this rank's source into its target."""
         held = self._source.per_rank
         own = {key: replace(self._target.per_rank[key], value=copy.deepcopy(held[key].value)) for key in self.own[0]}
         self._target.assign({**values, **own})

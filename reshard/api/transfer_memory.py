@@ -1,4 +1,4 @@
-"""The steps of a transfer, proved and divided into rounds; and the local tensors that they move."""
+"""The steps of a transfer, proved and divided into rounds, and the local tensors that they move."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class Steps:
     """Transfer -> where the local tensors of the plans are within those that the transfer wants. No
     entry if its plans use complete local tensors."""
     repeats: tuple[tuple[str, str, Repeat], ...]
-    """(transfer, transfer, what this rank copies from the one to the other), when all has been
-    moved."""
+    """(transfer, transfer, what this rank copies from the first to the second) after everything has
+    been moved."""
     bytes_between_groups: int
     """See `TransferReport`."""
 
     @property
     def plans(self) -> tuple[TransferPlan, ...]:
-        """The plan of each step, for the whole job."""
+        """The plan of each step, for the complete job."""
         return tuple(rounds.plan for rounds in self.rounds)
 
     @property
@@ -66,8 +66,8 @@ class Steps:
 def plan_steps(
     pairing: TensorMatches, rank: int, world_size: int, *, budget_bytes: int, ranks_per_host: int | None
 ) -> Steps:
-    """The steps for all tensor transfers, proved. `world_size`: ranks are below that. The same on
-    every rank, but for its part.
+    """Return the steps for all tensor transfers, proved. `world_size`: ranks are below it. The
+    result is the same on every rank, except for its own part.
 
     Raises LayoutError for an element that a rank wants and no rank holds.
     """
@@ -94,8 +94,7 @@ def plan_steps(
 
 
 def _without_conversion(plan: TransferPlan, pairing: TensorMatches) -> TransferPlan:
-    """A step between receivers, which pass on what they hold unchanged, in the dtype of the
-    target."""
+    """Return a step between receivers, which pass on what they hold unchanged, in the dtype of the target."""
 
     def lying(state: StateLayout) -> StateLayout:
         tensors = {}
@@ -110,8 +109,8 @@ def _without_conversion(plan: TransferPlan, pairing: TensorMatches) -> TransferP
 def _wanted_once(
     pairing: TensorMatches, rank: int
 ) -> tuple[dict[str, TensorLayout], dict[str, tuple[HeldPlace, ...]], tuple[tuple[str, str, Repeat], ...]]:
-    """(what each transfer moves, where this rank puts it if that is not all, what it copies
-    afterwards)."""
+    """Return (what each transfer moves, where this rank puts it if that is not everything, what it
+    copies afterwards)."""
     moved = {name: transfer.after for name, transfer in pairing.transfers.items()}
     alike = grouped(
         ((transfer.source, pairing.after[transfer.target].spec.dtype), name)
@@ -137,8 +136,8 @@ def _wanted_once(
 
 
 def held_parts(tensor: LiveTensor | None, layout: TensorLayout, rank: int) -> Iterator[tuple[torch.Tensor, Part]]:
-    """The parts of a layout that `rank` holds, each with its local tensor; `tensor`: None if it
-    has no such key."""
+    """Return the parts of a layout that `rank` holds, each with its local tensor. `tensor`: None if
+    it has no such key."""
     parts = layout.form.parts(layout.spec.shape, rank)
     return zip(part_tensors(layout.spec.fqn, _local(tensor), layout, rank), parts)
 
@@ -149,9 +148,10 @@ def _local(tensor: LiveTensor | None) -> _Parts:
 
 
 def part_tensors(key: str, local: _Parts, layout: TensorLayout, rank: int) -> list[torch.Tensor]:
-    """The local tensors of `rank`, one for each part of the layout, in the shape of the part.
+    """Return the local tensors of `rank`, one for each part of the layout, in the shape of the
+    part.
 
-    Raises LayoutError if what is there is not what the layout says.
+    Raises LayoutError if they differ from the layout.
     """
     parts = layout.form.parts(layout.spec.shape, rank)
     if any(dtype_name(tensor.dtype) != layout.spec.dtype for tensor in local):
@@ -176,8 +176,8 @@ def part_tensors(key: str, local: _Parts, layout: TensorLayout, rank: int) -> li
 
 
 def _taken_apart(key: str, local: torch.Tensor, parts: Sequence[Part], rank: int) -> list[torch.Tensor]:
-    """Views of the boxes that one plain tensor holds: side by side along a dim, or flattened, one
-    after another."""
+    """Return views of the boxes that one plain tensor holds: side by side along a dim, or flattened
+    and consecutive."""
     sizes = [part.sizes for part in parts]
     numels = [part.numel for part in parts]
     shape = tuple(local.shape)
@@ -213,41 +213,38 @@ def _unfit(key: str, rank: int, local: _Parts, wanted: str) -> LayoutError:
 
 
 class TransferMemory:
-    """The memory of all tensor transfers on one rank. Methods give the local tensors of one that a
-    side of a plan means."""
+    """The memory of all tensor transfers on one rank. Methods return the local tensors that one
+    side of a plan refers to."""
 
     def __init__(self, steps: Steps, sources: Targets, targets: Targets, rank: int) -> None:
-        """`sources`, `targets`: this rank's own states, whose tensors may be given other memory
-        meanwhile."""
+        """`sources`, `targets`: this rank's own states. Their tensors may get other memory meanwhile."""
         self._steps, self._pairing, self._rank = steps, steps.pairing, rank
         self._sources, self._targets = sources, targets
 
     def given(self, name: str) -> _Parts:
-        """The local tensors of its source."""
+        """Return the local tensors of its source."""
         source = self._pairing.transfers[name].source
         local = _local(self._sources.tensors.get(source))
         return part_tensors(source, local, self._pairing.before[source], self._rank)
 
     def target(self, key: str) -> _Parts:
-        """The local tensors of a target, one for each part."""
+        """Return the local tensors of a target, one for each part."""
         local = self._targets.writable(key) if key in self._targets.tensors else ()
         return part_tensors(key, local, self._pairing.after[key], self._rank)
 
     def wanted(self, name: str) -> _Parts:
-        """Return where the wanted boxes of its source go, as views of the local tensors of its
-        target."""
+        """Return where the wanted boxes of its source go, as views of the local tensors of its target."""
         transfer = self._pairing.transfers[name]
         return _slots(transfer, self.target(transfer.target), self._rank)
 
     def moved(self, name: str) -> _Parts:
-        """Return the wanted parts that move, without those that repeat what another transfer
-        brings."""
+        """Return the wanted parts that are moved, without those that repeat what another transfer brings."""
         parts, places = self.wanted(name), self._steps.places.get(name)
         return parts if places is None else [parts[place.part][place.box.slices] for place in places]
 
     def arriving(self, name: str) -> _Parts:
-        """Return where the first step writes: all that is moved, or the stripe of it that this rank
-        passes on."""
+        """Return where the first step writes: everything that is moved, or the stripe of it that
+        this rank passes on."""
         parts = self.moved(name)
         if name not in self._steps.relayed:
             return parts
@@ -264,8 +261,8 @@ def _slots(transfer: TensorTransfer, there: _Parts, rank: int) -> _Parts:
 
 
 def turned(tensor: torch.Tensor, dims: Dims) -> torch.Tensor:
-    """A view with dim i being dim `dims[i]`, or new and of size 1 for None. Dims of size 1 may be
-    omitted."""
+    """Return a view whose dim i is dim `dims[i]`, or new and of size 1 for None. Dims of size 1 may
+    be omitted."""
     rest = [d for d in range(tensor.ndim) if d not in dims]
     moved = tensor.permute([*(d for d in dims if d is not None), *rest])
     return moved.view([1 if d is None else tensor.shape[d] for d in dims])
@@ -274,8 +271,7 @@ def turned(tensor: torch.Tensor, dims: Dims) -> torch.Tensor:
 def refuse_shared_memory(
     pairing: TensorMatches, sources: Mapping[str, LiveTensor], targets: Mapping[str, LiveTensor]
 ) -> None:
-    """Raises LayoutError if a target would be written while a source in the same memory is still
-    to be read.
+    """Raise LayoutError if a target would be written before a source in the same memory is read.
 
     A tensor may be its own source, in the same layout: then nothing happens to it.
     """
@@ -297,8 +293,8 @@ def refuse_shared_memory(
 
 
 def _refuse_overlaps(spans: Sequence[tuple[int, int, bool, str]]) -> None:
-    """`spans`: (first byte, one past the last, of a target, key), in order; of one device, whose
-    addresses may be those of another one, too."""
+    """Raise LayoutError for targets that overlap. `spans`: (first byte, one past the last, of a
+    target, key), in order, of one device: addresses of different devices may be equal."""
     reach = [(0, "")] * 2  # of sources, of targets: where the furthest ends
     for start, stop, is_target, key in spans:
         end, other = reach[not is_target]

@@ -361,7 +361,7 @@ def _block_findings(
 
 
 def _on_tensors(checkpoint: Checkpoint, problems: list[tuple[str, _Problem]]) -> Iterator[Finding]:
-    """Return the tensors of each changed part of a file: of several, those that no longer have
+    """Yield the tensors of each changed part of a file: of several, those that no longer have
     their saved fingerprints, if any."""
     checking = checkpoint.contents.checking
     with checking.off():  # the changed bytes are read to find out what they are

@@ -98,12 +98,12 @@ class WeightBucket:
             yield cls(places, torch.cat([resolved_bytes(tensor) for tensor in taken]))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return (name, tensor) pairs. The tensors share the memory of the bucket."""
+        """Yield (name, tensor) pairs. The tensors share the memory of the bucket."""
         for place in self.places:
             yield place.name, self.flat[place.start : place.stop].view(place.dtype).view(place.shape)
 
     def changes(self) -> Iterator[ChangedElements]:
-        """Return the elements whose bits differ from `before`, for each tensor that has any.
+        """Yield the elements whose bits differ from `before`, for each tensor that has any.
         Without `before`, return all elements."""
         old = dict.fromkeys(place.name for place in self.places)
         if self.before is not None:

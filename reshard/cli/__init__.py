@@ -1,4 +1,4 @@
-"""The `reshard` command: one module a command."""
+"""The `reshard` command, with one module per command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The program: its commands and their help, exit codes, errors, and output without Unicode or a reader."""
+"""The program: its commands and their help, exit codes, errors, and output without Unicode or to a
+closed pipe."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ to any command."""
 
 
 def _flowing(text: str) -> str:
-    """Paragraphs of one line each, which terminals wrap at their own width."""
+    """Return paragraphs of one line each, which terminals wrap at their own width."""
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
@@ -157,7 +158,7 @@ _OF_OTHERS = {
     "completion": "write reshard --install-completion",
     **dict.fromkeys(("save", "load"), "in Python, reshard.save(state, path) and reshard.load(state, path)"),
 }
-"""Names in other programs for what is called otherwise here."""
+"""Names in other programs for commands and options with another name here."""
 
 
 def _option(param: Any, command: str) -> tuple[str, str]:
@@ -250,7 +251,8 @@ def run(arguments: list[str] | None = None) -> None:
 
 
 def _no_option(error: Any) -> str:
-    """Return what to say of an unknown option: typer would suggest --help, whose letters many words have."""
+    """Return what to say about an unknown option. typer would suggest --help, because many words
+    contain its letters."""
     known = [name for param in error.ctx.command.params if not getattr(param, "hidden", True) for name in param.opts]
     meant = did_you_mean(error.option_name.lstrip("-"), [name.lstrip("-") for name in known])
     return f"no such option: {error.option_name}" + meant.replace(" '", " '--")
@@ -294,8 +296,8 @@ codecs.register_error("plain signs", _in_plain_signs)
 
 @contextmanager
 def in_a_pipeline() -> Iterator[None]:
-    """End the command as it would without a pipe where the reader of a pipe leaves, as `head` does, whichever library
-    writes."""
+    """If the reader of a pipe leaves, as `head` does, end the command as it would end without a
+    pipe, whichever library writes."""
     before = sys.stdout, sys.stderr
     for stream in before:
         if isinstance(stream, io.TextIOWrapper):
@@ -315,9 +317,11 @@ def in_a_pipeline() -> Iterator[None]:
 
 
 class _Stream:
-    """A text stream that drops what is written once its reader has gone, so that the exit code is still the answer.
+    """A text stream that drops what is written after its reader has gone, so that the exit code is
+    still the answer.
 
-    rich and typer would end the program with 1, each in its own way, and the interpreter with a complaint.
+    rich and typer would end the program with 1, each in its own way, and the interpreter with a
+    complaint.
     """
 
     def __init__(self, stream: Any) -> None:

@@ -1,4 +1,4 @@
-"""What commands are given: sides of a plan, ready mappings and hints, and what was typed wrong."""
+"""Parses what commands are given: sides of a plan, mappings, hints, and mistyped words."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ NAMING_KEYS = (
     "titan", "transformer_engine", "padded_vocab", "zero_centered", "exact", "mtp", "routed_experts",
     "qkv_interleaved", "fill",
 )  # fmt: skip
-"""Options of `reshard.mapping.families.ready`, which is imported where it is used."""
+"""Options of `reshard.mapping.families.ready`, which is imported only when it is used."""
 Source = Annotated[str, Argument(metavar="CHECKPOINT", help="A folder, file, or URL in any known format.")]
 AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
 Depth = Annotated[int | None, Option(metavar="N", min=1, help="Show at most this many levels of names.")]
 
 
 def writable(file: Path | None) -> Path | None:
-    """The file. Raises OSError, before anything is read, if it cannot be written."""
+    """Return the file. Raises OSError, before anything is read, if it cannot be written."""
     if file is not None and not file.is_fifo():
         is_new = not file.exists()
         file.open("a").close()
@@ -108,8 +108,9 @@ On = Annotated[
 
 
 def newest(path: str, step: int | None = None, *, reports_skipped: bool = False) -> str:
-    """The checkpoint that a path means: in the folder of a run this step, complete or not, or the newest complete one,
-    which is printed on stderr, with the newer ones that it skips unless the command reports these."""
+    """Return the checkpoint that a path means. In the folder of a run, this is the given step,
+    complete or not, or the newest complete one. That one is printed on stderr, with the newer ones
+    that it skips unless the command reports these."""
     from reshard.formats.detect import step_path, steps_at
 
     if step is not None:
@@ -126,9 +127,9 @@ def newest(path: str, step: int | None = None, *, reports_skipped: bool = False)
 
 
 def executor_on(engine: str | None) -> AbstractContextManager[Executor | None]:
-    """Return what does tasks on an engine: `with executor_on("dask://scheduler:8786") as executor`.
+    """Return an executor for an engine: `with executor_on("dask://scheduler:8786") as executor`.
 
-    Raises UsageError for an engine that is not known, MissingPackageError where its package is not installed.
+    Raises UsageError for an unknown engine, MissingPackageError if its package is not installed.
     """
     if engine is None:
         return nullcontext()
@@ -168,7 +169,7 @@ def _on_ray(address: str) -> AbstractContextManager[Executor]:
 
 
 def rules_of(given: list[str] | None) -> dict[str, str]:
-    """Placements by glob. Raises UsageError for a rule that cannot be read."""
+    """Return placements by glob. Raises UsageError for a rule that cannot be read."""
     rules = {}
     for text in given or []:
         glob, equals, placements = text.partition("=")
@@ -179,24 +180,25 @@ def rules_of(given: list[str] | None) -> dict[str, str]:
 
 
 class Sides(NamedTuple):
-    """What a plan leads from and to."""
+    """The two sides of a plan."""
 
     saved: StateLayout
     wanted: StateLayout
     topology: Topology | None
-    """What made one of the two from the tensors of the other."""
+    """The topology that made one side from the tensors of the other."""
     is_onto: bool
-    """Whether it made `wanted`."""
+    """Whether that side is `wanted`."""
 
     @property
     def unsharded_axes(self) -> dict[str, tuple[str, ...]]:
-        """Axes for which the topology has a rule that shards, and along which it shards none of these tensors."""
+        """Axes for which the topology has a rule that shards, but along which it shards none of
+        these tensors."""
         made = self.wanted if self.is_onto else self.saved
         return {} if self.topology is None else self.topology.unsharded_axes(made)
 
     @property
     def notes(self) -> dict[str, tuple[str, ...]]:
-        """What the topology assumes, as JSON has it."""
+        """Return the assumptions of the topology, as in JSON."""
         return {"notes": () if self.topology is None else self.topology.notes}
 
 
@@ -269,7 +271,7 @@ def side(
 
 
 def _topology(text: str, rules: Mapping[str, str], saved: StateLayout | None) -> Topology:
-    """The topology that was typed, for the tensors of `saved`. Raises UsageError for one that cannot be read."""
+    """Return the typed topology for the tensors of `saved`. Raises UsageError for one that cannot be read."""
     from planners.geometry.topologies import topology_of
 
     try:
@@ -279,7 +281,7 @@ def _topology(text: str, rules: Mapping[str, str], saved: StateLayout | None) ->
 
 
 def _canonical(checkpoint: Checkpoint, hints: Mapping[str, Any] | None) -> StateLayout:
-    """The layout under canonical names: `model.<fqn>`, `optim.state.<fqn>.<name>`."""
+    """Return the layout under canonical names: `model.<fqn>`, `optim.state.<fqn>.<name>`."""
     from planners.geometry.layout import StateLayout
     from reshard.checkpoint import stored_layout
     from reshard.live.tree import flatten
@@ -320,9 +322,9 @@ HintOption = Annotated[
 
 
 def mapping_of(names: str | None, config: str | None, naming: list[str] | None) -> StateMapping | None:
-    """The mapping that the options name, None if they name none.
+    """Return the mapping that the options name, or None if they name none.
 
-    Raises UsageError for options that are incomplete, or that no mapping has.
+    Raises UsageError for incomplete options, or those that no mapping has.
     """
     if names is None:
         if config is not None or naming:
@@ -340,7 +342,7 @@ def mapping_of(names: str | None, config: str | None, naming: list[str] | None) 
 
 
 def dequantized(wanted: bool, dtype: str | None) -> StateMapping:
-    """Return what makes quantized weights plain ones; nothing where that is not wanted."""
+    """Return the mapping that dequantizes weights, or none if that is not wanted."""
     from reshard.mapping import Dequantize, Mapping, Mxfp4
 
     to = dtype or "bfloat16"
@@ -348,15 +350,16 @@ def dequantized(wanted: bool, dtype: str | None) -> StateMapping:
 
 
 def stored_hints(naming: str | None, hints: dict[str, Any]) -> dict[str, Any]:
-    """The hints, and that names of Hugging Face's files stay as they are on disk where the naming is that."""
+    """Return the hints, including one that keeps the names in Hugging Face's files if the naming is
+    theirs."""
     return {"stored_names": True, **hints} if naming in ("huggingface", "hf", "plain") else hints
 
 
 def unmapped(names: str, mapping: StateMapping, state: Checkpoint) -> list[str]:
-    """The tensors that keep their names although the naming is quite another.
+    """Return the tensors that keep their names although the naming is a different one.
 
-    Raises KeyMismatchError if nearly all names stay as they are: then the checkpoint has not the
-    names that the options give.
+    Raises KeyMismatchError if nearly all names stay the same: then the checkpoint does not have the
+    names that the options say.
     """
     if not mapping.stages:
         return []
@@ -371,7 +374,7 @@ def unmapped(names: str, mapping: StateMapping, state: Checkpoint) -> list[str]:
 
 
 def read_hints(given: list[str] | None, *, used: bool = True) -> dict[str, Any]:
-    """Hints by name. Raises UsageError for one that cannot be read, or that no other option has a use for."""
+    """Return hints by name. Raises UsageError for one that cannot be read, or that no other option uses."""
     if given and not used:
         raise UsageError("--hint needs canonical names: add --normalized")
     from reshard.formats.canonical import HINTS
@@ -413,7 +416,7 @@ class UsageError(ReshardError):
 
 
 def choice(word: str, known: Iterable[str], what: str) -> str:
-    """The word, which must be one of those known. Raises UsageError."""
+    """Return the word, which must be one of those known. Raises UsageError."""
     names = list(known)
     if word not in names:
         raise UsageError(f"there is no {what} {word!r}{did_you_mean(word, names) or '.'} Known: {', '.join(names)}")
@@ -421,7 +424,8 @@ def choice(word: str, known: Iterable[str], what: str) -> str:
 
 
 def dtype_name(word: str) -> str:
-    """torch's name of a dtype, also for `bf16`, `fp8` and the like. Raises UsageError for one that is not known."""
+    """Return torch's name of a dtype, also for short names such as `bf16` and `fp8`. Raises
+    UsageError for an unknown one."""
     from reshard.live.dtypes import dtype_from_name, full_name
 
     try:

@@ -1,4 +1,4 @@
-"""What shells offer for values of arguments and options."""
+"""Completions for values of arguments and options in shells."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_BYTES = 64 << 20
 
 
 def one_of(*words: str) -> Callable[[str], list[str]]:
-    """Offers these words."""
+    """Return a function that completes to these words."""
     return lambda incomplete: [word for word in words if word.startswith(incomplete)]
 
 
@@ -45,7 +45,7 @@ topologies = one_of("fsdp=", "tp=", "hsdp=", "ddp=")
 
 
 def tensor_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Names in the checkpoint that was given, where it is a local one whose metadata is small."""
+    """Return the names in the given checkpoint, if it is local and its metadata is small."""
     import reshard
     from reshard.errors import ReshardError
 

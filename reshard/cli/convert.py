@@ -151,8 +151,8 @@ def _note_useless(dequantizing: Mapping, source: str, as_json: bool) -> None:
 
 
 def _layout(format: str, onto: str | None, rule: list[str] | None) -> Any:
-    """Return what `onto` names, as words where the source may record its axes. Raises UsageError if
-    the format has no place for it, and for rules without a topology."""
+    """Return the layout that `onto` names, as words if the source may record its axes. Raises
+    UsageError if the format cannot store it, and for rules without a topology."""
     from reshard.api.plan import names_topology
 
     if onto is not None and not writing_of(format).is_sharded:
@@ -181,7 +181,7 @@ def _resumable() -> Iterator[None]:
 
 
 def _is_not_in_report(record: logging.LogRecord) -> bool:
-    """Return whether the report omits it."""
+    """Return whether the report omits the log record."""
     return not hasattr(record, "is_in_report")
 
 

@@ -40,7 +40,7 @@ class Degrees:
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """Number of ranks."""
         return self.fsdp * self.tp
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ MAX_OVER_READ = 1.05
 Hear = Callable[[str, Any], None]
 """Gets the name of the job that is running and what its rank 0 reports."""
 Show = Callable[["Plans"], None]
-"""Gets the plans as soon as they are made."""
+"""Receives the plans as soon as they are made."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Plans:
 
 @dataclass(frozen=True)
 class Change:
-    """What came of one change of topology."""
+    """The result of one change of topology."""
 
     onto: str
     world_size: int
@@ -83,12 +83,12 @@ class Change:
     bytes_needed: list[int]
     bytes_read: list[int]
     tensors_equal: int
-    """Tensors whose every bit is as before."""
+    """Number of tensors that are bit for bit as before."""
     tensors: int
     loss_loaded: float
-    """The loss on held-back text, right after the load."""
+    """The loss on held-out text, right after the load."""
     loss_after: float
-    """The loss on held-back text, after more training."""
+    """The loss on held-out text, after more training."""
     load_s: float
 
     @property
@@ -97,7 +97,7 @@ class Change:
         return sum(self.bytes_read) / max(sum(self.bytes_needed), 1)
 
     def problems(self, loss_before: float) -> list[str]:
-        """Return what is not as it must be."""
+        """Return what is wrong."""
         found = []
         if not self.proved:
             found.append("the plan could not be proved")
@@ -127,10 +127,10 @@ class Result:
     save_s: float
     changes: list[Change]
     problems: list[str]
-    """Nothing, if all is as it must be."""
+    """Empty if everything is right."""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return asdict(self)
 
 
@@ -218,9 +218,9 @@ class RankResult:
     digests: dict[str, str]
     """Key -> SHA-256 of each gathered tensor, as saved or as loaded. Only on rank 0."""
     judged: float
-    """Loss on text that is held back, with these tensors."""
+    """Loss on held-out text, with these tensors."""
     judged_after: float
-    """The loss on held-back text at the end."""
+    """The loss on held-out text at the end."""
     parameters: int
 
 

@@ -302,7 +302,7 @@ class DefaultSavePlanner(SavePlanner):
         return SavePlan(items, planner_data=self.mappings)
 
     def _own_items(self, fqn: str, value: Any) -> Iterator[TorchWriteItem]:
-        """Return the write items that a checkpointable value declares for this rank."""
+        """Yield the write items that a checkpointable value declares for this rank."""
         for item in value.__create_write_items__(fqn, value):
             data = item.tensor_data
             if data is None or 0 not in data.chunk.sizes or 0 in data.size:

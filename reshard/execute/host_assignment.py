@@ -249,7 +249,7 @@ def _windows_by_segment(window: Window, size: int) -> list[list[tuple[Any, Windo
 
 
 def parts_between(parts: Iterable[SegmentPart], start: int, stop: int) -> Iterator[SegmentPart]:
-    """Return the parts that begin in bytes [start, stop) of their segment, with windows counted
+    """Yield the parts that begin in bytes [start, stop) of their segment, with windows counted
     from `start`."""
     index: Any
     for window, out, copy in parts:

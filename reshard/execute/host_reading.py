@@ -445,7 +445,7 @@ class _HostRun:
         of: Ints,
         open_files: ExitStack,
     ) -> npt.NDArray[np.uint64]:
-        """Return the reads of this rank for all, in the first columns, and the expected digests."""
+        """Add the reads of this rank for all, in the first columns, and return the expected digests."""
         turns, memory, digests = self._turns, self._memory, [np.zeros(0, np.uint64)]
         mine = turns.between(first, last, self._place)
         turn, rows = turns.turn[mine], len(mine)
@@ -479,7 +479,7 @@ class _HostRun:
         return np.concatenate(digests)
 
     def _take_entries(self, first: int, last: int, kinds: Ints, of: Ints) -> None:
-        """Return what this rank copies from each rank's reads, in three columns for each: wait,
+        """Add what this rank copies from each rank's reads, in three columns for each: wait,
         copy, and what only Python can do."""
         turns, memory = self._turns, self._memory
         pieces = turns.between(first, last)
@@ -671,7 +671,7 @@ class HostSlots:
         return int(self._taken.min())
 
     def look(self, awaited: tuple[int, int] | None) -> None:
-        """Return whether to continue. `awaited`: the counter that this rank waits for.
+        """Check whether to continue. `awaited`: the counter that this rank waits for.
 
         Raises the failure of another rank, or DeadlineError.
         """

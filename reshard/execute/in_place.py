@@ -128,7 +128,7 @@ class InPlace:
 
 
 def _pieces(copy: Copy, compared: list[Range]) -> Iterator[_TargetPiece]:
-    """Return the pieces that are compared here, and those that are only read because they are
+    """Yield the pieces that are compared here, and those that are only read because they are
     compared elsewhere."""
     source, window = copy.place.source, copy.place.window
     assert isinstance(source, FileSource)

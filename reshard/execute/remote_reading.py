@@ -126,7 +126,7 @@ class RemoteReading:
 
 
 def _requests(stretch: _Stretch, limit: int) -> Iterator[tuple[int, int, int, Iterable[SegmentPart]]]:
-    """Return the requests (byte that windows count from, first byte, one past the last, parts that
+    """Yield the requests (byte that windows count from, first byte, one past the last, parts that
     begin there), as large as the limit allows."""
     base = stretch.number * segment_bytes(stretch.source)
     if stretch.stop - base <= limit:

@@ -509,7 +509,7 @@ def _by_pieces(ranks: _RankOptimizers, keys: Sequence[int], groups: Groups, hint
 
 
 def _beside(contents: Contents) -> Iterator[str]:
-    """Return the keys of everything but the one model and the one optimizer that are read from each file."""
+    """Yield the keys of everything but the one model and the one optimizer that are read from each file."""
     sections = contents.known(Fsdp1Facts).sections
     read = {
         f"{name}_{rank}": _sections(file.entries) for name, files in sections.items() for rank, file in files.items()

@@ -245,7 +245,7 @@ def _claim(contents: Contents) -> Contents | None:
 
 
 def _beside(contents: Contents) -> Iterator[str]:
-    """Return the keys of everything that is part of neither a stage's model nor its optimizers."""
+    """Yield the keys of everything that is part of neither a stage's model nor its optimizers."""
     stages: dict[str, dict[str, KeyPath]] = {}
     for key in (*contents.tensors, *contents.objects):
         stage, *inside = contents.path_of(key)

@@ -143,7 +143,7 @@ def find_sections(contents: Contents) -> Sections:
 
 
 def outside_sections(contents: Contents) -> Iterator[str]:
-    """Return the keys of everything that is not part of a model or an optimizer."""
+    """Yield the keys of everything that is not part of a model or an optimizer."""
     sections = find_sections(contents)
     used = {leaf.key for _, leaf in sections.model}
     used |= {leaf.key for _, tree in sections.optimizers for _, leaf in walk(tree)}

@@ -441,7 +441,7 @@ class HostMemory:
         return self._make(nbytes)
 
     def give(self, blocks: Iterable[torch.Tensor]) -> None:
-        """Return blocks that are no longer used."""
+        """Take back blocks that are no longer used."""
         with self._lock:
             self._free.extend(blocks)
 

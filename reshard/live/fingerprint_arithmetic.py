@@ -172,7 +172,7 @@ class Axis:
         return key.outer(self.dim, index) if self.part == "outer" else key.at(self.dim, index)
 
     def segments(self) -> list[tuple[int, int, Axes]]:
-        """Yield the axis in pieces `(start, stop, axes)`: complete blocks become two axes, and the
+        """Return the axis in pieces `(start, stop, axes)`: complete blocks become two axes, and the
         rest stays one."""
         if self.part != "index":
             return [(0, self.size, (self,))]

@@ -168,7 +168,7 @@ def _small_kind(tensor: torch.Tensor, positions: Positions, shape: Sequence[int]
 def _small_partials(
     alike: Sequence[tuple[torch.Tensor, Positions, Sequence[int] | None]], key: Key
 ) -> Iterator[Partial]:
-    """Return the partials of tensors of one small kind. Raises as `partial` does."""
+    """Yield the partials of tensors of one small kind. Raises as `partial` does."""
     tensor, positions, shape = alike[0]
     ((piece, part),) = local_parts(tensor, positions, tuple(tensor.shape) if shape is None else tuple(shape))
     ((words, axes),) = words_of(piece, part)
@@ -260,7 +260,7 @@ _BITS = {1: torch.uint8, 2: torch.int16}
 
 
 def local_parts(tensor: torch.Tensor, positions: Positions, shape: Sequence[int]) -> list[tuple[torch.Tensor, Part]]:
-    """Yield the local tensor as pieces that are products of global intervals, dim by dim. Nothing
+    """Return the local tensor as pieces that are products of global intervals, dim by dim. Nothing
     is copied.
 
     Boxes must either tile the local tensor as a product does (as `TensorLayout.boxes` returns

@@ -457,7 +457,7 @@ def _usable(there: Any, row: Saved) -> Any:
 def _within(
     nest: Any, is_one: Callable[[Any], bool] = lambda value: isinstance(value, dict) and is_nested(value)
 ) -> list[tuple[KeyPath, Any]]:
-    """Yield the values in a nest for which `is_one` is True, with their paths. Default: optimizers
+    """Return the values in a nest for which `is_one` is True, with their paths. Default: optimizers
     of the nested form."""
     return [(path, one) for path, one in leaves_of(nest, is_one).items() if is_one(one)]
 

@@ -125,7 +125,7 @@ class ModuleReader:
         return {id(buffer): first for name, buffer in inner.named_buffers() if name not in ignored}
 
     def children(self, module: nn.Module) -> Mapping[str, nn.Module | None]:
-        """Yield every child under each of its names."""
+        """Return every child under each of its names."""
         return module._modules
 
     def child(self, module: nn.Module, name: str) -> nn.Module | None:

@@ -1,5 +1,5 @@
-"""Canonical state dicts: names without wrappers, optimizer state by name, sharded or whole, out of
-any live model."""
+"""Canonical state dicts of live models: names without wrappers, optimizer state by name, tensors
+sharded or full."""
 
 from __future__ import annotations
 

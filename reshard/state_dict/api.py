@@ -33,7 +33,7 @@ _SWAPPED = "model_state_dict and optim_state_dict are swapped"
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Neither autograd nor garbage collection."""
+    """Disable autograd and garbage collection."""
     with gc_paused(), torch.no_grad():
         yield
 
@@ -215,8 +215,8 @@ def set_state_dict(
 
 @_quietly()
 def optimizer_to_restore(model: Models, optimizers: Optimizers, options: StateDictOptions) -> dict[str, Any]:
-    """The state dict for a load after which only those parameters have state that were saved with
-    some, and those that the options allow to be missing."""
+    """Return the state dict for a load after which only those parameters have state that were saved
+    with some, or that the options allow to be missing."""
     return _optimizer_state(LiveOptimizers(LiveModel(model), optimizers), None, options, forgets=True)
 
 
@@ -226,7 +226,7 @@ def refuse_optimizers(
     """Raise NormalizationError for saved param groups that an optimizer would refuse, and
     KeyMismatchError for state that lacks what it needs.
 
-    Touches nothing.
+    Changes nothing.
     """
     live = LiveOptimizers(LiveModel(model), optimizers)
     plan_optimizers(live, {"param_groups": given["param_groups"]}, options)
@@ -236,8 +236,8 @@ def refuse_optimizers(
 def group_orders(
     model: Models, optimizers: Optimizers, groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[Optimizer, list[int]]]:
-    """Yield each optimizer that has its param groups in another order than they were saved, and for
-    each of its groups the place among the saved ones."""
+    """Yield each optimizer whose param groups are in another order than when they were saved, and
+    for each of its groups the position among the saved ones."""
     live = LiveOptimizers(LiveModel(model), optimizers)
     places: list[dict[int, int]] = [{} for _ in live.optimizers]
     for place, group in enumerate(groups):
@@ -259,8 +259,8 @@ def _set(
     of_optimizers: Mapping[str, Any],
     options: StateDictOptions | None,
 ) -> tuple[SetReport, OptimizerReport]:
-    """Check all that is given before anything is written. Where both are set, nothing for the model
-    leaves it as it is."""
+    """Check everything before anything is written. If both are set, an empty dict for the model
+    leaves it unchanged."""
     opts = as_options(options)
     receives = opts.broadcast_from_rank0 and world_size() > 1
     with setting(opts, together=((),) if receives else ()):
@@ -296,7 +296,7 @@ def _set(
 
 def _refuse_replaced(live: LiveModel, optimizers: LiveOptimizers) -> None:
     """Raise NormalizationError if the model has new parameters instead of some on the meta device,
-    because something else refers to these."""
+    because something else refers to the old ones."""
     for one in (one for own in optimizers.parameters for one in own if one.parameter.is_meta):
         slot = live.by_name.get(one.name)
         if slot is not None and getattr(slot.owner, slot.attr) is not one.parameter:
@@ -308,9 +308,9 @@ def _refuse_replaced(live: LiveModel, optimizers: LiveOptimizers) -> None:
 
 
 def _shared(live: LiveModel, given: Mapping[str, Any], options: StateDictOptions) -> Iterator[Any]:
-    """Yield the device meshes and process groups whose ranks set together, so that one's refusal
-    must be that of all: full tensors into a sharded model, or tensors that are sharded in another
-    way."""
+    """Yield the device meshes and process groups whose ranks set together: all of them must refuse
+    if one does. They set full tensors into a sharded model, or tensors that are sharded
+    differently."""
     for slot in live.slots if options.full_state_dict else ():
         if slot.piece is not None:
             yield slot.piece.group
@@ -402,9 +402,9 @@ def _in_form(whole: dict[str, Any], elsewhere: Mapping[str, Any], options: State
 
 
 def _without_state(whole: dict[str, Any], live: LiveOptimizers) -> dict[str, OptimizedParameter]:
-    """The parameters that never had a gradient, by all their names; without those that have no
-    element here. Of optimizers that load their state themselves, all: they may have made only a
-    part of it."""
+    """Return the parameters that never had a gradient, by all their names, without those that have
+    no element here. For optimizers that load their state themselves, return all: they may have made
+    only a part of it."""
     if not any(live.loads_itself) and live.by_name.keys() <= whole["state"].keys():
         return {}
     found = {
@@ -422,8 +422,8 @@ def _awaiting(
     options: StateDictOptions,
     has_own: bool,
 ) -> dict[str, Any]:
-    """The state dict of an optimizer that has no state of some parameters, in which a load sees
-    where it is to go."""
+    """Return the state dict of an optimizer that has no state for some parameters, in a form in
+    which a load sees where to put it."""
     parameters: dict[str, Any] = {}
     for one in cold.values():
         if options.full_state_dict:
@@ -438,7 +438,7 @@ def _awaiting(
 def _of_modules(
     live: LiveModel, modules: Iterable[nn.Module], names: Iterable[str], options: StateDictOptions
 ) -> dict[str, str]:
-    """Return the names that belong to some modules, by the names to return."""
+    """Return the names that belong to some modules, keyed by the names to return."""
     found: dict[str, str] = {}
     pairs = ((prefix, name) for prefix in live.prefixes(modules) for name in names if name.startswith(prefix))
     for prefix, name in pairs:
@@ -452,7 +452,7 @@ def _of_modules(
 
 
 def _by_name(live: LiveModel, given: Mapping[Any, Any]) -> Mapping[str, Any]:
-    """The dict by full names, also from {submodule: its state dict}."""
+    """Return the dict by full names, also from {submodule: its state dict}."""
     if not isinstance(given, Mapping):
         raise NormalizationError(
             f"a model state dict must be a mapping, got {type(given).__name__}. To set a checkpoint, load it: "

@@ -1,9 +1,9 @@
-"""A state dict that only rank 0 has: each rank asks for the elements that it holds, and is sent
-these and no others.
+"""Distributes a state dict that only rank 0 has: each rank requests the elements that it holds, and
+receives only these.
 
-First all ranks learn the structure (names, shapes, dtypes, and all other values), check it against
-their own models and say what they want. Only then tensors are sent, one after another. What a rank
-makes of it is the same dict, with tensors as its own model holds them.
+First, all ranks receive the structure (names, shapes, dtypes, and all other values), compare it
+with their own models, and say what they want. Only then are tensors sent, one by one. Each rank
+gets the same dict, with tensors sharded as its own model's.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class Outline(NamedTuple):
     dtype: torch.dtype
 
     def made(self, device: torch.device | str) -> torch.Tensor:
-        """New memory for all of it."""
+        """Return new memory for the full tensor."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 @contextlib.contextmanager
 def setting(options: StateDictOptions | None = None, *, together: Iterable[tuple[int, ...]] = ((),)) -> Iterator[None]:
-    """A phase in which all ranks raise what one rank raises.
-    Collective over all ranks, or over each of some sets of ranks.
+    """A phase in which all ranks raise what one rank raises. Collective over all ranks, or over
+    each of some sets of ranks.
 
-    `options`: of the call, unless they were compared before. Raises LayoutError if ranks were
-    given different ones.
+    `options`: those of the call, unless they were compared before. Raises LayoutError if ranks have
+    different ones.
     """
     with contextlib.ExitStack() as stack:
         for ranks in together:
@@ -67,12 +67,12 @@ def setting(options: StateDictOptions | None = None, *, together: Iterable[tuple
 def expect_model(
     live: LiveModel, given: Mapping[str, Any], options: StateDictOptions
 ) -> tuple[dict[str, Any], Callable[[], None]]:
-    """The model state dict of rank 0, restricted to what this rank's model has, its tensors sharded
-    as the live ones; and what fills it.
+    """Return the model state dict of rank 0, restricted to what this rank's model has, with tensors
+    sharded as the live ones, and a function that fills it.
 
-    Where the live tensor has the dtype of the given one it is written directly, and stands in the
-    returned dict itself. Both are collective. Raises, on all ranks and with nothing changed, if the
-    dict does not fit some rank's model.
+    If a live tensor has the dtype of the given one, it is written directly, and is itself in the
+    returned dict. Both are collective. Raises, on all ranks and with nothing changed, if the dict
+    does not fit some rank's model.
     """
     data, sources = _share_outline(given)
     with setting():
@@ -100,8 +100,8 @@ def expect_model(
 
 
 def receive_optimizer(live: LiveOptimizers, given: Mapping[str, Any], options: StateDictOptions) -> OptimizerWrites:
-    """Return what sets the optimizers to the state dict of rank 0, restricted to this rank's
-    parameters. Its tensors are in new memory, and sharded as the parameters are where they have
+    """Return a function that sets the optimizers to the state dict of rank 0, restricted to this
+    rank's parameters. Its tensors are in new memory, and sharded like the parameters if they have
     their shape. Collective; raises like `expect_model`."""
     data, sources = _share_outline(given)
     with setting():
@@ -158,7 +158,7 @@ def _model_target(one: Outline, slot: StateEntry | None, device: torch.device, i
 
 
 def _like(model: torch.Tensor, piece: FlatPiece | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """New memory, sharded as `model` or `piece` is."""
+    """Return new memory, sharded as `model` or `piece` is."""
     if piece is not None:
         where = piece.local_slice()
         return piece.tensor(torch.empty(where.stop - where.start, dtype=dtype, device=device))
@@ -168,14 +168,14 @@ def _like(model: torch.Tensor, piece: FlatPiece | None, dtype: torch.dtype, devi
 
 
 def _map_outlines(make: Callable[[tuple[Any, ...], Outline], Any], nest: Any) -> Any:
-    """The containers with `make(path, outline)` instead of each outline."""
+    """Return the containers with `make(path, outline)` instead of each outline."""
     return map_leaves(lambda path, leaf: make(path, leaf) if isinstance(leaf, Outline) else leaf, nest)
 
 
 def _with_targets(
     make: Callable[[Sequence[Any], Outline], torch.Tensor], nest: Any
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The containers with a tensor instead of each outline, and these tensors by path."""
+    """Return the containers with a tensor instead of each outline, and these tensors by path."""
     targets: dict[str, torch.Tensor] = {}
 
     def keep(path: Sequence[Any], one: Outline) -> torch.Tensor:
@@ -186,13 +186,13 @@ def _with_targets(
 
 
 def _on_meta(nest: Any) -> Any:
-    """The containers with tensors without memory for outlines."""
+    """Return the containers with meta tensors instead of outlines."""
     return _map_outlines(lambda _, one: one.made("meta"), nest)
 
 
 def _share_outline(given: Mapping[str, Any]) -> tuple[bytes, dict[str, torch.Tensor]]:
-    """Return what rank 0 has, on all ranks, pickled with outlines for tensors; and on rank 0 the
-    tensors by path. Collective."""
+    """Collective: return what rank 0 has, on all ranks, pickled with outlines for tensors. On rank
+    0, also return the tensors by path."""
     tensors: dict[str, torch.Tensor] = {}
 
     def outline(path: Sequence[Any], leaf: Any) -> Any:
@@ -219,7 +219,7 @@ def _share_outline(given: Mapping[str, Any]) -> tuple[bytes, dict[str, torch.Ten
 
 
 class _Spot(NamedTuple):
-    """Where a rank's model has an entry, in memory that another entry has a part of."""
+    """Where a rank's model has an entry that shares memory with another one."""
 
     path: str
     dtype: str
@@ -229,7 +229,7 @@ class _Spot(NamedTuple):
 
 
 _Shared = tuple[list[list[str]], list[list[_Spot]]]
-"""Of which entries of the dict a rank's model has one memory: the paths of each tied tensor, and
+"""Entries of the dict that share memory in a rank's model: the paths of each tied tensor, and
 places that overlap."""
 
 
@@ -343,7 +343,7 @@ def _refuse(strangers: list[str], lost: list[str]) -> None:
 
 
 def _views(target: Any) -> list[tuple[Box, torch.Tensor]]:
-    """(box of the full tensor, the memory for it) for everything that this rank holds."""
+    """Return (box of the full tensor, the memory for it) for everything that this rank holds."""
     if not is_sharded(target):
         return [(Box.full(tuple(target.shape)), target)]
     return [
@@ -375,8 +375,8 @@ def _send_all(
 
 
 def _wait_for(ops: list[dist.P2POp]) -> None:
-    """Messages of one call go by the communicator that all ranks have. Alone, each pair of ranks
-    would get one of its own from NCCL."""
+    """Wait for messages. Messages of one call use the communicator of all ranks. Otherwise, NCCL
+    would create one for each pair of ranks."""
     for work in dist.batch_isend_irecv(ops) if ops else ():
         work.wait()
 
@@ -392,7 +392,6 @@ def _receive(views: list[tuple[Box, torch.Tensor]], tag: int) -> None:
 
 
 def _wire() -> torch.device:
-    """Return where tensors must be to be sent: the CPU, if the default group has a backend for
-    it."""
+    """Return the device from which tensors are sent: the CPU, if the default group has a backend for it."""
     kinds = sending_kinds(None)
     return device_of_kind("cpu" if "cpu" in kinds or not kinds else kinds[0])

@@ -92,8 +92,8 @@ def collect_optimizer(state: dict[str, Any], live: LiveOptimizers, options: Stat
 def _state_of_all_ranks(
     state: dict[str, Any], live: LiveOptimizers, k: int, mine: Container[str], options: StateDictOptions
 ) -> dict[str, Any]:
-    """The state with that of `mine` which other ranks have of a ZeroRedundancyOptimizer, one rank
-    after another. Collective over its process group."""
+    """Collective over the process group of a ZeroRedundancyOptimizer: return the state, with the
+    part of `mine` that other ranks have, one rank after another."""
     optimizer: Any = live.optimizers[k]
     parameters = {one.name: one.parameter for one in live.parameters[k]}
     own = {name: values for name, values in state.items() if name in parameters}

@@ -1,5 +1,5 @@
-"""Full tensors from sharded ones and back, one at a time; and chunks of rows of tensors sharded
-across rows."""
+"""Gathers full tensors from sharded ones and scatters them again, one at a time; and moves chunks
+of rows of tensors that are sharded across rows."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def member_ranks(tensor: Any) -> list[int]:
 
 
 def place_of(tensor: Any) -> Any:
-    """The device mesh or process group of a sharded tensor."""
+    """Return the device mesh or process group of a sharded tensor."""
     return tensor.device_mesh if is_dtensor(tensor) else group_of(tensor)
 
 
 def joint_ranks(places: Iterable[Any]) -> list[tuple[int, ...]]:
-    """The ranks of each device mesh or process group that this rank shares with others, unless they
-    are in another one, too. All these ranks find the same, in one order."""
+    """Return the ranks of each device mesh or process group that this rank shares with others,
+    unless another one contains them. All these ranks get the same result, in the same order."""
     every = [
         ranks for ranks in {tuple(ranks_of(place)) for place in {*places}} if this_rank() in ranks[1:] + ranks[:-1]
     ]
@@ -71,18 +71,18 @@ def joint_ranks(places: Iterable[Any]) -> list[tuple[int, ...]]:
 
 
 def ranks_of(place: Any) -> list[int]:
-    """The ranks of a device mesh or process group, in ascending order."""
+    """Return the ranks of a device mesh or process group, in ascending order."""
     is_group = isinstance(place, dist.ProcessGroup)
     ranks = dist.get_process_group_ranks(place) if is_group else place.mesh.flatten().tolist()
     return sorted(ranks)
 
 
 def gather(tensor: LiveTensor, to_rank: int | None = None) -> Any:
-    """The full tensor on every rank that holds a part, or only on `to_rank`, one of them, and None
-    on the others.
+    """Return the full tensor on every rank that holds a part, or only on `to_rank`, one of them,
+    and None on the others.
 
-    Collective over these ranks; a tensor that is not sharded is returned as it is. Replicas are not
-    sent.
+    Collective over these ranks. A tensor that is not sharded is returned unchanged. Replicas are
+    not sent.
     """
     value = tensor.value
     if not tensor.is_sharded:
@@ -115,7 +115,7 @@ def gather(tensor: LiveTensor, to_rank: int | None = None) -> Any:
 
 
 def scatter(whole: torch.Tensor, target: LiveTensor) -> None:
-    """Copy into `target` the elements of `whole` that this rank holds. Local: nothing is sent."""
+    """Copy the elements of `whole` that this rank holds into `target`. Local: nothing is sent."""
     for part, local in parts_of(target):
         for there, here in part.boxes():
             local[here.slices].copy_(whole[there.slices])
@@ -124,8 +124,8 @@ def scatter(whole: torch.Tensor, target: LiveTensor) -> None:
 def _along_axes(
     tensor: DTensor, form: Form, shape: Shape, data: torch.Tensor, to_rank: int | None
 ) -> list[tuple[int, torch.Tensor]] | None:
-    """The bytes of all distinct parts with a rank that holds each, collected along one mesh axis
-    after another."""
+    """Return the bytes of all distinct parts, each with a rank that holds it, collected along one
+    mesh axis after another."""
     grid, me = tensor.device_mesh.mesh, dist.get_rank()
     lines = lines_of(tensor.device_mesh, me)
     here = (grid == me).nonzero()[0].tolist()
@@ -160,7 +160,7 @@ def _collected(grid: torch.Tensor, rank: int, axes: Sequence[int], kept: Collect
 
 
 def _sizes(dtype: torch.dtype, form: Form, shape: Shape, ranks: Sequence[Sequence[int]]) -> list[int]:
-    """Bytes that each list of ranks holds together."""
+    """Return the number of bytes that each list of ranks holds together."""
     return [sum(part.numel for rank in own for part in form.parts(shape, rank)) * dtype.itemsize for own in ranks]
 
 
@@ -172,8 +172,8 @@ def _nothing(tensor: Any) -> torch.Tensor:
 
 
 def _exchange(data: torch.Tensor, sizes: Sequence[int], group: Any, to_rank: int | None) -> list[torch.Tensor] | None:
-    """The bytes of every member of the group, in its order; None on all but `to_rank`, unless that
-    is None."""
+    """Return the bytes of every member of the group, in its order; None on all but `to_rank`, if
+    that is given."""
     longest, home = max(sizes), data.device
     if longest == 0:
         return [data[:0] for _ in sizes] if to_rank in (None, dist.get_rank()) else None
@@ -196,7 +196,7 @@ def _exchange(data: torch.Tensor, sizes: Sequence[int], group: Any, to_rank: int
 
 
 MESSAGES_BYTES = 64 << 20
-"""Tensors are sent together until each rank would hold about this many bytes of them."""
+"""Tensors are sent together until each rank would hold about this many bytes."""
 
 _Ranges = tuple[Range, ...]
 _Pair = tuple[LiveTensor, LiveTensor]
@@ -204,8 +204,8 @@ _Pair = tuple[LiveTensor, LiveTensor]
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """A tensor's flattening, from ranges that the ranks of a group hold to ranges that they
-    want."""
+    """A move of a flattened tensor, from the ranges that the ranks of a group hold to the ranges
+    that they want."""
 
     name: str
     shape: Shape
@@ -214,11 +214,11 @@ class _Move:
     local: torch.Tensor
     """What this rank holds, 1-D."""
     made: torch.Tensor
-    """What this rank is to have, 1-D."""
+    """What this rank will have, 1-D."""
 
     @property
     def kept_elsewhere(self) -> bool:
-        """True if a rank holds what another wants."""
+        """True if a rank holds what another rank wants."""
         return any(
             have[0] < have[1] and not (want[0] <= have[0] and have[1] <= want[1])
             for have, want in zip(self.held, self.wanted)
@@ -226,11 +226,11 @@ class _Move:
 
 
 def as_chunks(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors, with each `CutAcrossRows` as a new DTensor or ShardedTensor, sharded as
+    """Return the tensors, with each `CutAcrossRows` as a new DTensor or ShardedTensor, sharded as
     `torch.chunk` along dim 0 splits.
 
-    Collective over the ranks of each process group that has some. Raises NormalizationError, on all
-    of them, where not all have the same ones.
+    Collective over the ranks of each process group with such tensors. Raises NormalizationError on
+    all of them unless all have the same ones.
     """
     out = dict(tensors)
     groups: dict[Any, list[_Move]] = {}
@@ -281,8 +281,8 @@ def _go_together(one: tuple[FlatCut, torch.Tensor], other: tuple[FlatCut, torch.
 
 
 def _flattened(tensor: LiveTensor) -> tuple[FlatCut, torch.Tensor] | None:
-    """Return how a tensor is sharded, and this rank's range of its flattening, its memory shared;
-    None if a rank has no range."""
+    """Return how a tensor is sharded, and this rank's range of the flattened tensor, which shares
+    its memory. None if a rank has no range."""
     found = cut_of(tensor.value)
     group = _group_along_rows(tensor.value) if found is None else None
     if group is None:
@@ -301,8 +301,8 @@ def _flattened(tensor: LiveTensor) -> tuple[FlatCut, torch.Tensor] | None:
 
 
 def _group_along_rows(tensor: torch.Tensor) -> Any:
-    """The process group whose ranks have a tensor's rows, in its order; None if there is no one
-    such group."""
+    """Return the process group whose ranks have a tensor's rows, in its order. None if there is no
+    single group."""
     if not is_sharded(tensor) or not tensor.dim():
         return None
     if not is_dtensor(tensor):
@@ -319,7 +319,7 @@ def _group_along_rows(tensor: torch.Tensor) -> Any:
 
 
 def _exchange_rows(moves: list[_Move], group: Any) -> None:
-    """Fill what this rank is to have of all of them."""
+    """Fill what this rank wants of all tensors."""
     _agree(moves, group)
     for together in batches(moves, _nbytes, MESSAGES_BYTES, lambda move: move.local.device):
         _send(together, group)

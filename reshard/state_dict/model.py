@@ -1,4 +1,4 @@
-"""Taking the state dict of live modules, and putting one back, value by value."""
+"""Reads the state dict of live modules, and writes one back, value by value."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ from reshard.state_dict.options import Cast, SetReport, StateDictOptions
 
 
 def read_model(live: LiveModel, *, whole: bool) -> dict[str, Any]:
-    """The canonical state dict: {name: tensor or extra state}; tensors share memory with the live
-    ones. `whole`: the caller gathers what it is given, also parameters that are partitioned, which
-    are refused else."""
+    """Return the canonical state dict: {name: tensor or extra state}. Tensors share memory with the
+    live ones. `whole`: the caller gathers the values, including partitioned parameters, which are
+    otherwise refused."""
     if not whole:
         live.refuse_partitioned(HOW_TO_GET)
     out: dict[str, Any] = {}
@@ -79,13 +79,13 @@ class RegionWrite(NamedTuple):
     state: dict[str, Any]
     """The state by the module's own keys."""
     slots: dict[str, StateEntry]
-    """Where these go, as far as known, by the same keys."""
+    """Where these values go, as far as known, by the same keys."""
     forgiven: frozenset[str]
     """Names that may be missing."""
 
 
 class DirectWrite(NamedTuple):
-    """A value that is written into its place by us."""
+    """A value that this library writes into its place."""
 
     slot: StateEntry
     value: Any
@@ -104,10 +104,10 @@ class ModelWrites(NamedTuple):
 def plan_model(
     live: LiveModel, given: Mapping[str, Any], options: StateDictOptions, *, outlines: bool = False
 ) -> ModelWrites:
-    """Match `given` with the live names; touches nothing. `outlines`: its tensors are on the meta
-    device for now.
+    """Match `given` with the live names. Changes nothing. `outlines`: its tensors are still on the
+    meta device.
 
-    Raises KeyMismatchError listing every missing, unexpected and misfitting name (the first two
+    Raises KeyMismatchError listing every missing, unexpected, and misfitting name (the first two
     only if strict).
     """
     live.refuse_partitioned(HOW_TO_SET)
@@ -133,10 +133,11 @@ def plan_model(
 
 
 def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
-    """Do what was planned: first the calls of the user's own code, which may refuse, then the plain copies.
+    """Write what was planned: first by the user's own code, which may refuse, then by plain copies.
 
-    Raises KeyMismatchError if strict and a module's own `load_state_dict` refuses names, and whatever such a
-    method raises; either says which modules may already have been written to. Nothing else has been.
+    Raises KeyMismatchError if strict and a module's own `load_state_dict` refuses names, and
+    everything that such a method raises. Both say which modules may already have been written to.
+    Nothing else has been.
     """
     missing, unexpected = list(writes.report.missing), list(writes.report.unexpected)
     begun: list[SelfLoadingModule] = []
@@ -205,7 +206,7 @@ def _written(regions: list[SelfLoadingModule]) -> str:
 
 
 class _ModelMatch:
-    """Finds the given value of each live place, and keeps account."""
+    """Finds the given value of each live place, and records what was used."""
 
     def __init__(self, live: LiveModel, given: Mapping[str, Any], ignore_frozen: bool, outlines: bool) -> None:
         self.live = live
@@ -220,7 +221,7 @@ class _ModelMatch:
         self.written: set[Any] = set()
 
     def direct(self, slot: StateEntry) -> DirectWrite | None:
-        """Return what is to be written there; None if nothing is given for it."""
+        """Return what is written there. None if nothing is given for it."""
         name = slot.name
         value = self.given.get(name)
         if _is_plain_pair(slot, value) and name not in self.live.tied:
@@ -233,7 +234,8 @@ class _ModelMatch:
         return DirectWrite(slot, self.given[found], _is_plain_pair(slot, self.given[found]))
 
     def take(self, slot: StateEntry) -> str | None:
-        """The name under which `given` has this slot's value, checked; None if it has none."""
+        """Return the name under which `given` has this slot's value, after checking it. None if it
+        has none."""
         name: str | None = slot.name
         if slot.name in self.live.tied:
             names = [alias for alias in (slot.name, *self.live.aliases(slot)) if alias in self.given]
@@ -251,8 +253,9 @@ class _ModelMatch:
         return name
 
     def refuse_overwritten(self, direct: list[DirectWrite]) -> None:
-        """Places of the model may share memory without being one tensor, as a buffer that is a row
-        of a parameter: then values that differ cannot both be there."""
+        """Raise an error if values would overwrite each other. Places of the model may share memory
+        without being one tensor, such as a buffer that is a row of a parameter: then they cannot
+        get different values."""
         if self.outlines or self.faults:
             return
         pairs = [(slot, value) for slot, value, _ in direct if slot.value is not None and slot.piece is None]
@@ -260,8 +263,8 @@ class _ModelMatch:
             self.faults.append(f"{pairs[i][0].name}: shares memory with another entry that gets another value")
 
     def region(self, region: SelfLoadingModule) -> RegionWrite:
-        """Return what to give to the module's own `load_state_dict`: its keys by their names, and
-        with every name below it that is unknown, since its hooks may know it."""
+        """Return what to pass to the module's own `load_state_dict`: its keys by their names, with
+        every unknown name below it, because its hooks may know it."""
         state: dict[str, Any] = {}
         places: dict[str, StateEntry] = {}
         missing: list[str] = []
@@ -347,7 +350,7 @@ class _ModelMatch:
             self.reshaped.append(name)
 
     def _agree(self, names: list[str]) -> None:
-        """Names of one tied tensor must bring one value."""
+        """Check that the names of one tied tensor have one value."""
         first = self.given[names[0]] if names else None
         for name in names[1:]:
             other = self.given[name]
@@ -356,7 +359,7 @@ class _ModelMatch:
 
 
 def _other_class(value: Any, target: torch.Tensor) -> str | None:
-    """Return what to say if only one of two tensors is quantized, or they are so in two ways: no
+    """Return what to say if only one of two tensors is quantized, or both in different ways: no
     copy can convert them."""
     if not (is_sharded(value) or is_sharded(target)) and value.layout != target.layout:
         return f"is {value.layout} in the dict, and {target.layout} in the model: use .to_dense()"
@@ -407,12 +410,12 @@ def listed(title: str, names: list[str], others: Collection[str] = (), limit: in
 
 
 def _address(value: Any) -> int:
-    """The address of the elements of a tensor on this rank; 0 for anything without memory."""
+    """Return the address of the elements of a tensor on this rank; 0 for anything without memory."""
     return _span(value)[0] if isinstance(value, torch.Tensor) else 0
 
 
 def _is_plain_pair(slot: StateEntry, value: Any) -> bool:
-    """Return whether the value can simply be copied: the usual case, and there are many of them."""
+    """Return whether the value can simply be copied, which is the usual case."""
     target = slot.value
     return (
         type(value) is torch.Tensor
@@ -439,7 +442,7 @@ _EXPANDED = "has several elements at one memory address in the model, as after e
 
 
 def is_expanded(target: torch.Tensor) -> bool:
-    """Return whether several elements here share a memory address: nothing can be copied there."""
+    """Return whether several elements share a memory address here, so that nothing can be copied there."""
     local = target if type(target) in PLAIN else holder(target)
     if local.layout is not torch.strided or 0 not in local.stride() or not local.numel():
         return False
@@ -447,8 +450,8 @@ def is_expanded(target: torch.Tensor) -> bool:
 
 
 def part_of(name: str, parameters: Collection[str]) -> str:
-    """Return which of these parameters a module saves this beside, such as `weight.absmax`, or as a
-    part of; ""."""
+    """Return the parameter, of these, beside which a module saves this name, such as
+    `weight.absmax`, or of which it is a part; "" if there is none."""
     return next((name[:at] for at, letter in enumerate(name) if letter == "." and name[:at] in parameters), "")
 
 
@@ -520,13 +523,12 @@ def is_shard_like(value: Any, model: Any) -> bool:
 def like(
     value: torch.Tensor, model: torch.Tensor, device: torch.device | None = None, *, is_placed: bool = False
 ) -> torch.Tensor:
-    """A new tensor with the elements and dtype of `value`, sharded as `model` is where the shapes
-    are equal, unless `value` is on its mesh and `is_placed` there as it is to be.
+    """Return a new tensor with the elements and dtype of `value`, sharded like `model` if the
+    shapes are equal, unless `value` is on its mesh and already `is_placed` there.
 
-    0-d tensors are not sharded and stay on their device, unless `model` is 0-d; others go to `device`,
-    by default that of `model`. A
-    tensor of another shape than a sharded `model` becomes a replicated one on its mesh, so that
-    arithmetic between the two works.
+    0-d tensors are not sharded and stay on their device, unless `model` is 0-d. Others go to
+    `device`, by default that of `model`. A tensor of another shape than a sharded `model` becomes a
+    replica on its mesh.
     """
     value, model = settled(value), settled(model)
     device = model.device if device is None else device
@@ -550,9 +552,9 @@ def like(
 
 
 def _materialized(value: torch.Tensor, slot: StateEntry, made: dict[Any, torch.Tensor]) -> torch.Tensor:
-    """A tensor with the elements of `value` for a place on the meta device: of its dtype and
-    sharding, on the device of `value`, or a plain value on that of the mesh. All names of a tied
-    tensor get the same one, which is in `made`, by identity."""
+    """Return a tensor with the elements of `value` for a place on the meta device, with its dtype
+    and sharding, on the device of `value`, or for a plain value on that of the mesh. All names of a
+    tied tensor get the same one, which is in `made`, by identity."""
     model, device = slot.value, value.device
     assert model is not None
     if slot.identity not in made:
@@ -571,7 +573,7 @@ def _place(
     layouts of `slots`.
 
     Return whether tensors on the meta device are left, which only the module's `load_state_dict`
-    may know how to replace. It replaces all others, too, so that `state` gets copies.
+    may know how to replace. It also replaces all others, so `state` gets copies.
     """
     models, left = dict[str, torch.Tensor](), dict(state)
     for key, slot in slots.items():
@@ -595,20 +597,20 @@ def _place(
 
 
 def _copied(value: Any) -> Any:
-    """A deep copy, also of tensors that have a graph, which torch does not copy."""
+    """Return a deep copy, also of tensors with a graph, which torch does not copy."""
     own = {id(tensor): tensor.detach().clone() for tensor in tensors_in(value) if not tensor.is_leaf}
     return copy.deepcopy(value, own)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors inside containers."""
+    """Return the tensors inside containers."""
     if isinstance(value, torch.Tensor):
         return [value]  # nearly always
     return [leaf for leaf in leaves_of(value).values() if isinstance(leaf, torch.Tensor)]
 
 
 def _keep_objects(slots: Sequence[StateEntry]) -> None:
-    """Give modules back the tensors that a load replaced, with what it put in their places."""
+    """Give modules back the tensors that a load replaced, with the values of the replacements."""
     kept: dict[int, torch.Tensor] = {}
     for slot in slots:
         old, new = slot.value, getattr(slot.owner, slot.attr)
@@ -619,8 +621,8 @@ def _keep_objects(slots: Sequence[StateEntry]) -> None:
 
 
 def _exchanged(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """`old` with what `new` holds, so that optimizers keep their parameter; `new` where something
-    else refers to either. Both keep the attributes of `old`."""
+    """Return `old` with the contents of `new`, so that optimizers keep their parameter, or `new` if
+    something else refers to either. Both keep the attributes of `old`."""
     for name, value in vars(old).items():
         vars(new).setdefault(name, value)
     try:
@@ -657,7 +659,7 @@ _NBYTES = attrgetter("nbytes")
 
 
 class Spans(NamedTuple):
-    """The bytes from the first to behind the last element of each of many tensors."""
+    """The bytes from the first element of each of many tensors to the end of its last one."""
 
     starts: Sequence[int] = ()
     """Addresses. 0 if there is no memory, or if its address is unknown."""
@@ -665,11 +667,10 @@ class Spans(NamedTuple):
 
 
 def spans_of(tensors: Sequence[Any], runs: int = 1) -> Spans | None:
-    """The memory of plain tensors; None if some are sparse, which have several storages.
+    """Return the memory of plain tensors. None if some are sparse, which have several storages.
 
     Args:
-        runs: the number of runs of tensors with the same shapes and dtypes, one after
-            another.
+        runs: the number of consecutive runs of tensors with the same shapes and dtypes.
     """
     try:
         starts = list(map(torch.Tensor.data_ptr, tensors))
@@ -682,7 +683,7 @@ def spans_of(tensors: Sequence[Any], runs: int = 1) -> Spans | None:
 
 def all_apart(tensors: Sequence[Any], spans: Spans) -> bool:
     """Return whether no two of the tensors, and of others with the memory `spans`, share memory, as
-    far as one look at each shows: then no further check is needed."""
+    far as one cheap look at each shows. Then no further check is needed."""
     found = _spans_of_any(tensors)
     starts = np.array([*spans.starts, *found.starts], np.uint64)
     ends = starts + np.array([*spans.sizes, *found.sizes], np.uint64)
@@ -710,8 +711,8 @@ def overlapping(tensors: Sequence[Any]) -> list[list[int]]:
 
 
 def apart(targets: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """The values, to be written into the targets one after another; those that share memory with
-    another's target as copies."""
+    """Return the values, to be written into the targets one by one. Those that share memory with
+    another value's target are copies."""
     out, count = list(values), len(targets)
     for cluster in overlapping([*targets, *values]):
         for i in (position - count for position in cluster if position >= count and min(cluster) < count):
@@ -748,7 +749,7 @@ ALIGNED_BYTES = 16
 
 
 def _have_own_storages(tensors: Sequence[Any]) -> bool:
-    """Return True if these are plain tensors of which no two share memory of their storages: the usual case."""
+    """Return True if these are plain tensors that do not share storages, which is the usual case."""
     if not set(map(type, tensors)) <= PLAIN:
         return False
     try:
@@ -767,8 +768,8 @@ def _spans_of_any(tensors: Sequence[Any]) -> Spans:
 
 
 def _span(tensor: Any) -> tuple[int, int]:
-    """The first byte and the number of bytes up to the end of the last element; (0, 0) if there
-    are none, or if the address is unknown."""
+    """Return the first byte and the number of bytes up to the end of the last element; (0, 0) if
+    there are none, or if the address is unknown."""
     held = [] if is_lazy(tensor) else held_tensors(tensor)
     if not held or not set(map(type, held)) <= PLAIN:
         return 0, 0

@@ -1,4 +1,4 @@
-"""Optimizer state under canonical names: read, planned and checked, and set."""
+"""Reads, plans, checks, and sets optimizer state under canonical names."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ from reshard.state_dict.saved_optimizer import (
 
 
 def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
-    """`{"state": {name: {state name: value}}, "param_groups": [{field: value, "params":
-    [names]}]}`, the groups of all optimizers one after another. Parameters without state are in a
-    group and not in `state`.
+    """Return `{"state": {name: {state name: value}}, "param_groups": [{field: value, "params":
+    [names]}]}`, with the groups of all optimizers in order. Parameters without state are in a group
+    and not in `state`.
 
-    The containers are new, the tensors are the live ones; but of one in several fields of groups,
-    such as the rate that torch gives all of them, only the first is: a load may bring a value for
-    each.
+    The containers are new, the tensors are the live ones. If one tensor is in several fields of
+    groups, such as the learning rate that torch gives all of them, only the first field has it: a
+    load may bring a value for each.
     """
     met: set[int] = set()
 
@@ -138,8 +138,8 @@ def _listed(
 
 
 def _names(key: Any, live: LiveOptimizers, k: int) -> list[tuple[Any, OptimizedParameter | None]]:
-    """The canonical names of a key of an optimizer's own state dict; keys of no parameter stay as
-    they are."""
+    """Return the canonical names of a key of an optimizer's own state dict. Keys of no parameter
+    stay unchanged."""
     if isinstance(key, int) and not isinstance(key, bool):
         ones = live.by_id[k].get(key)
         if ones is None:
@@ -165,26 +165,26 @@ class OptimizerWrites(NamedTuple):
     """Everything that a call will write to optimizers, checked before anything is touched."""
 
     state: list[Entry]
-    """The state of every parameter of the optimizers. None if it is to have none."""
+    """The state of every parameter of the optimizers. None to remove it."""
     other: list[tuple[int, Any, Any]]
-    """(optimizer, key, state) under keys that are no parameter."""
+    """(optimizer, key, state) under keys that are not parameters."""
     groups: list[GroupWrite]
     report: OptimizerReport
     places: Places
     """The parameters whose state is written in place."""
     is_placed: bool
-    """Whether tensors stay DTensors or none as they are: a load has placed them."""
+    """Whether tensors keep their placement because a load has placed them."""
 
 
 def plan_optimizers(
     live: LiveOptimizers, given: Mapping[str, Any], options: StateDictOptions, *, outlines: bool = False
 ) -> OptimizerWrites:
-    """Match `given` with the live parameters. Touches nothing.
+    """Match `given` with the live parameters. Changes nothing.
 
-    Raises KeyMismatchError for parameters that the dict says nothing about, names that the model
-    does not have and state that an optimizer has no use for (all three only if strict), and for
-    state that is incomplete or of a wrong shape; NormalizationError for groups that contradict each
-    other or, if strict, are those of an optimizer of another kind.
+    Raises KeyMismatchError for parameters that the dict lacks, names that the model does not have,
+    and state that an optimizer does not use (all three only if strict), and for state that is
+    incomplete or of a wrong shape; NormalizationError for groups that contradict each other or, if
+    strict, belong to another kind of optimizer.
     """
     saved = saved_optimizer.with_state_of_others(read_saved(given, live), given, live)
     match = _OptimizerMatch(live, saved)
@@ -267,7 +267,7 @@ class _OptimizerMatch:
         self.unexpected += unread[:1]
 
     def refused(self, options: StateDictOptions) -> tuple[list[str], list[str], list[str], list[_Unused]]:
-        """Return what is missing, lost, strange, and unused, and an error under these options."""
+        """Return what is missing, lost, unknown, and unused, and an error under these options."""
         missing, lost = (
             [n for n in names if options._refuses(n, is_missing=True)] for names in (self.missing, self.lost)
         )
@@ -295,20 +295,20 @@ class _OptimizerMatch:
         return told.isdisjoint(one.names) and (one.piece is None or one.piece.is_here)
 
     def _useful(self, one: OptimizedParameter, values: State, misfit: Misfit, kind: StateKind) -> State | None:
-        """The state without what the optimizer has no use for."""
+        """Return the state without what the optimizer does not use."""
         self.faults += [f"{one.name}: its state lacks {key!r}, which {kind.name} needs" for key in misfit.lacking]
         self.unused += [(one, key) for key in misfit.unused]
         return {key: value for key, value in values.items() if key not in misfit.unused} or None
 
 
 def _other_keys(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Keys of its state that are no parameter: some optimizers keep state of the whole there."""
+    """Return the keys of its state that are not parameters: some optimizers keep shared state there."""
     keys: list[Any] = list(optimizer.state)
     return [key for key in keys if not isinstance(key, torch.Tensor)]
 
 
 def _new_keys(live: LiveOptimizers, saved: SavedOptimizer) -> list[Any]:
-    """Return the same of a fresh optimizer: keys that no saved group lists."""
+    """Return such keys for a new optimizer: those that no saved group lists."""
     if not live.may_have_own:
         return []
     known = (saved.fields, live.by_name, live.live.by_name)
@@ -316,15 +316,9 @@ def _new_keys(live: LiveOptimizers, saved: SavedOptimizer) -> list[Any]:
 
 
 def _apart(state: list[Entry], live: LiveOptimizers) -> list[str]:
-    """Dicts instead of tensors of a class, such as the parts of a quantized one, and quantized ones
-    for an optimizer of torch's own: no step could use them."""
-    dicts = [
-        (one, key)
-        for one, values in state
-        if values and dict in map(type, values.values())
-        for key, value in values.items()
-        if type(value) is dict
-    ]
+    """Return dicts in place of tensors of a class, such as the parts of a quantized one, and
+    quantized tensors for one of torch's optimizers: no step could use them."""
+    dicts = [(one, key) for one, values in state for key, value in (values or {}).items() if type(value) is dict]
     made: dict[tuple[int, Any], str] = {}
     for k, optimizer in enumerate(live.optimizers if dicts else ()):
         for own in optimizer.state.values():
@@ -387,8 +381,9 @@ def apply_optimizers(
     """Write what was planned.
 
     Args:
-        model_state: what the model was set to in the same call, so that state that is tied to it
-            is recognized.
+        model_state: the values that the model was set to in the same call, so that state that is
+        tied
+            to them is recognized.
     """
     groups: list[list[Mapping[str, Any]]] = [[] for _ in live.optimizers]
     for group_write in writes.groups:
@@ -458,9 +453,9 @@ class _Copies:
     def __init__(self, places: Places, is_placed: bool) -> None:
         self._is_placed = is_placed
         self._placed: set[int] = set()
-        """Ids of parameters whose given state stays DTensors or none, as it is."""
+        """Ids of parameters whose given state keeps its placement."""
         self.targets: list[Any] = list(places.targets)
-        """What the optimizers hold now and keep, to be written into."""
+        """The optimizers' current tensors, which are kept and written into."""
         self.values: list[Any] = list(places.values)
         self.later: list[tuple[OptimizedParameter, dict[Any, Any], Any, Any, Any, Fields | None]] = []
         """Each further entry: its parameter, dict, key, value, current value (None if that may not
@@ -469,12 +464,11 @@ class _Copies:
         self.ties = GivenTies([], [])
         self._places = places
         self._found: list[tuple[OptimizedParameter, dict[Any, Any], Any]] = []
-        """Of each target that was found for an entry of `later`: whose it is, its dict and its
-        key."""
+        """For each target of an entry of `later`: its parameter, its dict, and its key."""
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def add(self, state: Any, one: OptimizedParameter, values: Mapping[Any, Any] | None, fields: Fields) -> None:
-        """Give the parameter the state `values`, or none; `fields` are those of its group."""
+        """Give the parameter the state `values`, or none. `fields` are those of its group."""
         if values is None:
             state.pop(one.parameter, None)
             return
@@ -486,8 +480,8 @@ class _Copies:
         state[one.parameter] = new
 
     def made(self, one: OptimizedParameter, values: Mapping[Any, Any], held: Mapping[Any, Any]) -> dict[Any, Any]:
-        """A dict that will have new `values`, once all is known, sharded as those that are
-        `held`."""
+        """Return a dict that gets new `values` when everything is known, sharded like those that
+        are `held`."""
         self._note_placed(one, values)
         new: dict[Any, Any] = dict.fromkeys(values)
         self.later += [(one, new, key, value, held.get(key), None) for key, value in values.items()]
@@ -518,8 +512,8 @@ class _Copies:
         write_all(self.targets, self.values, list(plain))
 
     def _give_apart(self, model: list[torch.Tensor]) -> None:
-        """Memory of their own for values that would be written where another value, or the model's,
-        is to be."""
+        """Give targets separate memory if they share it with another target, or with the model, and
+        their values differ."""
         moved: set[int] = set()
         pool = [*self.targets, *model]
         places = [(one, old, key) for one, old, values in self._places.rows for key in values] + self._found
@@ -542,8 +536,8 @@ class _Copies:
     def _restored(
         self, value: Any, old: Any, one: OptimizedParameter, holder: dict[Any, Any], key: Any, fields: Fields | None
     ) -> Any:
-        """One entry of a parameter's state, new or, if `old` has the same form, `old`, to
-        be written into."""
+        """Return one entry of a parameter's state: a new tensor or, if `old` has the same form,
+        `old`, to be written into."""
         parameter = one.parameter
         if isinstance(value, torch.Tensor):
             on_device = key == "step" and _keeps_step_on_device(fields or {})
@@ -584,7 +578,7 @@ class _Copies:
 
 
 def _has_form(old: Any, value: torch.Tensor) -> bool:
-    """Return whether an optimizer holds a tensor or a DTensor of the shape of a `value`, which its
+    """Return whether an optimizer has a tensor or a DTensor of the shape of a `value`, which its
     next step expects again."""
     return (
         (type(old) is torch.Tensor or is_dtensor(old))
@@ -626,22 +620,22 @@ class Places(NamedTuple):
     """Parameters whose state is written in place."""
 
     rows: Sequence[tuple[OptimizedParameter, dict[Any, Any], State]] = ()
-    """Each with the state that it has, and what is given for it, under the same keys."""
+    """Each parameter with its current state, and the given state, under the same keys."""
     targets: Sequence[torch.Tensor] = ()
-    """All that they have, one after another. Plain tensors."""
+    """All current tensors, in order. They are plain tensors."""
     values: Sequence[torch.Tensor] = ()
-    """Of each target, a plain tensor of its shape and dtype."""
+    """For each target, a plain tensor of its shape and dtype."""
     spans: Spans = Spans()
     """The memory of all these tensors."""
 
 
 _ROWS = 32
-"""Parameters that are asked about together."""
+"""Number of parameters that are compared together."""
 
 
 def places_of(live: LiveOptimizers, state: Sequence[tuple[OptimizedParameter, State | None]]) -> Places:
-    """The places of all state under the same keys; of none, if one of them has another form than
-    what is given."""
+    """Return the places of all state with the same keys as the given state, or none if one tensor
+    has another form."""
     # not by the parameters themselves, whose hash is a function of Python
     held = [
         {} if loads_itself else dict(zip(map(id, optimizer.state), optimizer.state.values()))
@@ -715,11 +709,11 @@ class GivenTies:
 
     def __init__(self, given: Sequence[torch.Tensor], model: Sequence[ModelTensor]) -> None:
         self._first: dict[int, int] = {}
-        """By id of a given tensor, the id of the first that is the same memory."""
+        """By id of a given tensor, the id of the first one with the same memory."""
         self._model: dict[int, ModelTensor] = {}
-        """By that id, the model's tensor that is the same memory."""
+        """By that id, the model's tensor with the same memory."""
         self._cluster: dict[int, int] = {}
-        """By id of a given tensor that shares memory, which others it hangs together with."""
+        """By id of a given tensor that shares memory, the number of its group of overlapping tensors."""
         ours = [each for each in model if isinstance(each.given, torch.Tensor)]
         pool = [*given, *(each.given for each in ours), *(each.live for each in model)]
         of_model = [*ours, *model]
@@ -734,12 +728,12 @@ class GivenTies:
                     self._model.setdefault(first, of_model[i - len(given)])
 
     def same(self, value: torch.Tensor) -> int:
-        """A number that is equal for given tensors that are the same view of the same memory."""
+        """Return a number that is equal for given tensors that are the same view of the same memory."""
         return self._first.get(id(value), id(value))
 
     def model_tensor(self, value: torch.Tensor) -> torch.Tensor | None:
-        """The model's own tensor, where the given one is the same memory as it or as what it was
-        set to."""
+        """Return the model's own tensor, if the given one has the same memory as it or as the value
+        it was set to."""
         if not self._model:
             return None
         found = self._model.get(self.same(value))
@@ -749,8 +743,7 @@ class GivenTies:
         return live if type(live) is type(value) and global_shape(live) == global_shape(value) else None
 
     def lost(self, live: LiveOptimizers, writes: OptimizerWrites) -> list[str]:
-        """Entries that shared memory when they were given and do not now, as
-        "<parameter>.<key>"."""
+        """Return entries that shared memory when they were given and no longer do, as "<parameter>.<key>"."""
         if not self._cluster:
             return []
         now: dict[int, list[tuple[str, int, Any]]] = {}

@@ -26,7 +26,7 @@ OUTSIDE = "outside_model"
 
 
 class OptimizedParameter(NamedTuple):
-    """A parameter at its place in an optimizer."""
+    """A parameter at its position in an optimizer."""
 
     parameter: torch.Tensor
     names: tuple[str, ...]
@@ -115,7 +115,7 @@ class LiveOptimizers:
 
     @functools.cached_property
     def loads_itself(self) -> list[bool]:
-        """For each optimizer, whether its class or hooks of its user take part in loading its state."""
+        """For each optimizer, whether its class or hooks of the user customize how its state is loaded."""
         return [loads_itself(optimizer) for optimizer in self.optimizers]
 
     @property
@@ -160,7 +160,7 @@ def _none_of_this_model(optimizers: Sequence[Optimizer]) -> str:
 
 
 def _as_optimizers(given: Any) -> tuple[Optimizer, ...]:
-    """One optimizer or several, as a tuple; raises NormalizationError for anything else."""
+    """Return one or several optimizers as a tuple. Raises NormalizationError for anything else."""
     found = (given,) if hasattr(given, "param_groups") else tuple(given) if isinstance(given, Iterable) else None
     wrong = [one for one in found or () if not hasattr(one, "param_groups")]
     if found is None or wrong:
@@ -177,8 +177,8 @@ Entry = tuple[OptimizedParameter, Mapping[str, Any] | None]
 
 
 def joined_pieces(entries: Iterable[Entry]) -> list[Entry]:
-    """The entries as the optimizers want them: the original parameters of one flat parameter become
-    one entry, see `join_state`."""
+    """Return the entries in the form that optimizers need: the original parameters of one flat
+    parameter become one entry, see `join_state`."""
     out: list[Entry] = []
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     for together in _by_flat_parameter(entries, out):
@@ -190,8 +190,8 @@ def joined_pieces(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def filled_names(entries: Iterable[Entry]) -> list[str]:
-    """Original parameters without state that share a flat parameter with others that have some: a
-    flat parameter has one state for all, so that theirs becomes zeros."""
+    """Return original parameters without state that share a flat parameter with others that have
+    some. A flat parameter has one state for all, so their state becomes zeros."""
     units = [unit for unit in _by_flat_parameter(entries, []) if any(values for _, values in unit)]
     return [one.name for unit in units for one, values in unit if not values]
 

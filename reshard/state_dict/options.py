@@ -73,21 +73,21 @@ class StateDictOptions:
         return "StateDictOptions(strict=False)"
 
     def _shared(self) -> dict[str, Any]:
-        """Return what ranks have in common."""
+        """Return the options that ranks must have in common."""
         return {field.name: getattr(self, field.name) for field in fields(StateDictOptions)}
 
 
 class InChunks(StateDictOptions):
-    """The same, for state dicts that torch's own functions read: tensors that FSDP1's flat
-    parameters shard across rows are sent to the ranks where torch's state dicts have it, in the
-    chunks that `torch.chunk` gives. Getting is collective then where there are such tensors, and
-    they share no memory with the model. `reshard.dcp` always gets so."""
+    """Options for state dicts that torch's own functions read: tensors that FSDP1's flat parameters
+    shard across rows are sent to the ranks where torch's state dicts have them, in the chunks of
+    `torch.chunk`. Getting is collective then if there are such tensors, and they share no memory
+    with the model. `reshard.dcp` always gets so."""
 
     in_chunks = True
 
 
 def as_options(given: Any) -> StateDictOptions:
-    """Our options from None, from ours, or from torch's own object of the same fields."""
+    """Return our options from None, from ours, or from torch's own object with the same fields."""
     if given is None:
         return StateDictOptions()
     if isinstance(given, StateDictOptions):
@@ -150,7 +150,7 @@ class OptimizerReport:
 
 
 def _first_of_each(report: Any) -> str:
-    """The fields that say something, each with its first names."""
+    """Return the fields that are not empty, each with its first names."""
     said = {f.name: getattr(report, f.name) for f in fields(report)}
     names = [
         f"{what} {format_names([str(v) for v in of])}" for what, of in said.items() if isinstance(of, tuple) and of

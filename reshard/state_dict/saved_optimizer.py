@@ -1,5 +1,4 @@
-"""One form of an optimizer state dict, however it was given; its groups; and the state that
-optimizers keep."""
+"""Reads an optimizer state dict in any form, compares its groups, and knows which state optimizers keep."""
 
 from __future__ import annotations
 
@@ -44,8 +43,8 @@ def is_zero_redundancy(optimizer: Any) -> bool:
 
 
 def saved_by(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state dict. A ZeroRedundancyOptimizer that was not consolidated gives
-    the state of this rank's parameters; together, all ranks have everything."""
+    """Return the optimizer's state dict. A ZeroRedundancyOptimizer that was not consolidated
+    returns the state of this rank's parameters. Together, all ranks have everything."""
     try:
         return optimizer.state_dict()
     except RuntimeError:
@@ -58,7 +57,7 @@ def saved_by(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def elsewhere_of(live: LiveOptimizers, state: Mapping[str, Any], options: StateDictOptions) -> dict[str, Any]:
-    """Return what `PartialState` needs to know of the state that this rank has."""
+    """Return what `PartialState` must know about the state that this rank has."""
     pieces = {} if options.in_chunks else live.pieces
     found: dict[str, Any] = {name: piece for name, piece in pieces.items() if piece.lacks_ranks}
     found |= {
@@ -73,7 +72,7 @@ def elsewhere_of(live: LiveOptimizers, state: Mapping[str, Any], options: StateD
 
 
 def _is_beside(values: Any, parameter: torch.Tensor) -> bool:
-    """Return whether an optimizer keeps unsharded tensors, though the parameter is a DTensor."""
+    """Return whether an optimizer keeps unsharded tensors although the parameter is a DTensor."""
     kept = leaves_of(values).values() if is_dtensor(parameter) else ()
     return any(isinstance(value, torch.Tensor) and value.dim() and not is_sharded(value) for value in kept)
 
@@ -89,13 +88,13 @@ class SavedOptimizer:
     empty: Sequence[Mapping[str, Any]]
     """Fields of the groups without parameters, in order."""
     stateless: frozenset[str] | None = None
-    """Of the flat form, the parameters that it says have no state: any other without state has lost
-    it, if there is state at all. None in the other forms, where a parameter that is in a group has
-    the state that is there."""
+    """In the flat form, the parameters that are recorded as having no state: any other parameter
+    without state has lost it, if there is state at all. None in the other forms, in which a
+    parameter in a group has exactly the state that is listed."""
 
 
 def read_saved(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer:
-    """Understand a nested dict, a flat one, or an optimizer's own dict of integer ids (for a single
+    """Read a nested dict, a flat one, or an optimizer's own dict of integer ids (for a single
     optimizer).
 
     Raises NormalizationError for anything else.
@@ -135,9 +134,9 @@ def read_saved(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer
 
 
 def with_state_of_others(saved: SavedOptimizer, given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer:
-    """`saved`, which was read from `given`, with an empty part of the state of each parameter
-    that only other ranks hold elements of. Collective over the ranks of each unit, unless the live
-    parameters are sharded in the same way.
+    """Return `saved`, which was read from `given`, with an empty part of the state of each
+    parameter whose elements only other ranks hold. Collective over the ranks of each unit, unless
+    the live parameters are sharded in the same way.
 
     Raises NormalizationError if another rank has all of a parameter's state.
     """
@@ -212,14 +211,13 @@ class _FlatReader:
         state, and share the fields of their group."""
         self._known = live.live.by_name | live.by_name
         self._places: dict[str, dict[Any, Any]] = {}
-        """The dict that a key's front leads to, where the front is a known name."""
+        """The dict for the front of a key, if that is a known name."""
         self._front: str | None = None
-        """Of the key that was read last by itself."""
+        """The front of the last key that was read one by one."""
         self._tails: dict[str, list[str]] = {}
-        """By section, the last parts of the keys of one parameter that were read one by one, in
-        their order."""
+        """By section, the last parts of the keys of one parameter that were read one by one, in order."""
         self._latest: tuple[list[str], Sequence[Any], dict[Any, Any]] = ([], [], {})
-        """Tails and values of fields that were read at once, and the dict of them."""
+        """Tails and values of fields that were read at once, and their dict."""
 
     def read(self, keys: Sequence[str], values: Sequence[Any]) -> None:
         """Read all keys."""
@@ -291,7 +289,7 @@ class _FlatReader:
 
 
 _LEAVES = frozenset([torch.Tensor, bool, int, float, str, tuple, type(None)])
-"""Types of values that are no dicts: of nearly all."""
+"""Types of values that are not dicts, which nearly all are."""
 
 
 def _is_alike(a: Any, b: Any) -> bool:
@@ -299,8 +297,8 @@ def _is_alike(a: Any, b: Any) -> bool:
 
 
 def _typed_keys(value: Any, live: Any) -> Any:
-    """Undo what flattening did to integer keys of nested state: keys are typed as in the live
-    state, and where there is none, a dict whose keys are all digits had integers."""
+    """Undo what flattening did to integer keys of nested state: keys get the types of the live
+    state. Without live state, a dict whose keys are all digits had integers."""
     if not isinstance(value, dict):
         return value
     if isinstance(live, dict):
@@ -342,13 +340,13 @@ _DECOUPLED = "decoupled_weight_decay"
 
 
 def plan_groups(live: LiveOptimizers, saved: SavedOptimizer, *, strict: bool) -> list[GroupWrite]:
-    """The fields of every live group; touches nothing.
+    """Return the fields of every live group. Changes nothing.
 
     Raises NormalizationError if parameters of one live group were saved with different values of a
     field.
 
-    If strict, also for groups with fields of another kind of optimizer,
-    and not those of its own, and for those of AdamW and Adam in each other.
+    If strict, also for groups with fields of another kind of optimizer, and not those of its own,
+    and for those of AdamW and Adam in each other.
     """
     empties = [
         (k, g)
@@ -411,8 +409,8 @@ def _group_write(k: int, g: int, group: Mapping[str, Any], given: Mapping[str, A
 
 
 def tensors_that_part(live: LiveOptimizers, groups: Sequence[Sequence[Mapping[str, Any]]]) -> set[int]:
-    """Tensors that several fields of groups are now, such as the rate that torch gives all of them,
-    and that are to have different values, by id."""
+    """Return, by id, tensors that several fields of groups share now, such as the learning rate
+    that torch gives all of them, and that will have different values."""
     values: dict[int, Any] = {}
     found = set()
     for optimizer, own in zip(live.optimizers, groups):
@@ -425,7 +423,7 @@ def tensors_that_part(live: LiveOptimizers, groups: Sequence[Sequence[Mapping[st
 
 
 def _common(members: Sequence[OptimizedParameter], saved: SavedOptimizer) -> Mapping[str, Any] | None:
-    """The fields that all parameters of a group were saved with; None if none was saved."""
+    """Return the fields that all parameters of a group were saved with. None if none was saved."""
     first: tuple[str, Mapping[str, Any]] | None = None
     comparable = False
     for one in members:
@@ -493,13 +491,13 @@ _ABSENT = object()
 
 
 class _Schema(NamedTuple):
-    """The state that an optimizer of torch keeps of each parameter."""
+    """The state that an optimizer of torch keeps for each parameter."""
 
     always: tuple[str, ...] = ()
     under: Mapping[str, str] = {}
-    """Group field -> the key that it adds where it is set."""
+    """Group field -> the key that it adds if it is set."""
     at_will: tuple[str, ...] = ()
-    """Keys that may be there, and that the optimizer creates if they are not."""
+    """Optional keys, which the optimizer creates if they are missing."""
 
 
 _LBFGS = ("d", "t", "old_dirs", "old_stps", "ro", "H_diag", "prev_flat_grad", "prev_loss")
@@ -530,7 +528,7 @@ class Misfit(NamedTuple):
     lacking: tuple[str, ...]
     """Keys without which the optimizer's next step would fail, or start over."""
     unused: tuple[Any, ...]
-    """Keys that the optimizer has no use for."""
+    """Keys that the optimizer does not use."""
 
 
 _FITS = Misfit((), ())
@@ -554,7 +552,7 @@ class StateKind:
         self._fields: Mapping[str, Any] | None = None
         self._group = 0
         self._are_set: tuple[bool, ...] = ()
-        """Of the fields that were asked for last."""
+        """Whether these fields were set, for the fields that were requested last."""
         self.fitting: list[Any] | None = None
         self._checked: dict[Any, Misfit] = {}
 
@@ -582,13 +580,12 @@ class StateKind:
         return None if found is _FITS else found
 
     def _settings(self, fields: Mapping[str, Any], group: int) -> tuple[bool, ...]:
-        """Return the values that fields which add to the state will have: the saved ones, or else the current ones."""
+        """Return the values of the fields that add to the state: the saved ones, or else the current ones."""
         live = self._optimizer.param_groups[group]
         return tuple(_is_set(fields[name] if name in fields else live.get(name)) for name in self._asked)
 
     def initial(self, one: OptimizedParameter) -> dict[str, Any]:
-        """The state with which the optimizer would begin to step a parameter; {} where that is not
-        known."""
+        """Return the initial state of a parameter in the optimizer's first step; {} if it is not known."""
         parameter, group = one.parameter.detach(), self._optimizer.param_groups[one.group]
         unknown = self._schema is None or not self.keeps_state or self._base == "Adafactor" or tensor_class(parameter)
         if self._schema is None or unknown or not one.parameter.requires_grad:
@@ -605,12 +602,12 @@ class StateKind:
 
     @functools.cached_property
     def keeps_state(self) -> bool:
-        """Return True if it is known to keep state of every parameter that it has stepped."""
+        """Return True if the optimizer is known to keep state for every parameter that it has stepped."""
         has_state_of_all = self._schema is not None and bool(self._schema.always) and self._base != "LBFGS"
         return has_state_of_all and not self._loads_itself
 
     def _has_no_use_for(self, key: str) -> bool:
-        """Return whether the optimizer neither knows the key nor holds state under it; not where
+        """Return whether the optimizer neither knows the key nor holds state under it. False if
         that is unknown."""
         schema = self._schema
         if schema is not None and (key in schema.always or key in schema.under.values() or key in schema.at_will):
@@ -624,7 +621,7 @@ class StateKind:
 
     @functools.cached_property
     def _held(self) -> Collection[str]:
-        """Keys under which the optimizer has state of any parameter."""
+        """Return the keys under which the optimizer has state of any parameter."""
         state: Mapping[Any, Any] = self._optimizer.state  # under other keys some keep state of the whole
         owned = (own for of, own in state.items() if isinstance(of, torch.Tensor) and isinstance(own, dict))
         return {str(key) for own in owned for key in own}
@@ -697,8 +694,8 @@ def _are_dims_of_parameters(shapes: list[tuple[Shape, Shape]]) -> bool:
 
 
 def _torch_class(optimizer: Optimizer) -> str:
-    """Name of the class in torch.optim whose state the optimizer's is; "" if it steps in a way of
-    its own."""
+    """Return the name of the class in torch.optim whose state the optimizer has. "" if its steps
+    are customized."""
     cls = type(optimizer)
     if not all(_is_torchs(getattr(cls, method, None)) for method in ("step", "_init_group", "__setstate__")):
         return ""
@@ -707,13 +704,13 @@ def _torch_class(optimizer: Optimizer) -> str:
 
 @functools.cache
 def _keys_of_torch() -> frozenset[str]:
-    """All keys under which some optimizer of torch keeps state."""
+    """Return all keys under which some optimizer of torch keeps state."""
     rows = _SCHEMAS.values()
     return frozenset(key for row in rows for key in (*row.always, *row.under.values(), *row.at_will))
 
 
 def _has_step_hooks(optimizer: Optimizer) -> bool:
-    """Return True if the user registered hooks on each step, which may keep state of their own."""
+    """Return True if the user registered hooks on each step, which may keep state."""
     kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     return any(getattr(optimizer, kind, None) for kind in kinds)
 

@@ -1,4 +1,5 @@
-"""A generation in the folders of hosts: what is there, how it moves, and how it is read when each has a part."""
+"""A generation in the folders of hosts: what is there, how it is moved, and how it is read if each
+host has a part."""
 
 from __future__ import annotations
 
@@ -71,7 +72,7 @@ _PIECE_BLOCKS = 8
 
 
 class GenerationFolder(NamedTuple):
-    """A generation, as the name of its folder says."""
+    """A generation, as the name of its folder identifies it."""
 
     number: int
     """Larger than the numbers of all generations that existed when its incarnation of the job
@@ -90,7 +91,7 @@ class GenerationFolder(NamedTuple):
 
 
 class ManifestStamp(NamedTuple):
-    """When and what the manifest of a checkpoint or generation is."""
+    """Identifies the manifest of a checkpoint or generation."""
 
     unix_s: float
     state: str
@@ -107,9 +108,9 @@ class Recorded(NamedTuple):
     """What the folder of a host records of a generation."""
 
     made: ManifestStamp | None
-    """None while it does not count there."""
+    """None while the generation does not count there."""
     incarnation: Incarnation | None
-    """None if nothing legible says so."""
+    """None if the record is missing or illegible."""
 
 
 def fetched_folder(kept: GenerationFolder) -> str:
@@ -118,9 +119,9 @@ def fetched_folder(kept: GenerationFolder) -> str:
 
 
 def kept_in(folder: Path) -> dict[GenerationFolder, Recorded]:
-    """Return the generations in the folder of a host, and what is recorded of each.
+    """Return the generations in the folder of a host, and what is recorded about each.
 
-    Raises StorageError if it cannot be read.
+    Raises StorageError if the folder cannot be read.
     """
     found: dict[GenerationFolder, Recorded] = {}
     with os_errors(f"list {folder}"):
@@ -198,7 +199,7 @@ def lost_boxes(native: NativeFacts, held: Mapping[str, Sequence[Held]]) -> dict[
     """Return the regions that no host has, by tensor, each with the rank that wrote it.
 
     Args:
-        held: by host, what its ranks have found.
+        held: what the ranks of each host found, by host.
     """
     everything = [found for rows in held.values() for found in rows]
     block = native.manifest.block_bytes
@@ -256,15 +257,15 @@ class Incarnation(msgspec.Struct, frozen=True):
 
 
 class Survivors(Storage):
-    """What a host has of a generation. Complete files are read in place. The others are in a folder
-    of fetched files, where each begins as a sparse file with the header that follows from the plan.
-    So a load can be planned before anything is fetched.
+    """What a host has of a generation. Complete files are read in place. Others are in a folder of
+    fetched files, where each begins as a sparse file with the header that follows from the plan, so
+    that a load can be planned before anything is fetched.
 
     Args:
         here: the folder of the generation on this host.
         fetched: the folder of what is fetched.
-        manifest_text: which this host may not have.
-        whole: names of the files that are here and undamaged.
+        manifest_text: the manifest, which this host may not have.
+        whole: names of the files that are here completely.
     """
 
     max_gap_bytes = LocalStorage.max_gap_bytes
@@ -278,12 +279,12 @@ class Survivors(Storage):
         self._plan: SavePlan | None = None
 
     def expect(self, native: NativeFacts) -> None:
-        """The files of which headers may be asked."""
+        """Note the files whose headers may be requested."""
         self._records = {record.name: (int(rank), record) for rank, record in native.manifest.files.items()}
         self._plan = native.plan
 
     def path_of(self, name: str) -> Path:
-        """Return where a file or its checksums are, or are to be written."""
+        """Return where a file or its checksums are, or will be written."""
         return (self.here if name.removesuffix(".sums") in self.whole else self.fetched).root / name
 
     def list(self, prefix: str = "") -> dict[str, int]:
@@ -367,7 +368,8 @@ class Moves(NamedTuple):
     def add(
         self, record: FileRecord, block_bytes: int, held: Mapping[int, Ranges], wanted: Mapping[int, Ranges]
     ) -> None:
-        """Add a data file, by rank. A rank that holds or wants a part of it does so for all of its checksums."""
+        """Add a data file, by rank. A rank that holds or wants a part of it also does so for all of
+        its checksums."""
         sums, nsums = f"{record.name}.sums", 8 * -(-record.nbytes // block_bytes)
         self.sizes.update({record.name: record.nbytes, sums: nsums})
         for side, by in ((self.held, held), (self.wanted, wanted)):
@@ -437,7 +439,8 @@ def _layout(side: Places, sizes: Mapping[str, int], world: int) -> StateLayout:
 
 
 def _make_room(path: Path, nbytes: int, ranges: Ranges) -> None:
-    """Create the file and reserve its memory. Without memory, a later write would end the process."""
+    """Create the file and reserve its memory. If there were no memory later, a write would kill the
+    process."""
     with os_errors(f"make {sum(stop - start for start, stop in ranges)} bytes of {path}"):
         make_folder(path.parent)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -497,10 +500,10 @@ class Hosts:
     folder: Path
     """The folder of this rank's host."""
     owner: liveness.WriterLease | None = None
-    """The process that acts for this rank's host, as the claim in the folder names it."""
+    """The process that acts for this rank's host, from the claim in the folder."""
 
     def check_owner(self) -> None:
-        """Raises StorageError if another job has taken the host's folder while this one was held up."""
+        """Raise StorageError if another job took the host's folder while this process was paused."""
         found = liveness.read_lease(LocalStorage(self.folder), _OWNER)
         if found is not None and self.owner is not None and not found.is_of(self.owner):
             raise StorageError(
@@ -525,21 +528,22 @@ class Hosts:
 
     @property
     def leads(self) -> bool:
-        """Whether this is the first rank of its host, which acts for it."""
+        """Whether this is the first rank of its host, which acts for the host."""
         return self.mine[0] == self.place
 
     def gather_kept(self, group: Group) -> list[dict[GenerationFolder, Recorded]] | None:
-        """Collective: what is in the folder of each rank's host, reported by the host's first rank.
-        For the first rank of all, None for the others."""
+        """Collective: gather what is in the folder of each rank's host, reported by the host's
+        first rank. For the first rank; None for the others."""
         mine = list(kept_in(self.folder).items()) if self.leads else []
         told = group.gather(mine, kind=list[tuple[GenerationFolder, Recorded]])
         return None if told is None else [dict(rows) for rows in told]
 
 
 def meet(folder: Path, host: str, group: Group) -> Hosts:
-    """Collective: who is where. The first rank of each host claims its folder.
+    """Collective: find out which rank is on which host. The first rank of each host claims its
+    folder.
 
-    Raises StorageError if another job that is running has it, or if ranks that name one host do not
+    Raises StorageError if another running job has claimed it, or if ranks that name one host do not
     share its folder.
     """
     hosts = Hosts(tuple(group.exchange(host)), group.rank, folder / host)

@@ -125,7 +125,7 @@ def recover(
 def _none_text(
     settings: Settings, fallback: Any, step: int | None, candidates: _Candidates, passed: list[str], hosts: Hosts
 ) -> str:
-    """The message that nothing can be loaded, with the reasons."""
+    """Return the error for a recovery in which nothing can be loaded, with the reasons."""
     if step is not None:
         steps = ", ".join(map(str, candidates.steps)) or "none at all"
         why = "; ".join(passed) or f"found on {format_count(len(hosts.places), 'host')}: {steps}"
@@ -145,7 +145,8 @@ def _first_whole(
     hosts: Hosts,
     passed: list[str],
 ) -> tuple[TierRestoreReport, GenerationFolder | None] | None:
-    """Collective: load the newest candidate that can be loaded. `passed` gets the reasons why newer ones cannot."""
+    """Collective: load the newest candidate that can be loaded. `passed` gets the reasons why newer
+    ones cannot be."""
     refused: list[GenerationFolder] = []
     for candidate in newest_first:
         if candidate.kept is None:
@@ -241,9 +242,9 @@ def _report(
 def _candidates(
     settings: Settings, fallback: Any, step: int | None, group: Group, hosts: Hosts
 ) -> tuple[FoundGenerations | None, _Candidates]:
-    """Collective: the generations that count on some host, the newest first, and the fallback at
-    its place in time. With a step, only those of that step. The first rank also gets what the hosts
-    have."""
+    """Collective: return the generations that count on some host, the newest first, with the
+    fallback at its place in time. With a step, only those of that step. The first rank also gets
+    what the hosts have."""
     if hosts.leads:
         remove(hosts.folder, list(kept_in(hosts.folder)))  # files that an earlier recovery fetched
     rows = hosts.gather_kept(group)
@@ -268,10 +269,9 @@ def _candidates(
 
 
 def _rank_of(fallback: Any, newest_first: list[ManifestStamp]) -> tuple[int, str]:
-    """Return the place of a fallback among the generations, newest first: right after one of the
-    same state, or by its time. Last if the time is unknown, or if there is no fallback yet. Also
-    return why it cannot be opened.
-    """
+    """Return the position of a fallback among the generations, newest first: right after one with
+    the same state, or by its time. Last if the time is unknown, or if there is no fallback yet.
+    Also return why it cannot be opened."""
     native, why = None, ""
     try:
         native = open_checkpoint(fallback).contents.details(NativeFacts)
@@ -285,8 +285,8 @@ def _rank_of(fallback: Any, newest_first: list[ManifestStamp]) -> tuple[int, str
 
 
 def _manifest_of(kept: GenerationFolder, place: int, group: Group, hosts: Hosts) -> bytes:
-    """Collective: the text of a manifest, which the rank at `place` has. It is sent once to each
-    host that lacks it."""
+    """Collective: return the text of a manifest, which the rank at `place` has. It is sent once to
+    each host that lacks it."""
     here, fetched = LocalStorage(hosts.folder / kept.folder), LocalStorage(hosts.folder / fetched_folder(kept))
     record = kept_in(hosts.folder).get(kept)
     has_it = record is not None and record.made is not None
@@ -421,7 +421,7 @@ class _CheckedGeneration:
         return wants
 
     def _moves(self, rows: list[Held]) -> Moves:
-        """Return which rank receives what for its host, and which ranks could send it."""
+        """Return what each rank receives for its host, and which ranks could send it."""
         moves, manifest, ranks = Moves({}, {}, {}), self.native.manifest, self.group.ranks
         needs: dict[str, dict[str, list[Range]]] = {}
         for host, row in zip(self.hosts.names, rows):
@@ -438,7 +438,7 @@ class _CheckedGeneration:
 
 
 def _blocks_read(plan: ReadPlan, block_bytes: int) -> dict[FileSource, list[Range]]:
-    """The blocks of each file that a plan reads."""
+    """Return the blocks of each file that a plan reads."""
     found: dict[FileSource, list[Range]] = {}
     for copy in plan.copies:
         if isinstance(source := copy.place.source, FileSource):
@@ -447,10 +447,10 @@ def _blocks_read(plan: ReadPlan, block_bytes: int) -> dict[FileSource, list[Rang
 
 
 def damaged_files(native: NativeFacts, folder: Path, rows: Iterable[Held]) -> Iterator[Path]:
-    """The files in the folder of a generation that are not complete.
+    """Yield the incomplete files in the folder of a generation.
 
     Args:
-        rows: what was found of them.
+        rows: what was found in them.
     """
     for held in rows:
         for rank, ranges in held.items():
@@ -461,7 +461,7 @@ def damaged_files(native: NativeFacts, folder: Path, rows: Iterable[Held]) -> It
 
 
 def missing_text(lost: Mapping[str, list[tuple[int, Box]]], damaged: Sequence[Path]) -> str:
-    """The text of what is missing: tensors with the first few regions, and damaged files."""
+    """Describe what is missing: tensors with the first few regions, and damaged files."""
     shown = [
         f"{fqn!r} lacks {', '.join(str(box) for _, box in boxes[:3])}{', ...' if len(boxes) > 3 else ''}, written by "
         f"{format_ranks({rank for rank, _ in boxes})}"
@@ -479,12 +479,12 @@ _PIECE_BYTES = 8 << 20
 
 
 def _shown(places: Sequence[Path]) -> str:
-    """Folders, for an error."""
+    """Format folders for an error."""
     return ", ".join(f"{place}{_no_host(place)}" for place in places) or "no folders"
 
 
 def _no_host(place: Path) -> str:
-    """Why a folder is not that of a host; "" if it may be."""
+    """Return why a folder is not that of a host. "" if it may be."""
     if not place.exists():
         return " (no such folder)"
     inner = [path.name for path in sorted(place.iterdir()) if path.is_dir() and kept_in(path)]
@@ -574,7 +574,7 @@ class GatherWork:
 
     folders: tuple[str, ...]
     seen: tuple[int, ...]
-    """How many files there are in each."""
+    """The number of files in each folder."""
     out: Any = None
 
     def begin(self) -> Callable[[_CompareFile | _WriteFile], Any]:
@@ -671,7 +671,7 @@ class _Look:
         return len(manifest.files), sum(record.nbytes for record in manifest.files.values())
 
     def _pieces(self, rank: str, record: FileRecord) -> Iterator[tuple[int, int, int]]:
-        """Yield the bytes of a file from front to end, each piece with the place of a host that has it."""
+        """Yield the bytes of a file in order, each piece with the place of a host that has it."""
         at = 0
         while at < record.nbytes:
             place, stop = next(

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from reshard.mapping import Mapping as StateMapping
 
 _PACED_BYTES = 4 << 20
-"""Bytes in flight if a rate limit is kept: short bursts let messages of the job pass."""
+"""Bytes in flight under a rate limit. Short bursts let the job's messages through."""
 
 
 @renamed(keep="save", async_keep="async_save", recover="restore")
@@ -265,7 +265,7 @@ class Tier:
             self._leave(self._meet(group))
 
     def _leave(self, hosts: Hosts) -> None:
-        """Remove what is in the folder of this host, and the claim to it."""
+        """Remove everything from the folder of this host, and the claim to it."""
         self._known = None
         if hosts.leads:
             hosts.check_owner()
@@ -303,7 +303,8 @@ class Tier:
         self._pending = None  # not before: KeyboardInterrupt may end the wait
 
     def _own_wire(self, group: Group) -> dist.ProcessGroup | None:
-        """Collective: the group that sends copies while the job uses the process group for its own messages."""
+        """Collective: return the group that sends copies while the job uses the process group for
+        its own messages."""
         if self._wire is None and group.world_size > 1:
             self._wire = new_group(group)
         return self._wire
@@ -312,7 +313,7 @@ class Tier:
         return Group(self.settings.process_group, deadline_s=self.settings.timeout)
 
     def _meet(self, group: Group) -> Hosts:
-        """Collective: which rank is on which host. Asked once."""
+        """Collective: find out which rank is on which host. This is done once."""
         ranks = tuple(group.ranks)
         is_new = self._known is None or self._known[1] != ranks
         if group.merge(is_new, any, "the exchange of hosts") or not self._known:
@@ -351,7 +352,7 @@ class Pace:
         self._free_at = time.monotonic()
 
     def __call__(self, nbytes: int) -> None:
-        """Return when these bytes may pass."""
+        """Wait until these bytes may be sent."""
         while (left_s := self._free_at - time.monotonic()) > 0:
             time.sleep(min(left_s, 0.05))
             self._check()
@@ -360,7 +361,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class _KeepJob:
-    """A generation in progress: what one rank writes, and which copies it sends."""
+    """A generation in progress: what one rank writes, and the copies that it sends."""
 
     settings: Settings
     save: SaveJob
@@ -380,11 +381,11 @@ class _KeepJob:
         hosts: Hosts,
         incarnation: Incarnation | None,
     ) -> tuple[_KeepJob, Incarnation]:
-        """Begin. Collective.
+        """Collective: begin.
 
         Args:
-            incarnation: of the job, which the first rank knows; None if it begins with this. The
-                same is returned.
+            incarnation: that of the job, which the first rank knows; None if it begins with this
+                generation. It is also returned.
         """
         holdings, planned, census, *_ = agreed_plan(state, group, options)
         with phase("plan"):
@@ -398,8 +399,8 @@ class _KeepJob:
         return cls(settings, save, hosts, kept, copies, entries), incarnation
 
     def finish(self, data: ToWrite, wire: dist.ProcessGroup | None, pace: OnBytes | None = None) -> TierSaveReport:
-        """Finish. Collective. The previous generation counts until all hosts have all of their
-        files; then it is removed."""
+        """Collective: finish. The previous generation counts until all hosts have all of their
+        files, and is then removed."""
         group, hosts = self.save.group, self.hosts
         may_count = False
         try:
@@ -448,9 +449,9 @@ class _KeepJob:
         return received
 
     def give_up(self, cause: BaseException) -> None:
-        """Remove this rank's files of a generation that failed. The first rank of a host removes
-        those of the host. Other ranks may still use their own files. They must get the error that
-        caused the failure, not one about missing files."""
+        """Remove this rank's files of a failed generation. The first rank of a host removes those
+        of the host. Other ranks may still use their own files. They must get the error that caused
+        the failure, not one about missing files."""
         group, storage = self.save.group, LocalStorage(self.hosts.folder)
         places = [place for place, those in enumerate(self.copies.keepers) if group.rank in (place, *those)]
         own = {f"{group.ranks[place]:05d}" for place in places}
@@ -484,14 +485,15 @@ def _planned_copies(group: Group, hosts: Hosts, nbytes: list[int], copies: int) 
 class _NextKept(NamedTuple):
     kept: GenerationFolder
     before: list[GenerationFolder]
-    """What stays until the new one counts."""
+    """Generations that stay until the new one counts."""
     incarnation: Incarnation
 
 
 def _begin(
     step: int, group: Group, hosts: Hosts, copies: CopyPlan, incarnation: Incarnation | None
 ) -> tuple[GenerationFolder, Incarnation]:
-    """Collective: the next generation. Removes unusable generations, and checks that there is space."""
+    """Collective: return the next generation. Removes unusable generations, and checks that there
+    is space."""
     rows = hosts.gather_kept(group)
     begun = None
     if rows is not None:

@@ -1,4 +1,5 @@
-"""A training run's checkpoints, kept by policy: when to save, what to keep, when to end. See docs/manager.md."""
+"""A training run's checkpoints, managed by policies: when to save, what to keep, when to end. See
+docs/manager.md."""
 
 from reshard.api.manager.manager import CheckpointManager, RestoreReport, StepReport
 from reshard.api.manager.sampler import ElasticSampler

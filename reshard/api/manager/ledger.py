@@ -1,4 +1,4 @@
-"""What a manager knows of the steps in its folder, and its claim on the folder."""
+"""What a manager records about the steps in its folder, and its claim on the folder."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _NAME = re.compile(r"step-(0|[1-9]\d*)")
 
 
 def step_path(root: str, step: int) -> str:
-    """The path of a step."""
+    """Return the path of a step."""
     return path_below(root, f"step-{step}")
 
 
 def published_steps(root: str, seen: Seen) -> dict[int, str]:
-    """The steps in storage whose save has ended, in order, and why a damaged one cannot be opened."""
+    """Return the steps in storage whose save has ended, in order, and why a damaged one cannot be opened."""
     found = [one for one in published(root, seen) if one.is_below]
     rows = [(_NAME.fullmatch(one.path.rpartition("/")[2]), one.problem) for one in found]
     return dict(sorted((int(match[1]), problem) for match, problem in rows if match))
@@ -47,18 +47,18 @@ def published_steps(root: str, seen: Seen) -> dict[int, str]:
 class Ledger:
     """The records of a root.
 
-    Raises CheckpointError for one that cannot be read.
+    Raises CheckpointError if they cannot be read.
     """
 
     root: str
     steps: dict[int, StepRecord] = field(default_factory=dict)
-    """Also of steps that are being saved, or never were whole."""
+    """Includes steps that are being saved, or never were complete."""
     _seen: Seen = field(default_factory=dict)
-    """So that a save does not open all steps before it."""
+    """Steps that were opened before, so that a save does not open them again."""
 
     @classmethod
     def read(cls, root: str) -> Ledger:
-        """Read the records from storage; empty if there are none."""
+        """Read the records from storage. Empty if there are none."""
         return cls(root, records_in(open_storage(root)))
 
     def publish(self) -> None:
@@ -66,8 +66,8 @@ class Ledger:
         open_storage(self.root).publish(LEDGER, encode_sealed(StepRecords(self.steps)))
 
     def put(self, step: int, metrics: Mapping[str, float], *, is_based: bool) -> None:
-        """Record a step before its save begins. An abandoned checkpoint of that step is removed,
-        also a damaged one.
+        """Record a step before its save begins. Removes an abandoned or damaged checkpoint of that
+        step.
 
         Raises CheckpointError if a job may still be writing it.
         """
@@ -82,14 +82,16 @@ class Ledger:
         self.publish()
 
     def set_aside(self, steps: Collection[int], *, is_skipped: bool = False) -> None:
-        """Mark steps that the run does not continue from, as was asked for or since they could not be read."""
+        """Mark steps that the run does not continue from, because the user said so or because they
+        could not be read."""
         for step in steps:
             self.steps[step] = msgspec.structs.replace(self._of(step), is_aside=True, is_skipped=is_skipped)
         if steps:
             self.publish()
 
     def refuse_discarded(self) -> None:
-        """Raise CheckpointNotFoundError if complete steps are there, and the run has discarded all of them."""
+        """Raise CheckpointNotFoundError if there are complete steps, but the run has discarded all
+        of them."""
         if steps := [str(step) for step, problem in published_steps(self.root, self._seen).items() if not problem]:
             raise CheckpointNotFoundError(
                 f"no step in {self.root} can be restored: the run went back to an earlier step, which is gone, and "
@@ -98,15 +100,16 @@ class Ledger:
             )
 
     def current(self) -> list[int]:
-        """The complete steps that count, in order."""
+        """Return the complete steps that count, in order."""
         return [step for step, problem in self.published().items() if not problem]
 
     def published(self) -> dict[int, str]:
-        """The steps that count, in order, and why a damaged one cannot be opened."""
+        """Return the steps that count, in order, and why a damaged one cannot be opened."""
         return {step: why for step, why in published_steps(self.root, self._seen).items() if step not in self.aside()}
 
     def foreign(self) -> dict[str, int]:
-        """Complete checkpoints in the root that no manager saved: path -> step, which is -1 for `last`.
+        """Return complete checkpoints in the root that no manager saved: path -> step, which is -1
+        for `last`.
 
         Steps that `published` has just found are not opened again.
         """
@@ -123,7 +126,7 @@ class Ledger:
         return self._seen.get(path, ())[:1] != (files_of(path),)
 
     def metrics(self) -> dict[int, dict[str, float]]:
-        """The metrics of the complete steps that count."""
+        """Return the metrics of the complete steps that count."""
         rows = {step: self._of(step).metrics for step in self.current()}
         return {step: {name: float(value) for name, value in its.items()} for step, its in rows.items()}
 
@@ -137,17 +140,18 @@ class Ledger:
         return found
 
     def aside(self) -> set[int]:
-        """The steps that do not count."""
+        """Return the steps that do not count."""
         return {step for step, record in self.steps.items() if record.is_aside}
 
     def skipped(self) -> list[int]:
-        """Those of them that could not be read when the run continued from an earlier step, in order."""
+        """Return the skipped steps among them, in order: those that could not be read when the run
+        continued from an earlier step."""
         return sorted(step for step, record in self.steps.items() if record.is_skipped)
 
     def tidy(self, kept: Collection[int]) -> None:
-        """Remove all complete steps except these, and leftovers of killed saves. Damaged ones
-        that do not count stay so. A step that a restore skipped stays while it is newer than all
-        of `kept`, or while no other is removed."""
+        """Remove all complete steps except these, and leftovers of killed saves. Damaged steps that
+        do not count stay. A step that a restore skipped stays while it is newer than all of `kept`,
+        or while no other is removed."""
         published = published_steps(self.root, self._seen)
         # a later save of a step stays
         saves = {path: one.save_id for path, (_, one) in self._seen.items()}
@@ -185,10 +189,10 @@ def _is_step(path: str) -> bool:
 
 
 class RootClaim:
-    """The claim that this process saves in a root, until `release` or the end of the process.
+    """The claim of this process on a root, until `release` or the end of the process.
 
-    Raises CheckpointError if a process that runs does; FormatError for a root that is a checkpoint;
-    StorageError for one that cannot be written.
+    Raises CheckpointError if another running process has claimed it; FormatError for a root that is
+    a checkpoint; StorageError for one that cannot be written.
     """
 
     def __init__(self, root: str) -> None:

@@ -46,14 +46,14 @@ _OWN = {
     "base": "full_every=k lets all but one of k saves reuse data",
     "overwrite": "each step is saved once, in a folder of its own",
 }
-"""Options of saves that the manager decides itself, and how."""
+"""Options of saves that the manager decides itself, with an explanation."""
 
 _OF_ORBAX = {
     "wait_until_finished": "wait() waits for saves in the background",
     "load": "restore(state) fills a state",
     "should_save": "save() decides by every=, and its report is true if the step is saved",
 }
-"""Names in Orbax for what has another name here."""
+"""Orbax's names for options that have another name here."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -246,14 +246,14 @@ class CheckpointManager:
         """The last step that this manager saved or restored."""
         self._skipped: list[int] = []  # by `restore`, until the next save begins
         self._before: int | None = None
-        """The step of the call before."""
+        """The step of the previous call."""
         self._saved_at = self._kept_at = time.monotonic()
         self._is_tidy = self._has_warned = False
         """True if storage has only the steps that the policy keeps, as far as this process knows."""
         self._pending: dict[str, _Pending] = {}
         self._signals = Signals(preemption.signals if self._may_save else ())
         self._asked_for: dict[str, None] = {}
-        """Requests that no save has answered."""
+        """Requests that no save has answered yet."""
         self._answered: set[str] = set()
 
     def _check_options(self, options: SaveKeywords) -> None:
@@ -510,7 +510,8 @@ class CheckpointManager:
     def _to_fill(self, state: Any, known: _Known, strict: Any) -> LiveObjects:
         """Collective: take the state apart.
 
-        If there is nothing, no object is asked for its state: that may step Adam.
+        If there is nothing to restore, no object is asked for its state, because that may step
+        Adam.
         """
         is_new = not known.steps and (self._memory is None or self._memory._newest_step() < 0)
         if is_new and isinstance(state, Mapping):
@@ -528,14 +529,14 @@ class CheckpointManager:
             )
 
     def _known(self, group: Group) -> _Known:
-        """Collective: what the first rank finds in storage."""
+        """Collective: return what the first rank finds in storage."""
         ledger = self._read() if group.rank == 0 else None
         found = None if ledger is None else (ledger.published(), ledger.foreign(), ledger.skipped())
         kind = tuple[dict[int, str], dict[str, int], list[int]]
         return _Known(ledger, *group.share(found, kind=kind))
 
     def _known_since(self, known: _Known, step: int) -> _Known | None:
-        """Collective: what is in storage now, if a step that was listed was replaced or removed."""
+        """Collective: return what is in storage now, if a step that was listed was replaced or removed."""
         group = self._group()
         with group.together("CheckpointManager.restore"):
             changed = None if known.ledger is None else known.ledger.has_changed(step)
@@ -592,7 +593,8 @@ class CheckpointManager:
     def _load(
         self, one: int | None, wanted: int | None, state: Any, options: dict[str, Any], passed: tuple[str, ...]
     ) -> RestoreReport:
-        """Collective: load a step from storage, or what memory has that is newer. None: what memory has."""
+        """Collective: load a step from storage, or what memory has if that is newer. None: what
+        memory has."""
         path = "" if one is None else step_path(self.root, one)
         # a `Tier` goes by the clocks, which may have been set back
         if one is not None and (self._memory is None or wanted is not None or one > self._memory._newest_step()):
@@ -606,7 +608,7 @@ class CheckpointManager:
         return RestoreReport(got.step or 0, str(self._memory.settings.folder), True, passed, got.load)
 
     def _attempt(self, load: Callable[[], RestoreReport]) -> RestoreReport | str:
-        """Collective: what was loaded, or why it could not be; all other errors are raised."""
+        """Collective: return what was loaded, or why it could not be. All other errors are raised."""
         found, problem = None, ""
         error: Exception | None = None
         try:

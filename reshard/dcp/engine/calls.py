@@ -274,7 +274,7 @@ def _central_plan(reader: StorageReader, planner: LoadPlanner, group: Group, coo
 
 
 def saved_in(metadata: Metadata) -> Iterator[Saved]:
-    """Return the names and kinds that torch's metadata lists."""
+    """Yield the names and kinds that torch's metadata lists."""
     paths = metadata.planner_data or {}
     for key, entry in metadata.state_dict_metadata.items():
         form: Any = (None,)

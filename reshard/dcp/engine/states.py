@@ -97,7 +97,7 @@ def holds_checkpointable(state: Any) -> bool:
 
 
 def regions_of(fqn: str, tensor: Any) -> Iterator[HeldRegion]:
-    """Return the non-empty regions of a Tensor, DTensor, ShardedTensor, or checkpointable value on
+    """Yield the non-empty regions of a Tensor, DTensor, ShardedTensor, or checkpointable value on
     this rank.
 
     A strided shard has several. DCP's own answer, a single offset, would be wrong for it.
@@ -120,7 +120,7 @@ def regions_of(fqn: str, tensor: Any) -> Iterator[HeldRegion]:
 
 
 def _placed_regions(fqn: str, tensor: Any) -> Iterator[HeldRegion]:
-    """Return the regions that the attributes declare. Raises LayoutError if they do not fit each
+    """Yield the regions that the attributes declare. Raises LayoutError if they do not fit each
     other, the tensor, or the global shape.
     """
     at, here, sizes = tensor.global_offsets, tensor.local_offsets, tensor.local_sizes

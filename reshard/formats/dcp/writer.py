@@ -99,7 +99,7 @@ class DcpWriter(HashedFilesWriter):
         self.publish(out, self.contents.paths)
 
     def publish(self, out: Publication, paths: Mapping[str, KeyPath] | None, folder: str = "") -> None:
-        """Return `.metadata` for all files in `folder`, where the files that it replaces are, too."""
+        """Publish `.metadata` for all files in `folder`, then remove the files there that it replaces."""
         table: dict[str, Any] = {}
         places: dict[MetadataIndex, _StorageInfo] = {}
         names = grouped((kept, alias) for alias, kept in self.contents.aliases.items())

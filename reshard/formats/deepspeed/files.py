@@ -104,7 +104,7 @@ def open(files: Files) -> Contents:
 
 
 def beside(contents: Contents) -> Iterator[str]:
-    """Return the keys of everything that belongs neither to the model nor to the optimizer."""
+    """Yield the keys of everything that belongs neither to the model nor to the optimizer."""
     for key in (*contents.tensors, *contents.objects):
         file, *inner = contents.path_of(key)
         if _MODEL_STATES.fullmatch(str(file)) and inner and str(inner[0]) not in OWN:
@@ -127,7 +127,7 @@ def _counts(files: Iterable[TorchFile]) -> tuple[int, int, bool]:
 
 
 def _lost_of_ranks(there: Collection[str], files: Iterable[TorchFile]) -> Iterator[str]:
-    """Return missing files of ranks: if one rank has a file of a kind, every rank must have one."""
+    """Yield missing files of ranks: if one rank has a file of a kind, every rank must have one."""
     is_universal = any(map(_UNIVERSAL.fullmatch, there))  # copies of some files do not matter there
     partitions, mp_ranks, shards_models = _counts(() if is_universal else files)
     matches = [*filter(None, map(_OF_RANK.fullmatch, there))]
@@ -148,7 +148,7 @@ def _lost_of_ranks(there: Collection[str], files: Iterable[TorchFile]) -> Iterat
 
 
 def _lost_layers(there: Collection[str], files: Iterable[TorchFile]) -> Iterator[str]:
-    """Return missing files of a pipeline's layers. Names of parameters begin with the number of
+    """Yield missing files of a pipeline's layers. Names of parameters begin with the number of
     their layer."""
     found = {int(match[1]) for match in map(_OF_LAYER.match, there) if match}
     for file in files:
@@ -161,7 +161,7 @@ def _lost_layers(there: Collection[str], files: Iterable[TorchFile]) -> Iterator
 
 
 def _lost_states(there: Collection[str], files: Iterable[TorchFile]) -> Iterator[str]:
-    """Return missing files of a universal checkpoint: every trained parameter has the same states."""
+    """Yield missing files of a universal checkpoint: every trained parameter has the same states."""
     held: dict[str, set[str]] = {}
     for match in filter(None, map(_UNIVERSAL.fullmatch, there)):
         held.setdefault(match[1], set()).add(match[2])

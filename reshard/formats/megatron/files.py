@@ -82,7 +82,7 @@ def claim(contents: Contents) -> Contents | None:
 
 
 def beside(contents: Contents) -> Iterator[str]:
-    """Return the keys of everything that belongs neither to the model nor to the optimizer."""
+    """Yield the keys of everything that belongs neither to the model nor to the optimizer."""
     for key in (*contents.tensors, *contents.objects):
         if key.startswith("common."):
             settings = key.startswith("common.optimizer.") and ".grad_scaler" not in key
@@ -376,7 +376,7 @@ _READ = re.compile(r"model\d*|optimizer|(distrib_)?optim|rng_state")
 
 
 def _beside_legacy(contents: Contents) -> Iterator[str]:
-    """Return the tensors that belong neither to a model nor to an optimizer, such as a program's
+    """Yield the tensors that belong neither to a model nor to an optimizer, such as a program's
     own tensors."""
     yield from (key for key in contents.tensors if not _READ.fullmatch(str(contents.path_of(key)[1])))
 

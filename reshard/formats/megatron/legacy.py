@@ -297,7 +297,7 @@ class RankModel:
 
 
 def read_rank_optimizers(rank: RankModel, args: Mapping[str, Any], hints: Hints) -> Iterator[Found]:
-    """Return every optimizer of a rank. Raises NormalizationError, asking for a hint, if ids cannot
+    """Yield every optimizer of a rank. Raises NormalizationError, asking for a hint, if ids cannot
     be named."""
     several = _as_list(rank.files.model.value.get("optimizer"))
     params = [(c, name) for c, chunk in enumerate(rank.chunks) for name in chunk if not is_buffer(name)]
@@ -423,7 +423,7 @@ def _from_flat(
     args: Mapping[str, Any],
     hints: Hints,
 ) -> Iterator[tuple[Param, Values]]:
-    """Return the parameters of the distributed optimizer, from one flat tensor per chunk and dtype."""
+    """Yield the parameters of the distributed optimizer, from one flat tensor per chunk and dtype."""
     chunks = sorted(k for k in saved if type(k) is int)
     for chunk in chunks:
         for dtypes, flats in saved[chunk].items():

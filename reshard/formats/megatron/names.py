@@ -65,7 +65,7 @@ def canonical_key(key: str) -> str:
 
 
 def expand(key: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
-    """Return the parameters in a stored tensor, by canonical name. Raises CorruptCheckpointError
+    """Yield the parameters in a stored tensor, by canonical name. Raises CorruptCheckpointError
     for a 0-d stack."""
     key = _unwrapped(key)
     layers, experts = _STACKED.fullmatch(key), _EXPERTS.fullmatch(key)

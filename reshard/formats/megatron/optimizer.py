@@ -42,7 +42,7 @@ BufferKey = tuple[str, int, int, str]
 
 
 def gathered_buffers(contents: Contents) -> Iterator[tuple[BufferKey, Tensors]]:
-    """Return the flat tensors of every buffer by state. Only the objects' pickles are read.
+    """Yield the flat tensors of every buffer by state. Only the objects' pickles are read.
 
     Raises CorruptCheckpointError if Megatron cannot have written an object, FormatError for the
     form used before 2024.
@@ -248,7 +248,7 @@ def _fitting(orders: Sequence[Sequence[str]], numels: Mapping[str, int], buffer:
 
 
 def _place(order: Sequence[str], numels: Mapping[str, int], buffer: _Buffer) -> list[list[BufferSlot]]:
-    """Yield every way in which parameters in this order fill the buffer."""
+    """Return every way in which parameters in this order fill the buffer."""
     params = [(name, numels[name]) for name in reversed(order)]
     lengths = buffer.lengths()
     if buffer.limit is not None:

@@ -90,7 +90,7 @@ class MegatronWriter(DcpWriter):
 
 
 def _chunks(spec: TensorSpec) -> Iterator[FilePart]:
-    """Return a chunk for each layer and expert of a stack, so that a rank reads only those it has."""
+    """Yield a chunk for each layer and expert of a stack, so that a rank reads only those it has."""
     stacked = bool(_LAYERS.match(spec.fqn)) + bool(_EXPERTS.match(spec.fqn))
     leading, rest = spec.shape[:stacked], spec.shape[stacked:]
     for at in product(*map(range, leading)):

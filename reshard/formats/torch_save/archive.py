@@ -356,7 +356,7 @@ def is_archive(source: FileSource) -> bool:
 
 
 def changed_records(files: Iterable[FileSource]) -> Iterator[tuple[str, int, int]]:
-    """Return a message, the first byte, and one past the last byte for each record whose bytes do
+    """Yield a message, the first byte, and one past the last byte for each record whose bytes do
     not match its CRC-32. The bytes are 0 and 0 if unknown.
 
     Files that do not begin like zip archives are skipped.

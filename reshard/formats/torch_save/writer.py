@@ -137,7 +137,7 @@ def needs_code(objects: Mapping[str, Any]) -> list[str]:
 
 
 def with_sums(regions: Iterable[Region]) -> list[tuple[Region, int | None]]:
-    """Yield each region with the CRC-32 that is stored with it. If there is none, the threads that
+    """Return each region with the CRC-32 that is stored with it. If there is none, the threads that
     read the region compute it."""
     known = ((region, written_crc(region)) for region in regions)
     return [(replace(region, digest=crc32) if crc is None else region, crc) for region, crc in known]
@@ -326,7 +326,7 @@ def begin_archive(
 
 
 def end_archive(archive: ArchiveWriter) -> None:
-    """Return the bytes that follow the tensors' data."""
+    """Write the bytes that follow the tensors' data."""
     archive.record("version", 2, [b"3\n"])
     archive.record(".data/serialization_id", 40, [b"0" * 40])
     archive.close()
