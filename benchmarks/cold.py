@@ -209,7 +209,7 @@ def disk_bytes() -> int:
 
 
 def rows(names: list[str], size: int, folder: str, latency_s: float, bytes_per_s: float) -> Iterator[Row]:
-    """Return the rows of these cases."""
+    """Yield the rows of these cases."""
     here = tempfile.mkdtemp(dir=folder)
     try:
         with serving(here, latency_s=latency_s, bytes_per_s=bytes_per_s) as store:

@@ -201,7 +201,7 @@ ASKED = ("set", "get", "add", "append", "check", "compare_set", "delete_key", "w
 
 
 def rows(world_size: int, per_machine: int, ranks_per_file: int, tensors: int, with_dcp: bool) -> Iterator[Row]:
-    """Return the rows for one number of ranks."""
+    """Yield the rows for one number of ranks."""
     mine, kept = _in_folder(partial(ours, ranks_per_file=ranks_per_file), world_size, per_machine, tensors)
     its = _in_folder(theirs, world_size, per_machine, tensors)[0] if with_dcp else []
     cores = len(os.sched_getaffinity(0))

@@ -102,7 +102,7 @@ def plain_copy(nbytes: int, target: Path) -> dict[str, float]:
 
 
 def rows(what: str, tensors: int, size: int, parent: str | None, repeats: int) -> Iterator[Row]:
-    """Return seconds, CPU time, and memory for one of `CASES`."""
+    """Yield seconds, CPU time, and memory for one of `CASES`."""
     folder = Path(tempfile.mkdtemp(dir=parent))
     rounds: list[dict[str, dict[str, float]]] = []
     try:

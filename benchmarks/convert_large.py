@@ -101,7 +101,7 @@ def measure(tensors: int, folder: Path) -> dict[str, dict[str, float]]:
 
 
 def rows(gigabytes: float, parent: str | None) -> Iterator[Row]:
-    """Return seconds, CPU time, and memory of each conversion."""
+    """Yield seconds, CPU time, and memory of each conversion."""
     tensors = max(4, round(gigabytes * 1e9 / (SIZE * SIZE * 4)))
     folder = Path(tempfile.mkdtemp(dir=parent))
     try:

@@ -110,7 +110,7 @@ def read_speed(path: Path, device: torch.device) -> float:
 
 
 def one_process(device: torch.device, nbytes: int, folder: Path, only: Sequence[str]) -> Iterator[Row]:
-    """Return rows for one process with one device. `only`: "save", "async_save", "load", or "fingerprint"."""
+    """Yield rows for one process with one device. `only`: "save", "async_save", "load", or "fingerprint"."""
     raw = copies(device, nbytes)
     yield from _rows(state_of(nbytes, device), raw, device, folder, only)
     # a quarter of the size: their rows, not their bytes, may take time

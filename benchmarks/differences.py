@@ -68,7 +68,7 @@ def case(rows: int, tensors: int, repeats: int) -> list[list[tuple[float, ...]]]
 
 
 def rows(size: tuple[int, int, int]) -> Iterator[Row]:
-    """Return the rows. Arguments are those of `case`."""
+    """Yield the rows. Arguments are those of `case`."""
     for (how, share), times in zip(CASES, run(case, TRAINERS + ENGINES, *size)[0], strict=True):
         mine, mine_s, whole, whole_s = zip(*times, strict=True)
         yield Row("differences", f"{share:.1%} of the elements, {how}", "MB moved", mine, {"all": whole})

@@ -82,7 +82,7 @@ def write_raw(folder: str, tensors: list[DTensor]) -> None:
 
 
 def rows(names: list[str], size: tuple[int, int], folder: str) -> Iterator[Row]:
-    """Return the rows of these cases."""
+    """Yield the rows of these cases."""
     for name in names:
         here = tempfile.mkdtemp(dir=folder)
         try:

@@ -145,7 +145,7 @@ class _Job:
 
 
 def rows(names: list[str], folder: str) -> Iterator[Row]:
-    """Return the rows of these cases: each call by CPU time and by seconds."""
+    """Yield the rows of these cases: each call by CPU time and by seconds."""
     for name in names:
         world, count, size, columns = CASES[name]
         here = tempfile.mkdtemp(dir=folder)

@@ -119,7 +119,7 @@ def waits_and_loops(memory: str, nbytes: int, repeats: int) -> tuple[list[Any], 
 
 
 def background(megabytes: int, repeats: int) -> Iterator[Row]:
-    """Return rows of keeping in the background, with a core for each rank's loop."""
+    """Yield rows of keeping in the background, with a core for each rank's loop."""
     shm, nbytes = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None, megabytes << 20
     for ranks in (2, 4):
         name = f"{ranks} ranks, {megabytes} MiB each"
@@ -133,7 +133,7 @@ def background(megabytes: int, repeats: int) -> Iterator[Row]:
 
 
 def rows(size: int, repeats: int, folder: str | None) -> Iterator[Row]:
-    """Return all rows. `size`: rows of the matrices; `folder`: location of the checkpoint."""
+    """Yield all rows. `size`: rows of the matrices; `folder`: location of the checkpoint."""
     shm = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=shm) as memory, tempfile.TemporaryDirectory(dir=folder) as stored:
         keeps, saves, planned, there = zip(*run(keep, RANKS, memory, stored, size, repeats)[0], strict=True)

@@ -156,7 +156,7 @@ def measured(what: str, call: Callable[[], object], executor: Executor | None, i
 
 @contextmanager
 def engine(name: str) -> Iterator[Executor | None]:
-    """Return the executor of an engine, within a block."""
+    """Start an engine, and end it after the block."""
     if name == ONE:
         yield None
     elif name == "2 processes":
@@ -266,7 +266,7 @@ def measure(parent: str | None, *, quick: bool) -> dict[str, dict[str, Any] | No
 
 
 def rows(found: dict[str, Any]) -> Iterator[Row]:
-    """Return the rows. Ours is one process, and the peers are the engines."""
+    """Yield the rows. Ours is one process, and the peers are the engines."""
     figures = {name: one["figures"] if one else None for name, one in found.items()}
     for workers in MACHINES:
         for name, theirs in figures.items():

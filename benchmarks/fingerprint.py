@@ -77,7 +77,7 @@ def first_time_s(tensor: torch.Tensor) -> float:
 
 
 def rows(nbytes: int, repeats: int, device: torch.device) -> Iterator[Row]:
-    """Return a row for each case, and those of small tensors."""
+    """Yield a row for each case, and those of small tensors."""
     memory = torch.randint(-(2**62), 2**62, (nbytes // 8,), dtype=torch.int64, device=device)
     target = torch.empty_like(memory)
     name = "" if device.type == "cpu" else f"{device.type}, "

@@ -62,7 +62,7 @@ def child(who: str, what: str, path: Path, *, bytecode: bool = True) -> tuple[li
 
 
 def rows(rounds: int) -> Iterator[Row]:
-    """Return a row for each call, by seconds and by CPU time."""
+    """Yield a row for each call, by seconds and by CPU time."""
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     try:
         for who in ("ours", "DCP"):

@@ -86,7 +86,7 @@ def compare(
 
 
 def rows(mega: int, repeats: int) -> Iterator[Row]:
-    """Return the rows. `mega`: size of the states."""
+    """Yield the rows. `mega`: size of the states."""
     where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     for make, what in ((adamw, "AdamW over everything"), (lora, "LoRA"), (experts, "a third of experts idle")):
         with tempfile.TemporaryDirectory(dir=where) as folder:

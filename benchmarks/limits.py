@@ -155,7 +155,7 @@ def passes_of_rank(folder: str, shape: tuple[int, ...], count: int, rows: int) -
 
 
 def loads_and_saves(folder: Path, size: tuple[int, int]) -> Iterator[Row]:
-    """Return passes for the ranks of the tables of loads and saves."""
+    """Yield passes for the ranks of the tables of loads and saves."""
     for case, (world, shape, _) in list(SAVES.items())[:3]:
         here = folder / str(world)
         here.mkdir()
@@ -202,7 +202,7 @@ def passes_of_load(folder: str, shape: tuple[int, ...], placements: list[Placeme
 
 
 def loads(folder: Path, size: tuple[int, int]) -> Iterator[Row]:
-    """Return passes of loads to other layouts, by their names in the table of loads."""
+    """Yield passes of loads to other layouts, by their names in the table of loads."""
     for case, what in LOADS_LIMITED.items():
         world, saved_shape, saved, shape, placements = LOADS[case]
         here = folder / case
@@ -243,7 +243,7 @@ def bare_conversion(sources: list[Path], target: Path, sums: int, crc32: Callabl
 
 
 def conversions(folder: Path, size: tuple[int, int]) -> Iterator[Row]:
-    """Return passes of converting a checkpoint that torch saved on four ranks."""
+    """Yield passes of converting a checkpoint that torch saved on four ranks."""
     for sums, (what, dim) in enumerate(CASES.items(), 1):
         saved, out = folder / f"saved{dim}", folder / "out.pt"
         run(save_for_convert, 4, str(saved), *size, dim)
@@ -261,7 +261,7 @@ def conversions(folder: Path, size: tuple[int, int]) -> Iterator[Row]:
 
 
 def rows(folder: str, size: tuple[int, int]) -> Iterator[Row]:
-    """Return all rows. `size`: number of square tensors, and their rows."""
+    """Yield all rows. `size`: number of square tensors, and their rows."""
     here = Path(tempfile.mkdtemp(dir=folder))
     try:
         yield from loads_and_saves(here, size)

@@ -139,7 +139,7 @@ def case(name: str, count: int, rows: int, repeats: int) -> dict[str, Any]:
 
 
 def rows(count: int, size: int, repeats: int, names: list[str]) -> Iterator[Row]:
-    """Return the rows of the cases with these names, for `count` square tensors of `size` rows."""
+    """Yield the rows of the cases with these names, for `count` square tensors of `size` rows."""
     for name in names:
         ranks = run(case, WORLD, name, count, size, repeats)
         for i, (unit, over_ranks) in enumerate((("s", max), ("CPU s", sum))):
@@ -207,7 +207,7 @@ def ways_of_a_trillion() -> dict[str, Callable[[], Steps]]:
 
 
 def rows_at_scale() -> Iterator[Row]:
-    """Return the CPU time of planning for all ranks, once."""
+    """Yield the CPU time of planning for all ranks, once."""
     for how, make_steps in ways_of_a_trillion().items():
         begun = time.process_time()
         steps = make_steps()

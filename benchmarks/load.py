@@ -175,7 +175,7 @@ def work_of_columns(files: list[str], nbytes: int) -> None:
 
 
 def rows(names: list[str], size: tuple[int, int], folder: str, ours_at: str, check: bool) -> Iterator[Row]:
-    """Return the rows of these cases."""
+    """Yield the rows of these cases."""
     for name in names:
         world, saved_shape, saved, wanted_shape, wanted = CASES[name]
         here = tempfile.mkdtemp(dir=folder)

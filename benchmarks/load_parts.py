@@ -205,7 +205,7 @@ def of_all(ranks: Sequence[Any], contestant: int, part: str) -> tuple[float, ...
 
 
 def rows(folder: str, size: tuple[int, int]) -> Iterator[Row]:
-    """Return a row for each part of each case."""
+    """Yield a row for each part of each case."""
     for name in THE_CASES:
         world, saved_shape, saved, wanted_shape, wanted = CASES[name]
         here = tempfile.mkdtemp(dir=folder)

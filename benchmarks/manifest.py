@@ -36,7 +36,7 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
 
 
 def rows(ranks: int, layers: int) -> Iterator[Row]:
-    """Return the rows of one run."""
+    """Yield the rows of one run."""
 
     def row(what: str, unit: str, figure: float) -> Row:
         return Row("manifest", f"{ranks:,} ranks: {what}", unit, (figure,))

@@ -99,7 +99,7 @@ def scratch() -> tempfile.TemporaryDirectory[str]:
 
 
 def rows(count: int) -> Iterator[Row]:
-    """Return a row for each call."""
+    """Yield a row for each call."""
 
     def of(number: int, *, peers: bool) -> tuple[dict[str, float], dict[str, float]]:
         return measure(state_of(number), state_of(number, 0.0), Path(folder, str(number)), peers=peers)

@@ -166,7 +166,7 @@ def measure(count: int, folder: Path, *, with_torch: bool) -> Measured:
 
 
 def rows_of(found: Measured, fewer: Measured) -> Iterator[Row]:
-    """Return the time and memory of each call, then the commands."""
+    """Yield the time and memory of each call, then the commands."""
     times = found.tensors / fewer.tensors
     for name, one in found.ours.items():
         what, few, other = f"{name}, {found.tensors:,} tensors", fewer.ours.get(name), found.torch.get(name)
@@ -189,7 +189,7 @@ def measured(count: int, folder: str, with_torch: bool) -> Measured:
 
 
 def rows(counts: Sequence[int], *, full: bool) -> Iterator[Row]:
-    """Return the rows of all counts but the first. The largest starts first, because it takes longest."""
+    """Yield the rows of all counts but the first. The largest starts first, because it takes longest."""
     with scratch() as folder, ProcessPoolExecutor(2, get_context("spawn"), max_tasks_per_child=1) as pool:
         begun = {
             count: pool.submit(measured, count, folder, full or count <= ALL_OF_TORCH_UP_TO)

@@ -70,7 +70,7 @@ def measured(path: Path, restore: Callable[[], Any], values: np.ndarray[Any, Any
 
 
 def rows(folder: str, quick: bool) -> Iterator[Row]:
-    """Return two rows for each sharding."""
+    """Yield two rows for each sharding."""
     jax, orbax = importlib.import_module("jax"), importlib.import_module("orbax.checkpoint")
     checkpointer = orbax.StandardCheckpointer()
     for dims, shape in SHAPES.items():

@@ -323,7 +323,7 @@ def _write_raw(folder: str, state: State) -> None:
 
 
 def rows(count: int, size: int, parent: str | None, packages: str | None) -> Iterator[Row]:
-    """Return a row of seconds and one of CPU time, for saving and for loading."""
+    """Yield a row of seconds and one of CPU time, for saving and for loading."""
     folder = tempfile.mkdtemp(dir=parent)
     try:
         saved = run(save, SAVING, folder, count, size, packages)

@@ -225,7 +225,7 @@ _STEPS = {"items of one rank": "read items of one rank", "scheduling": "rounds",
 
 
 def rows(quick: bool, rounds: int) -> Iterator[Row]:
-    """Return the rows. Contestants run in turns, `rounds` times. Cases without a peer run once."""
+    """Yield the rows. Contestants run in turns, `rounds` times. Cases without a peer run once."""
     mine, *peers = list(cases(quick))[:3]
     turns = [{name: alone(name, quick) for name in (mine, *peers)} for _ in range(rounds)]
     ready = tuple(turn[mine]["plan"] + turn[mine]["proof"] for turn in turns)

@@ -151,7 +151,7 @@ def _their_planning(ranks: int) -> str:
 
 
 def rows(names: list[str], size: tuple[int, int], folder: str) -> Iterator[Row]:
-    """Return the rows of these cases."""
+    """Yield the rows of these cases."""
     for name in names:
         world, shape, placements = CASES[name]
         here = tempfile.mkdtemp(dir=folder)

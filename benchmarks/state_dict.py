@@ -83,7 +83,7 @@ def shortest(run: Callable[[], object], repeats: int) -> float:
 
 
 def rows(layers: int, experts: int) -> Iterator[Row]:
-    """Return a row for each call."""
+    """Yield a row for each call."""
     whole, half = build(layers, experts), build(layers // 2, experts)
     mine, other, smaller = cases(*whole, ours), cases(*whole, theirs), cases(*half, ours)
     for name, run in mine.items():

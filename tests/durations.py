@@ -51,7 +51,7 @@ def read(report: Path) -> tuple[dict[str, Folder], float]:
 
 
 def table(folders: dict[str, Folder], wall_s: float) -> Iterator[str]:
-    """Return the lines of the table, the longest duration first."""
+    """Yield the lines of the table, the longest duration first."""
     total = Folder()
     for one in folders.values():
         total.tests += one.tests

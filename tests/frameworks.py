@@ -150,7 +150,7 @@ def run(framework: Framework, flags: Sequence[str]) -> Result:
 
 
 def table(results: dict[str, Result]) -> Iterator[str]:
-    """Return the lines of the table."""
+    """Yield the lines of the table."""
     yield f"With torch {metadata.version('torch').partition('+')[0]} on CPUs and Python {sys.version.split()[0]}:"
     yield ""
     yield "| Framework | Versions | Passed/failed/skipped |"

@@ -32,7 +32,7 @@ def assert_same(found: Any, wanted: Any, close: bool = False) -> None:
 
 
 def differences(found: Any, wanted: Any, path: str = "it", *, close: bool = False) -> Iterator[str]:
-    """Return a line for each difference of two nested values. Mappings count as dicts, parameters as tensors."""
+    """Yield a line for each difference of two nested values. Mappings count as dicts, parameters as tensors."""
     if isinstance(wanted, np.ndarray) and isinstance(found, np.ndarray):
         found, wanted = torch.from_numpy(found), torch.from_numpy(wanted)
     if isinstance(wanted, torch.Tensor):

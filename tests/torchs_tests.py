@@ -118,7 +118,7 @@ def _with_gloo(original: Any, func: Any = None, init_rpc: bool = True, backend: 
 
 
 def outcomes(folder: Path, name: str, ours: bool, timeout_s: float) -> Iterator[tuple[str, str, str]]:
-    """Return (test, outcome, message) for each test of one file."""
+    """Yield (test, outcome, message) for each test of one file."""
     with tempfile.TemporaryDirectory(prefix="torchs_tests_") as work:
         target = Path(work) / Path(name).name
         target.write_text(translated((folder / name).read_text(), ours))
@@ -145,7 +145,7 @@ def outcomes(folder: Path, name: str, ours: bool, timeout_s: float) -> Iterator[
 
 
 def lines(every: Mapping[str, tuple[str, ...]], reasons: Mapping[str, str]) -> Iterator[str]:
-    """Return the page's text about a run: the sums, and a table of the tests that do not pass with both."""
+    """Yield the page's lines about a run: the sums, and a table of the tests that do not pass with both."""
     import torch
 
     by_torch = {test for test, (theirs, _) in every.items() if theirs == "passed"}
