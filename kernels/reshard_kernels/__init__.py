@@ -112,11 +112,11 @@ _hash.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
 
 
 def digest(data: npt.NDArray[np.uint8], *, widest: int = 2) -> int:
-    """XXH3-64 of the bytes, as `run` computes it.
+    """Return the XXH3-64 of the bytes, as `run` computes it.
 
     Args:
-        data: one run of memory, wherever it begins.
-        widest: on x86-64, the most that may be used of what the processor has: 0 for SSE2, 1 for AVX2, 2 for AVX-512.
+        data: contiguous bytes, at any address.
+        widest: on x86-64, the widest instruction set to use: 0 for SSE2, 1 for AVX2, 2 for AVX-512.
 
     Raises:
         ValueError: an array of another shape or type.

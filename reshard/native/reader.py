@@ -56,7 +56,7 @@ class Share(NamedTuple):
     of: int
 
     def among(self, things: Collection[T]) -> Iterator[T]:
-        """Yield the consecutive items of this part."""
+        """Return the consecutive items of this part."""
         start, stop = (len(things) * number // self.of for number in (self.number, self.number + 1))
         return islice(things, start, stop)
 
