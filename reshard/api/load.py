@@ -98,7 +98,7 @@ def load(
         alone: only this process loads, even in a running job. It fills its own shards of sharded tensors.
         threads: maximum number of copy threads. Default: this process's share of the host's cores, at most 8.
         memory_budget_bytes: limit for buffers, at least 128 KiB. Default: 32 MiB per thread.
-        progress: show progress bars on the first rank if stderr is a terminal. Each phase is always logged at level INFO.
+        progress: show progress bars on the first rank if stderr is a terminal. Each phase logs a line at INFO.
         timeout: limit for the call, in seconds or as a `timedelta`.
 
     Raises (nothing was written, unless the error says so; other ranks raise the same error or `RankFailedError`):

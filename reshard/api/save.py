@@ -92,7 +92,7 @@ def save(
         divide_above_bytes: divide chunks of at least this size among the ranks that hold them.
         memory_budget_bytes: limit for copies of tensors that are on a device or not in row-major order. Fingerprints
             take 50 MiB more.
-        progress: show progress bars on the first rank if stderr is a terminal. Each phase is always logged at level INFO.
+        progress: show progress bars on the first rank if stderr is a terminal. Each phase logs a line at INFO.
         overwrite: replace an existing checkpoint at `path` once the new one is complete. False: an existing checkpoint
             is an error, even if its manifest was lost, and nothing is written. Other files are never replaced.
         base: an earlier checkpoint whose unchanged data is not written again. It must be at `path`, or in the same

@@ -41,9 +41,9 @@ _HELP = """Inspect, plan, verify, and reshard checkpoints of PyTorch models.
 CHECKPOINT is a folder, file, or URL in any known format. For the folder of a run, the newest
 complete checkpoint is used. To choose another one, give its folder. Most commands also take --step N.
 
-Exit codes: 0: success. 1: a check failed: damage, differences, or a failed proof. 2: the command line is wrong, such as an unknown option or topology. 3: the command line is right,
-but the command failed, such as on a file that cannot be read. 130: interrupted. With 2 and 3, stderr has
-the reason and the fix.
+Exit codes: 0: success. 1: a check failed: damage, differences, or a failed proof. 2: the command line is
+wrong, such as an unknown option or topology. 3: the command line is right, but the command failed, such
+as on a file that cannot be read. 130: interrupted. With 2 and 3, stderr has the reason and the fix.
 
 With --json, an error is also printed as JSON on stdout. To see where an error comes from, add --traceback
 to any command."""

@@ -438,11 +438,11 @@ def test_a_run_is_listed(tmp_path: Path, say) -> None:
 
     assert (first.step, first.format, first.nbytes, first.problem) == (10, "native", 8, None)
     assert (second.step, second.format) == (20, None)
-    assert "is an empty folder" in second.problem
+    assert "is empty" in second.problem
     assert shown.code == 0
     assert "a run with 2 checkpoints" in shown.out
     assert f"{first.path}, the newest complete checkpoint\nformat native, 1 tensor" in shown.out
-    assert shown.out.count("is an empty folder") == 1
+    assert shown.out.count("is empty") == 1
     assert f"{first.path}, the newest complete" in say("inspect", tmp_path, "--select", "*").out
     assert [row["step"] for row in told["steps"]] == [10, 20]
     assert (told["path"], told["newest"]["path"]) == (str(tmp_path), first.path)
