@@ -187,7 +187,7 @@ class ReshardCheckpoint(CheckpointCallback):
             return
         self.manager = self._make()
         self._state = {
-            "model": trainer.model,  # with its wrapper, which tells which rank's buffers to save
+            "model": trainer.model,  # with its wrapper, which says which rank's buffers to save
             "optim": trainer.optimizers,
             "rng": torch.default_generator,
             "schedulers": {str(n): config.scheduler for n, config in enumerate(trainer.lr_scheduler_configs)},

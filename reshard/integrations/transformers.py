@@ -100,7 +100,7 @@ class ReshardTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         state: dict[str, Any] = {"scheduler": self.lr_scheduler.state_dict()}
-        wrapped, optimizer = self.model_wrapped, self._inner_optimizer()  # the wrapper tells whose buffers to save
+        wrapped, optimizer = self.model_wrapped, self._inner_optimizer()  # the wrapper says whose buffers to save
         state["model"], state["optim"] = get_state_dict(wrapped, optimizer, options=self._options())
         save(state, output_dir)
 

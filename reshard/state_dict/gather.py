@@ -1,5 +1,5 @@
 """Gathers full tensors from sharded ones and scatters them again, one at a time. Also moves row
-chunks of tensors that FSDP1 shards across rows."""
+chunks of tensors that are sharded across rows."""
 
 from __future__ import annotations
 
