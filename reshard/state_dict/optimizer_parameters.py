@@ -70,8 +70,8 @@ class OptimizedParameter(NamedTuple):
 class LiveOptimizers:
     """The parameters of one or more optimizers, by canonical name.
 
-    Raises NormalizationError if two optimizers have the same parameter, or an optimizer has no
-    parameter of the model.
+    Raises NormalizationError if two optimizers have the same parameter, or no parameter of the
+    optimizers is in the model.
     """
 
     def __init__(self, live: LiveModel, optimizers: Any) -> None:
