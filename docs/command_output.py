@@ -20,7 +20,7 @@ from docs.import_graph import ROOT
 
 __all__ = ["PAGES", "filled"]
 
-PAGES = [ROOT / "README.md", *(ROOT / "docs" / "recipes" / f"{name}.md" for name in ("inspect", "plan"))]
+PAGES = [ROOT / "docs" / "recipes" / f"{name}.md" for name in ("inspect", "plan")]
 _SHOWN = re.compile(r"^(```console\n\$ reshard (.*)\n)((?!\$).+\n(?:.*\n)*?)```$", re.MULTILINE)
 
 

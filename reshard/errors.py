@@ -238,5 +238,5 @@ def renamed_in(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     return of_module
 
 
-if not TYPE_CHECKING:  # type checkers would accept any name
+if not TYPE_CHECKING:  # type checkers would accept any attribute
     __getattr__ = renamed_in(__name__, {"DamagedCheckpointError": "CorruptCheckpointError"})
