@@ -54,7 +54,7 @@ _PUBLIC = {
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 
 _MODULES = ("dcp", "elastic", "errors", "mapping", "planners")
-"""Public modules that are there without an import of their own."""
+"""Public submodules, imported on first use like the names."""
 
 _ELSEWHERE = {
     "load_state_dict": "reshard.load fills a state dict, reshard.set_model_state_dict fills a model",
@@ -78,9 +78,9 @@ _ELSEWHERE = {
     "latest_checkpoint": "reshard.latest_complete(folder) returns its path",
     "Manager": "reshard.CheckpointManager saves and restores the checkpoints of a run",
 }
-"""Names that other libraries have for what is called otherwise here."""
+"""Names that other libraries use, and what to use here instead."""
 
-__all__ = [name for name in _HOME if name not in ("__version__", "open")]  # which would replace the builtin open
+__all__ = [name for name in _HOME if name not in ("__version__", "open")]  # not to replace the builtin open
 
 if TYPE_CHECKING:
     from reshard import dcp as dcp, elastic as elastic, errors as errors, mapping as mapping, planners as planners
@@ -161,7 +161,7 @@ if not TYPE_CHECKING:  # type checkers would accept any attribute
             raise AttributeError(f"module 'reshard' has no attribute {name!r}{meant}")
         from reshard.live.garbage_collection import gc_paused
 
-        with gc_paused():  # of what torch left there to go through, it would be the longest part of this
+        with gc_paused():  # scanning torch's many objects would take longer than the import
             module = importlib.import_module(f"reshard.{_HOME.get(name, name)}")
         value = globals()[name] = module if name in _MODULES else getattr(module, name)
         return value

@@ -1,4 +1,5 @@
-"""Arguments of the public functions: their old names, and errors for wrong calls that show the right call."""
+"""Checks of the arguments of public functions: old names still work, and errors for wrong calls
+show the right call."""
 
 from __future__ import annotations
 
@@ -33,11 +34,12 @@ Named = TypeVar("Named")
 
 
 def renamed(**names: str) -> Callable[[Named], Named]:
-    """Old names of a function's arguments, or of a class's attributes, and the new ones:
-    `deadline_s="timeout"`.
+    """Let a function accept old names of its arguments, or a class old names of its attributes:
+    `@renamed(deadline_s="timeout")`.
 
-    Raises TypeError, in calls, for an argument under both of its names, and for an unknown one, with a suggestion; for
-    a state or a path alone, and for one that is missing, with the call that was meant. `@renamed()`: no old names.
+    Calls raise TypeError with a suggestion for an unknown argument and for one passed under both
+    names. If a required argument is missing, or only a state or a path was passed, the error shows
+    the intended call. `@renamed()` adds only these errors.
     """
 
     def decorate(it: Any) -> Any:
@@ -67,7 +69,8 @@ def renamed(**names: str) -> Callable[[Named], Named]:
 
 
 def named_arguments(**names: str) -> Callable[[type[R]], type[R]]:
-    """Let a class suggest a name for an unknown argument, and take old names, as `renamed` does for functions."""
+    """Let a class accept old names of its arguments and attributes, and suggest names for unknown
+    arguments, as `renamed` does."""
 
     def decorate(kind: type[R]) -> type[R]:
         kind.__init__ = renamed(**names)(kind.__init__)  # type: ignore[method-assign]
@@ -77,7 +80,7 @@ def named_arguments(**names: str) -> Callable[[type[R]], type[R]]:
 
 
 def _refuse_call(what: str, it: Callable[..., Any], args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
-    """Raises TypeError if the error came from the call: a better one than Python's."""
+    """Raise a more helpful TypeError than Python's if the arguments of the call caused the error."""
     known = signature(it).parameters
     rest = [str(each.annotation) for each in known.values() if each.kind == each.VAR_KEYWORD]
     kinds = [it.__globals__.get(text.removeprefix("Unpack[").removesuffix("]")) for text in rest]
@@ -107,8 +110,8 @@ def _refuse_call(what: str, it: Callable[..., Any], args: tuple[Any, ...], given
 
 
 def with_options(options: type[DataclassInstance], *but: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a verb that takes these by name say so in its signature, with defaults. `but` these, which it does not
-    take."""
+    """Add the fields of `options`, except those named in `but`, to the signature of a function that
+    accepts them by keyword."""
 
     def told(verb: Callable[P, R]) -> Callable[P, R]:
         own = [each for each in signature(verb).parameters.values() if each.kind != each.VAR_KEYWORD]
@@ -124,8 +127,8 @@ def with_options(options: type[DataclassInstance], *but: str) -> Callable[[Calla
 
 
 def options_of(verb: str, options: type[T], given: Mapping[str, Any]) -> T:
-    """Return what a caller of a verb chose by name. Raises TypeError for a name that is none, with
-    the one that was meant."""
+    """Return the options that a caller passed by name. Raises TypeError for an unknown name, with a
+    suggestion."""
     known = [each.name for each in fields(options)]
     for name in given.keys() - set(known):
         raise _unexpected(verb, name, known)
@@ -161,7 +164,7 @@ _OF_OTHERS = {
     "map_location": "tensors are filled on the device they are on",
     "weights_only": "leave it out: no code from a checkpoint runs",
 }
-"""Arguments of other calls, also of torch and Orbax, and what to write here."""
+"""Arguments of other functions of reshard, torch, and Orbax, and what to write instead."""
 
 
 def _unexpected(verb: str, name: str, known: Iterable[str], given: Collection[str] = ()) -> TypeError:
@@ -207,11 +210,12 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "key": (lambda value: hasattr(value, "secret"), "a Key, such as reshard.fingerprints.Key(secret)"),
     "histograms": (lambda value: isinstance(value, str), "a glob, such as '*.weight'"),
 }
-"""What options must be, by names. All others are flags: "no" would count as True."""
+"""Allowed values of options, by option names. All other options are flags, and must be bools: "no"
+would count as True."""
 
 
 def check_options(**given: Any) -> None:
-    """Raises OptionError for a value that an option of its name cannot have."""
+    """Raise OptionError if the value of an option is not allowed."""
     flag = lambda value: isinstance(value, bool), "True or False"
     for name, value in given.items():
         fits, words = next((kind for names, kind in _KINDS.items() if name in names.split()), flag)
@@ -220,11 +224,11 @@ def check_options(**given: Any) -> None:
 
 
 def checked_step(step: object, call: str) -> int:
-    """Return the number of a step, also one of numpy's. Raises OptionError for other values, with the call as it should
-    be."""
+    """Return the step number as an int. Accepts numpy integers. Raises OptionError for other
+    values, with the correct form of `call`."""
     number = -1
     if not isinstance(step, bool) and hasattr(step, "__index__"):
-        with suppress(TypeError):  # of what has one and is no whole number, as a tensor of several
+        with suppress(TypeError):  # from __index__ of other values, such as tensors of several elements
             number = operator.index(step)
     if number < 0:
         swapped = ": the arguments are swapped" * isinstance(step, Mapping)
@@ -233,17 +237,19 @@ def checked_step(step: object, call: str) -> int:
 
 
 def no_attribute(it: object, name: str, meant: Mapping[str, str]) -> AttributeError:
-    """The error for a name that an object does not have, with what to write for one of another library."""
+    """Return the error for a name that an object does not have. `meant` says what to write for
+    names from other libraries."""
     fix = f": {meant[name]}" if name in meant else did_you_mean(name, [each for each in dir(it) if each[0] != "_"])
     return AttributeError(f"{type(it).__name__!r} object has no attribute {name!r}{fix}", name=name, obj=it)
 
 
 def check_arguments(verb: str, state: Any, path: Any, *paths: type) -> bool:
-    """Return whether the state holds models, optimizers, generators, or other objects with
+    """Return True if the state contains models, optimizers, generators, or other objects with
     `state_dict` and `load_state_dict`.
 
-    Raises OptionError for swapped arguments, for what is no path, and for a module, an optimizer,
-    or a tuple, as of `get_state_dict`, instead of a dict. `paths` are further classes that stand for a path.
+    Raises OptionError for swapped arguments, for an argument of the wrong class as `path`, and for a module, an
+    optimizer, or a tuple (such as the result of `get_state_dict`) instead of a dict. `paths` are
+    further classes that are accepted as a path.
     """
     paths = (str, os.PathLike, Storage, *paths)
     if isinstance(state, paths) and not isinstance(path, paths):
@@ -267,7 +273,7 @@ _refused = functools.partial(option_error, was=FormatError)
 
 
 def _fix(verb: str, value: Any) -> str:
-    """The call that was meant."""
+    """Return the intended call."""
     if isinstance(value, torch.nn.Module):
         return f"reshard.{verb}({{'model': model}}, path), or pass reshard.get_model_state_dict(model)"
     return f"reshard.{verb}({{'model': model, 'optim': optimizer}}, path)"
@@ -283,7 +289,7 @@ class _Attribute:
 
 
 def globs_of(select: str | Iterable[str] | None) -> tuple[str, ...] | None:
-    """Return globs that select names as a tuple; None for everything. Raises OptionError."""
+    """Return `select` as a tuple of globs, or None if everything is selected. Raises OptionError."""
     globs = (select,) if isinstance(select, str) else select
     if globs is not None and not isinstance(globs, Iterable):
         raise OptionError(f"select must be a glob or a list of globs, got {format_value(select)}")

@@ -1,4 +1,4 @@
-"""`open(path)`: reads any checkpoint lazily, without a model, GPU, or process group."""
+"""`open(path)`: opens any checkpoint lazily, without a model, GPU, or process group."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class NormalizedState(dict[str, Any]):
     _INSTEAD: ClassVar[str] = (
         "call .canonical(hints=...) in place of .normalized(hints=...): it returns the same state as a Checkpoint"
     )
-    """What errors say where a checkpoint is expected."""
+    """The hint of errors where a checkpoint is expected."""
     notes: tuple[str, ...] = ()
     """What could not be converted, such as padding that could not be removed and incomplete lists."""
     omitted: tuple[str, ...] = ()
@@ -101,7 +101,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     look up the other keys of tied tensors (`aliases`), but iteration omits them."""
 
     def __init__(self, contents: Contents, url: str, asked: AnyPath | None = None) -> None:
-        """`asked` is the path by which it was opened."""
+        """`asked`: the path that the user passed."""
         self.contents = contents
         self.url = url
         for made in (contents.tensors, contents.objects):
@@ -117,18 +117,17 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self.fingerprints = contents.fingerprints
         """The saved fingerprints of the tensors, by key, or None."""
         self.warnings = contents.warnings
-        """What was ignored or could not be represented."""
+        """One text for each value that was ignored or could not be represented."""
         self.run = os.fspath(asked) if asked is not None and os.fspath(asked) != url else ""
         """The folder of the run in which the checkpoint was found. Empty if it was opened by its own
         path."""
-        # the mappings and hints by which it was made from the checkpoint at `url`; empty if there
-        # are none
+        # the mappings and hints that were applied to the checkpoint at `url`, or ""
         self.derivation = ""
         self._whole: Checkpoint | None = None
-        """What this is a selection from."""
+        """The checkpoint of which this is a selection."""
 
     def __getitem__(self, name: str) -> LazyTensor:
-        """Raises KeyMismatchError, naming similar keys, if there is no such tensor."""
+        """Return a lazy tensor. Raises KeyMismatchError, with similar keys, if there is no such tensor."""
         stored = self.contents.find(name)
         if stored is None:
             if name in self.objects:
@@ -138,7 +137,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return LazyTensor(stored, self._refuse)
 
     def _refuse(self, error: CheckpointError) -> None:
-        """Raise CheckpointReplacedError in place of an error of a read, if a later save replaced this."""
+        """Raise CheckpointReplacedError instead of a read error if a later save replaced this checkpoint."""
         refuse_replaced("open", self)
 
     def __contains__(self, name: object) -> bool:
@@ -165,13 +164,14 @@ class Checkpoint(Mapping[str, LazyTensor]):
     @property
     def bytes_unchecked(self) -> int:
         """Bytes of elements that were read so far and not compared with checksums: the format has
-        none, `check` is False, or more than twice the requested bytes (and 16 MiB) would have to be
-        read to compare them."""
+        no checksums, `check` is False, or a comparison would have to read more than twice the
+        requested bytes (and at least 16 MiB)."""
         return self.contents.checking.bytes_unchecked
 
     @property
     def unchecked(self) -> str:
-        """How much of what was read so far was not compared with checksums, in words. Empty if all was compared."""
+        """How much of the data read so far was not compared with checksums, in words. Empty if all
+        was compared."""
         return self.contents.checking.words(self.bytes_unchecked, self.bytes_checked + self.bytes_unchecked)
 
     def problems(self, *, deep: bool = False) -> list[str]:
@@ -185,7 +185,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         for name in self:
             try:
                 stored = self.contents.tensors[name]
-                # equal where chunks have equal boxes
+                # equal for tensors whose chunks have the same boxes
                 geometry = stored.found.geometry if isinstance(stored.found, LazyChunks) else None
                 if geometry not in whole:
                     check_cover(stored)
@@ -222,7 +222,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         names = [*self, *extra, *self.objects, *contents.per_rank]
         wanted = globs_of(one for each in (globs, *more) for one in globs_of(each) or ()) or ()
         kept = chosen(names, wanted, self.url)
-        heirs: dict[str, str] = {}  # if the stored one of tied tensors is omitted, the first of the others replaces it
+        heirs: dict[str, str] = {}  # stored key -> itself or, if it is not selected, its first selected alias
         for name in filter(kept.__contains__, (*self, *extra)):
             first = self.aliases.get(name, name)
             heirs.setdefault(first, first if first in kept else name)
@@ -335,7 +335,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         if facts is not None:
             files = [SavedFile(f.name, f.nbytes, isinstance(f, LinkedRecord)) for f in facts.files.values()]
         named = [name for name in self if histograms and fnmatchcase(name, histograms)]
-        named = [name for name in named if "_x2" not in str(self[name].dtype)]  # pairs of numbers, such as float4
+        named = [name for name in named if "_x2" not in str(self[name].dtype)]  # two values per element, such as float4
         total = sum(layout[name].spec.nbytes for name in layout)
         ranks = ranks_that_saved(self)
         left = f"values of {len(named) - _MOST_HISTOGRAMS:,} more tensors were not read for a histogram"
@@ -367,7 +367,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
         return framed(self.to_html(), repr(self))
 
-    if not TYPE_CHECKING:  # which would take any name for one of these
+    if not TYPE_CHECKING:  # type checkers would accept any name
 
         def __getattr__(self, name: str) -> Any:
             meant = {each: text for names, text in _OF_OTHERS.items() for each in names.split()}
@@ -383,7 +383,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
 def _histogram(tensor: LazyTensor) -> Histogram:
     """Return a histogram of the tensor's values, or of the absolute values of complex numbers.
-    Reads it twice, in pieces."""
+    Reads the tensor twice, in pieces."""
     from planners.reports.checkpoint_pages import Histogram
     from reshard.stored.streaming import windows
 
@@ -403,7 +403,7 @@ def _histogram(tensor: LazyTensor) -> Histogram:
     counts = torch.zeros(24, dtype=torch.float64, device="cpu")
     if not count:
         return Histogram(0.0, 0.0, [0] * len(counts), 0.0, 0.0, odd)
-    scale = max(abs(low), abs(high)) or 1.0  # the range of large numbers is no number
+    scale = max(abs(low), abs(high)) or 1.0  # avoids an overflow of high - low
     for piece in pieces():
         counts += torch.histc(piece[piece.isfinite()] / scale, len(counts), low / scale, high / scale)
     mean = total / count
@@ -413,24 +413,24 @@ def _histogram(tensor: LazyTensor) -> Histogram:
 
 
 CheckpointSource: TypeAlias = StoragePath | Checkpoint
-"""A checkpoint, open or by its path."""
+"""A path, or an open checkpoint."""
 
 
 def log_unchecked(checkpoint: Checkpoint) -> None:
-    """Log how much was read without a check, for readers that have no report of their own."""
+    """Log how much was read without a check, for functions that return no report."""
     if checkpoint.unchecked:
         _log.info("%s was read, %s", checkpoint.url, checkpoint.unchecked)
 
 
 def log_skipped(checkpoint: Checkpoint) -> None:
-    """Log the newer steps of the run that are not complete."""
+    """Log a warning for each newer step of the run that is not complete."""
     for text in checkpoint.contents.skipped.values():
         _log.warning("%s was opened: %s", checkpoint.url, text)
 
 
 def stored_layout(stored: StoredTensor) -> TensorLayout:
-    """The saved mesh and placements where known, else the boxes of the chunks under the rank that
-    wrote them."""
+    """Return the saved mesh and placements if known. Otherwise, return the boxes of the chunks,
+    each under the rank that wrote it."""
     if stored.layout is not None:
         return stored.layout
     numbers: dict[int | str, int] = {}
@@ -490,7 +490,7 @@ def open(path: StoragePath, *, step: int | None = None, check: bool = True) -> C
 
 
 def open_damaged(path: StoragePath, *, step: int | None = None, check: bool = True) -> Checkpoint:
-    """`open`, also where files are missing or damaged: `problems` lists these."""
+    """Like `open`, but also opens a checkpoint with missing or damaged files. `problems` lists them."""
     try:
         return open_among(path, 0, 1, step=step, check=check)
     except CorruptCheckpointError:
@@ -501,10 +501,11 @@ def open_damaged(path: StoragePath, *, step: int | None = None, check: bool = Tr
 
 
 def save_of(checkpoint: Checkpoint) -> str:
-    """Return which save this is, for ranks that must open the same one, or copies of it.
+    """Return an identifier of the save. It is equal for copies, and for ranks that opened the same
+    save.
 
-    That is its id or, where the format has none, the last part of the path.
-    It is empty for a checkpoint in the memory of each process.
+    This is the save's id or, if the format has none, the last part of the path. It is empty for a
+    checkpoint in the memory of each process.
     """
     if checkpoint.url.startswith("memory:"):
         return ""
@@ -515,7 +516,8 @@ def save_of(checkpoint: Checkpoint) -> str:
 def refuse_replaced(again: str, *checkpoints: Checkpoint | None) -> None:
     """Raise CheckpointReplacedError if a later save replaced one of these since it was opened.
 
-    Then an error of the old save says nothing about the new one. The error advises to do `again`, such as "load again".
+    An error found in the old save says nothing about the new one. `again` is the advised action,
+    such as "load".
     """
     for checkpoint in filter(None, checkpoints):
         native = checkpoint.contents.details(NativeFacts)
@@ -528,7 +530,7 @@ def refuse_replaced(again: str, *checkpoints: Checkpoint | None) -> None:
 
 @contextmanager
 def unless_replaced(again: str, *checkpoints: Checkpoint | None) -> Iterator[list[Any]]:
-    """Call `refuse_replaced` for an error, or for what was found wrong, which the block adds to the list."""
+    """Call `refuse_replaced` if the block raises CheckpointError, or adds a problem to the yielded list."""
     found: list[Any] = []
     try:
         yield found
@@ -540,10 +542,11 @@ def unless_replaced(again: str, *checkpoints: Checkpoint | None) -> Iterator[lis
 
 
 def chosen(names: Sequence[str], globs: Sequence[str], where: str) -> frozenset[str]:
-    """Return the names that match a glob, and none that a glob with `!` matches.
+    """Return the names that match a glob and match no glob that begins with `!`.
 
-    Raises KeyMismatchError if a glob matches nothing at all `where` these names are, or no name is
-    left."""
+    Raises KeyMismatchError if a glob matches no name or no name is left. `where` describes the
+    source of the names.
+    """
     for glob in (glob.removeprefix("!") for glob in globs):
         if not any(fnmatchcase(name, glob) for name in names):
             known = names[:5000]
@@ -559,13 +562,13 @@ def chosen(names: Sequence[str], globs: Sequence[str], where: str) -> frozenset[
 
 
 def ranks_that_saved(checkpoint: Checkpoint) -> int | None:
-    """Return how many ranks saved; None if the format does not record that."""
+    """Return the number of ranks that saved, or None if the format does not record it."""
     world, format = checkpoint.layout.world_size, find_format(checkpoint.format)
     return world if world > 1 or (format is not None and format.records_ranks) else None
 
 
 def readable(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the same without the plain values that cannot be read. Its `problems` list these."""
+    """Return the checkpoint without plain values that cannot be read. Its `problems` list them."""
     lost: dict[str, list[str]] = {}
     for key in checkpoint.objects:
         try:
@@ -585,8 +588,8 @@ def readable(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def objects_of(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Objects by name, and empty lists. The plain items of a list are one object: a list, or a dict
-    by number if the list has more than those."""
+    """Return objects and empty lists by name. The plain items of a list are one object: a list, or
+    a dict by index if the list also contains tensors or other values."""
     contents = checkpoint.contents
     paths = {name: contents.path_of(name) or (name,) for name in checkpoint.objects}
     above = {name: value_path(path) for name, path in paths.items()}
@@ -606,8 +609,8 @@ def objects_of(checkpoint: Checkpoint) -> dict[str, Any]:
 def _list_of(
     path: KeyPath, its: Mapping[KeyPath, Any], kinds: Mapping[KeyPath, str], mixed: Collection[KeyPath]
 ) -> Any:
-    """The list at `path` from its plain items. Those in `mixed`, and a list of which only a part is
-    selected, become dicts by number."""
+    """Return the list at `path`, built from its plain items. Lists in `mixed`, and lists of which
+    only a part is selected, become dicts by index."""
     numbers = {at[len(path)] for at in (*its, *kinds) if at != path}
     by_number = mixed if numbers == {*range(len(numbers))} else {*mixed, path}
 
@@ -620,8 +623,8 @@ def _list_of(
 
 
 def open_among(path: StoragePath, place: int, ranks: int, *, step: int | None = None, check: bool = True) -> Checkpoint:
-    """`open` on one of several ranks that open it together: each sees whether its share of the
-    files is there."""
+    """Like `open`, for one of several ranks that open the checkpoint together. Each rank checks
+    that its share of the files exists."""
     check_options(step=step, check=check)
     contents, url = open_contents(path, step=step, share=Share(place, ranks), check=check)
     return Checkpoint(contents, url, None if isinstance(path, Storage) else path)

@@ -1,4 +1,5 @@
-"""All exceptions. They also derive from built-in ones. Each message says what is wrong, where, and how to fix it."""
+"""All exceptions. Most also derive from built-in ones. Each message says what is wrong, where, and
+how to fix it."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ __all__ = [
 
 
 for _kind in (CodecError, CoverageError, LayoutMismatchError, PlanError, ProofError, ReshardError):
-    _kind.__module__ = __name__  # from where users import them, as tracebacks show
+    _kind.__module__ = __name__  # tracebacks show the module from which users import them
 
 RESTORE = "restore it, or load another checkpoint"
 """How to fix damage."""
@@ -64,7 +65,7 @@ class CorruptCheckpointError(CheckpointError, ValueError):
     """Bytes are missing, truncated, or changed. The message names file, bytes, and tensors, if they are known."""
 
     places: tuple[tuple[str, int, int], ...] = ()
-    """Known places of missing or changed bytes: the file, the first byte, and one past the last byte."""
+    """Known places of missing or changed bytes, as (file, first byte, one past the last byte)."""
 
 
 class VerificationError(CorruptCheckpointError, ProofError):
@@ -78,7 +79,7 @@ class UnsafeDataError(CheckpointError, ValueError):
 class KeyMismatchError(ReshardError, KeyError, RuntimeError):
     """Names, shapes, or dtypes of checkpoint and target differ. The message lists them."""
 
-    __str__ = Exception.__str__  # KeyError would print the repr of a long, many-line message
+    __str__ = Exception.__str__  # KeyError would print the repr of the message, with escaped newlines
 
 
 class LayoutError(ReshardError, ValueError):
@@ -90,7 +91,8 @@ class OptionError(ReshardError, ValueError):
 
 
 def option_error(message: str, was: Any, kind: Any = OptionError) -> Any:
-    """Return an error of class `kind` that is also a `was`, the class in earlier releases or in torch."""
+    """Return an error of class `kind` that is also a `was`: the class that earlier releases or
+    torch raise here."""
     return also(kind, was)(message)
 
 
@@ -129,7 +131,7 @@ class RankFailedError(ReshardError):
         self.rank = rank
         self.traceback = traceback
 
-    def __reduce__(self) -> tuple[Any, ...]:  # exceptions are unpickled by position, and these have keywords
+    def __reduce__(self) -> tuple[Any, ...]:  # pickle calls exceptions with positional arguments; these need keywords
         return _revived, (type(self), self.args), self.__dict__
 
 
@@ -205,8 +207,8 @@ def fix_lines(fixes: Iterable[str]) -> list[str]:
 
 
 def visible(text: str) -> str:
-    """Return text on one line, with escapes for characters that do not print: names in files must
-    not control a terminal."""
+    """Return text on one line, with non-printing characters escaped: names in files must not
+    control a terminal."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 

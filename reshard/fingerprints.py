@@ -1,4 +1,5 @@
-"""Fingerprints of tensors that no topology changes: every rank adds up its own part. See docs/fingerprint.md."""
+"""Fingerprints of tensors that are the same in every topology: each rank adds up its own part. See
+docs/fingerprint.md."""
 
 from reshard.api.fingerprint import fingerprint as fingerprint
 from reshard.live.fingerprint_arithmetic import PUBLIC as PUBLIC, Key as Key

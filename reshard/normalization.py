@@ -1,3 +1,3 @@
-"""The names of `reshard.state_dict`, under the name that this package had in earlier releases."""
+"""The former name of `reshard.state_dict`, with the same contents."""
 
 from reshard.state_dict import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""`planners` under the roof of `reshard`: the same modules, so that programs may write either name.
+"""`reshard.planners` is an alias of `planners`: both names give the same modules.
 
 >>> import planners
 >>> import reshard.planners
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Same(MetaPathFinder, Loader):
-    """Finds `reshard.planners.x` as `planners.x`, which would be loaded once more, with classes of its own."""
+    """Finds `reshard.planners.x` as `planners.x`. A second import would create a second set of classes."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         return ModuleSpec(name, self) if name.startswith(f"{__name__}.") else None

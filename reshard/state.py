@@ -1,4 +1,4 @@
-"""A state: tensors, and all else that it holds, by dotted key, and where in a nest of containers each of them is."""
+"""`State`: tensors and other values by dotted key, with the path of each in nested containers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = [
 T = TypeVar("T", covariant=True)
 
 NUMBERED = re.compile(r"(?:^|.*\.)state\.\d+\.[^.]+")
-"""Keys of an optimizer's state by the number of a parameter, as `optimizer.state_dict()` has them."""
+"""Keys of optimizer state by parameter number, as in `optimizer.state_dict()`."""
 
 
 class cached_property(functools.cached_property[T]):
-    """A `cached_property` for properties of each tensor: before Python 3.12, that of functools takes a lock."""
+    """A faster `cached_property`: before Python 3.12, that of functools takes a lock."""
 
     if not TYPE_CHECKING:
 
@@ -35,9 +35,9 @@ class cached_property(functools.cached_property[T]):
             return value
 
 
-# A path says how a value is reached: text for a string key of a dict, `IntKey` for an int key, a
-# plain int for a position in a list or tuple. That, and which containers are tuples or empty, is
-# all it takes to build the same nest again:
+# A path consists of strings for string keys of dicts, `IntKey`s for int keys, and plain ints for
+# positions in lists and tuples. The paths, and the containers that are tuples or empty, suffice to
+# rebuild the nested state:
 #
 #     {"a.b": [x, {5: y}]}   ->   ("a.b", 0): x,  ("a.b", 1, IntKey(5)): y
 
@@ -48,7 +48,7 @@ class IntKey:
 
     value: int
     apart: bool = field(default=False, compare=False)
-    """Whether the dict has the same as text, too: the number is written in brackets then."""
+    """True if the dict also has the same number as a string key. `str` then puts the number in brackets."""
 
     def __str__(self) -> str:
         return f"[{self.value}]" if self.apart else str(self.value)
@@ -58,12 +58,13 @@ KeyPath = tuple[str | int | IntKey, ...]
 
 
 def plain_key(part: str | int | IntKey) -> Any:
-    """The key, or the position, that a part of a path stands for."""
+    """Return a part of a path as a plain dict key or list position."""
     return part.value if isinstance(part, IntKey) else part
 
 
 def key_of(path: KeyPath) -> str:
-    """The dotted key of a path, as torch.distributed.checkpoint writes it: `"a.b.0"`. Two paths can share one."""
+    """Return the dotted key of a path, as in torch.distributed.checkpoint: `"a.b.0"`. Two paths can
+    have the same key."""
     try:
         return ".".join(path)  # type: ignore[arg-type]  # nearly always text alone
     except TypeError:
@@ -71,7 +72,8 @@ def key_of(path: KeyPath) -> str:
 
 
 def is_selected(key: str, globs: Collection[str]) -> bool:
-    """Return True if a glob matches a key, and none that begins with `!` does. Without others than those, all match."""
+    """Return True if a glob matches the key, and none that begins with `!` does. If all globs begin
+    with `!`, the others match."""
     wanted = [glob for glob in globs if not glob.startswith("!")] or ["*"]
     unwanted = (glob[1:] for glob in globs if glob.startswith("!"))
     return any(fnmatchcase(key, glob) for glob in wanted) and not any(fnmatchcase(key, glob) for glob in unwanted)
@@ -81,12 +83,12 @@ _INTS = {"int", "apart"}
 
 
 def path_to_json(path: KeyPath) -> list[Any]:
-    """A path as JSON data: text, ints, and `{"int": 5}` or `{"apart": 5}` for int keys. Inverse of `path_from_json`."""
+    """Return a path as JSON data: strings, ints, and `{"int": 5}` or `{"apart": 5}` for int keys."""
     return [{"apart" if part.apart else "int": part.value} if isinstance(part, IntKey) else part for part in path]
 
 
 def path_from_json(data: Sequence[Any]) -> KeyPath:
-    """Inverse of `path_to_json`. Raises FormatError for anything else."""
+    """Return the path that `path_to_json` wrote. Raises FormatError for other data."""
     if {str, int}.issuperset(map(type, data)):
         return tuple(data)
     parts: list[str | int | IntKey] = []
@@ -102,45 +104,44 @@ def path_from_json(data: Sequence[Any]) -> KeyPath:
 
 @dataclass(frozen=True)
 class State(Generic[T]):
-    """What a state dict holds, wherever it is: a `LiveTensor` for each tensor of a live one, a
-    `StoredTensor` for each of a checkpoint, a `TensorLayout` for each that all ranks hold
-    together."""
+    """The contents of a state dict. Tensors are `LiveTensor`s in a live state, `StoredTensor`s in a
+    checkpoint, and `TensorLayout`s in the state of all ranks together."""
 
     tensors: Mapping[str, T]
     """Tensors by dotted key."""
     objects: Mapping[str, Any] = field(default_factory=dict)
-    """Everything that is no tensor, by key."""
+    """All other values, by key."""
     paths: Mapping[str, KeyPath] = field(default_factory=dict)
-    """Where in the nest each key is, where that is not just the key."""
+    """The path of each key whose path is not just `(key,)`."""
     containers: Mapping[KeyPath, str] = field(default_factory=dict)
-    """Kinds of containers that are tuples or empty, or of a class: see `reshard.live.tree.Flat`."""
+    """Kind of each container that is a tuple, empty, or of another class. See `reshard.live.tree.Flat`."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Names of tensors that are the same tensor as that of another name: tied weights."""
+    """Other keys of tied tensors: alias -> key of the tensor."""
     per_rank: Mapping[str, Any] = field(default_factory=dict)
-    """Values that are each rank's own, by key."""
+    """Values that differ between ranks on purpose, by key."""
 
     def path_of(self, key: str) -> KeyPath:
-        """Return where in the nest a key is."""
+        """Return the path of a key."""
         return self.paths.get(key, (key,))
 
     def paths_in_order(self) -> dict[str, KeyPath]:
-        """Return where in the nest each key is, in the order in which the state was saved, as far
-        as that is recorded."""
+        """Return the path of each key. Keys are in the order in which they were saved, where it is
+        recorded."""
         keys = dict.fromkeys((*self.tensors, *self.aliases, *self.objects))
         ordered = [*(key for key in self.paths if key in keys), *(key for key in keys if key not in self.paths)]
         return {key: self.path_of(key) for key in ordered}
 
     def containers_above(self, paths: Iterable[KeyPath]) -> dict[KeyPath, str]:
-        """The kinds of the containers that hold something at these paths, and of those that are there."""
+        """Return the kinds of the containers at these paths and above them."""
         above = {path[:i] for path in paths for i in range(len(path) + 1)}
         return {path: kind for path, kind in self.containers.items() if path in above}
 
 
 def count_objects(state: State[Any]) -> int:
-    """The number of objects, which is the same for each way to store a state.
+    """Return the number of objects. It does not depend on how the state is stored.
 
-    An entry of a dict is one, and so are all plain items of a list together, whether each has a
-    key of its own or a value holds them all.
+    Each entry of a dict counts as one. All plain items of a list together count as one, whether
+    stored under one key or under a key each.
     """
     found: set[KeyPath] = set()
     todo: list[tuple[KeyPath, Any]] = []
@@ -159,15 +160,16 @@ def count_objects(state: State[Any]) -> int:
 
 
 def containers_around(paths: Iterable[KeyPath]) -> set[KeyPath]:
-    """The paths of the containers that these are in, at any depth."""
-    inner = {path[:-1] for path in paths if path}  # far fewer than the paths, mostly
+    """Return the paths of all containers, at any depth, that contain these paths."""
+    inner = {path[:-1] for path in paths if path}  # usually far fewer than the paths
     return {path[:i] for path in inner for i in range(len(path) + 1)}
 
 
 def empty_sequences(
     containers: Mapping[KeyPath, str], leaves: Iterable[KeyPath], *, but: Container[str] = ("dict", "tensor")
 ) -> dict[str, KeyPath]:
-    """The lists and the like without items, by key. Not the dicts: some formats keep no empty ones."""
+    """Return the paths of empty lists, tuples, and other containers, by key. Omits dicts, because
+    some formats do not keep empty ones."""
     kinds = {path: kind.partition(":")[0] for path, kind in containers.items() if path}
     found = [path for path, kind in kinds.items() if kind not in but]
     full = containers_around((*leaves, *kinds)) if found else ()
@@ -175,7 +177,8 @@ def empty_sequences(
 
 
 def value_path(path: KeyPath) -> KeyPath:
-    """Return the path of the value that this is an item of: a list, with all lists in it, is one value."""
+    """Return the path of the value that contains this item: a list, with all lists inside it, is
+    one value."""
     while path and type(path[-1]) is int:
         path = path[:-1]
     return path

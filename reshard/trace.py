@@ -1,3 +1,4 @@
-"""The layouts that a user's own parallelization code makes, for any world size: see `reshard.trace_layout`."""
+"""Alias of `reshard.trace_layout`, which returns the layouts that your parallelization code creates
+for any world size."""
 
 from reshard.api.trace_layout import trace_layout as trace_layout

@@ -1,6 +1,6 @@
-"""Which release this is, written down here alone: the build, `reshard.__version__` and manifests have it from here.
+"""The version, for the build, `reshard.__version__`, and manifests.
 
-A module by itself, since the command line prints it without importing anything else.
+A separate module, so that the command line can print it without other imports.
 """
 
 __all__ = ["__version__"]

@@ -98,11 +98,12 @@ EXAMPLES: dict[Callable[..., None], list[str]] = {
     prune.prune: ["prune run --keep-last 3 --dry-run", "prune s3://bucket/run --keep-last 10"],
     demo.demo: ["demo", "demo --steps 20 --out /tmp/demo"],
 }
-"""What each command is used for, at the end of its help."""
+"""Example uses of each command, shown at the end of its help."""
 
 
 class _Command(TyperCommand):
-    """Help in plain lines of any width. `--html` takes the next word only if it is the name of a page."""
+    """Formats help as plain lines of any width. `--html` takes the next word only if it is the name
+    of a page."""
 
     def get_help(self, ctx: Any) -> str:
         params: list[Any] = self.get_params(ctx)
@@ -132,7 +133,7 @@ class _Command(TyperCommand):
 
 
 class _Program(TyperGroup):
-    """The same for the program."""
+    """Formats help in the same way for the program."""
 
     def get_help(self, ctx: Any) -> str:
         commands = [(name, (command.help or "").partition("\n")[0]) for name, command in self.commands.items()]
@@ -157,7 +158,7 @@ _OF_OTHERS = {
     "completion": "write reshard --install-completion",
     **dict.fromkeys(("save", "load"), "in Python, reshard.save(state, path) and reshard.load(state, path)"),
 }
-"""Names in other programs for commands and options with another name here."""
+"""Names that other programs use for commands and options, and what to write here instead."""
 
 
 def _option(param: Any, command: str) -> tuple[str, str]:
@@ -224,10 +225,10 @@ def run(arguments: list[str] | None = None) -> None:
             raise  # to main, which says what to install
         if isinstance(error, OSError) and error.filename:
             message = f"cannot open {str(error.filename)!r}: {error.strerror}. Check its folder and your permissions"
-        if is_typers := hasattr(error, "ctx"):  # which is None for an option without its value
+        if is_typers := hasattr(error, "ctx"):  # it is None for an option without its value
             command = getattr(error.ctx, "command_path", f"reshard {words[0]}")
             said = error.format_message()  # type: ignore[attr-defined]
-            said = re.sub(rf" Did you mean '(?!{re.escape(words[0][:1])})prune'\?", "", said)  # which deletes
+            said = re.sub(rf" Did you mean '(?!{re.escape(words[0][:1])})prune'\?", "", said)  # prune deletes
             if type(error).__name__ == "NoSuchOption":
                 said = _no_option(error)
             for name, word in pairwise(words):
@@ -238,7 +239,7 @@ def run(arguments: list[str] | None = None) -> None:
         message = in_words_of_the_command_line(message)
         if "--json" in words:
             kind = "UsageError" if is_typers else type(error).__name__
-            with suppress(StorageError):  # it may be the output that cannot be written
+            with suppress(StorageError):  # stdout may be what cannot be written
                 print_json({"ok": False, "error": {"kind": kind, "message": message}})
         if "--traceback" in given or not (is_typers or isinstance(error, ReshardError | OSError)):  # a bug
             traceback.print_exception(error)
@@ -250,7 +251,7 @@ def run(arguments: list[str] | None = None) -> None:
 
 
 def _no_option(error: Any) -> str:
-    """Return what to say about an unknown option. typer would suggest --help, because many words
+    """Return the message for an unknown option. typer would suggest --help, because many words
     contain its letters."""
     known = [name for param in error.ctx.command.params if not getattr(param, "hidden", True) for name in param.opts]
     meant = did_you_mean(error.option_name.lstrip("-"), [name.lstrip("-") for name in known])
@@ -280,7 +281,7 @@ _PLAIN = {
     "”": '"',
 }
 _PLAIN |= dict.fromkeys("┌┬┐├┼┤└┴┘", "+")
-"""What replaces the signs of our own texts; others are written as escapes."""
+"""ASCII replacements of the characters that our own texts use. Others are written as escapes."""
 
 
 def _in_plain_signs(error: UnicodeError) -> tuple[str, int]:
@@ -295,8 +296,8 @@ codecs.register_error("plain signs", _in_plain_signs)
 
 @contextmanager
 def in_a_pipeline() -> Iterator[None]:
-    """If the reader of a pipe leaves, as `head` does, end the command as it would end without a
-    pipe, whichever library writes."""
+    """Within this context, if the reader of a pipe exits, as `head` does, the command ends as it
+    would without a pipe."""
     before = sys.stdout, sys.stderr
     for stream in before:
         if isinstance(stream, io.TextIOWrapper):
@@ -316,11 +317,10 @@ def in_a_pipeline() -> Iterator[None]:
 
 
 class _Stream:
-    """A text stream that drops what is written after its reader has gone, so that the exit code is
-    still the answer.
+    """A text stream that drops output after its reader has exited, so that the exit code does not
+    change.
 
-    rich and typer would end the program with 1, each in its own way, and the interpreter with a
-    complaint.
+    Otherwise, rich and typer would exit with 1, and the interpreter would print an error.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -343,7 +343,7 @@ class _Stream:
         try:
             yield
         except BrokenPipeError:
-            with open(os.devnull, "w") as nowhere:  # also for what is still in its buffer
+            with open(os.devnull, "w") as nowhere:  # also drops what is still buffered
                 os.dup2(nowhere.fileno(), self._stream.fileno())
         except OSError as error:
             raise StorageError(f"cannot write the output: {error.strerror or error}") from error

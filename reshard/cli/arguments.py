@@ -1,4 +1,4 @@
-"""Parses what commands are given: sides of a plan, mappings, hints, and mistyped words."""
+"""Parses arguments of commands: sides of a plan, mappings, hints, and mistyped words."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Depth = Annotated[int | None, Option(metavar="N", min=1, help="Show at most this
 
 
 def writable(file: Path | None) -> Path | None:
-    """Return the file. Raises OSError, before anything is read, if it cannot be written."""
+    """Return the file. Raises OSError, before anything is read, if it is not writable."""
     if file is not None and not file.is_fifo():
         is_new = not file.exists()
         file.open("a").close()
@@ -108,9 +108,9 @@ On = Annotated[
 
 
 def newest(path: str, step: int | None = None, *, reports_skipped: bool = False) -> str:
-    """Return the checkpoint that a path means. In the folder of a run, this is the given step,
-    complete or not, or the newest complete one. That one is printed on stderr, with the newer ones
-    that it skips unless the command reports these."""
+    """Return the path of a checkpoint. In a run, this is the given step, complete or not, or the
+    newest complete one. Prints the latter on stderr, with newer steps that were skipped, unless the
+    command reports these."""
     from reshard.formats.detect import step_path, steps_at
 
     if step is not None:
@@ -169,7 +169,7 @@ def _on_ray(address: str) -> AbstractContextManager[Executor]:
 
 
 def rules_of(given: list[str] | None) -> dict[str, str]:
-    """Return placements by glob. Raises UsageError for a rule that cannot be read."""
+    """Return placements by glob. Raises UsageError for a rule that cannot be parsed."""
     rules = {}
     for text in given or []:
         glob, equals, placements = text.partition("=")
@@ -185,20 +185,19 @@ class Sides(NamedTuple):
     saved: StateLayout
     wanted: StateLayout
     topology: Topology | None
-    """The topology that made one side from the tensors of the other."""
+    """The topology from which one side was made, for the tensors of the other side."""
     is_onto: bool
-    """Whether that side is `wanted`."""
+    """True if `wanted` is the side that was made from the topology."""
 
     @property
     def unsharded_axes(self) -> dict[str, tuple[str, ...]]:
-        """Axes for which the topology has a rule that shards, but along which it shards none of
-        these tensors."""
+        """Axes that shard none of these tensors, although the topology has a rule by which they shard."""
         made = self.wanted if self.is_onto else self.saved
         return {} if self.topology is None else self.topology.unsharded_axes(made)
 
     @property
     def notes(self) -> dict[str, tuple[str, ...]]:
-        """Return the assumptions of the topology, as in JSON."""
+        """Return the assumptions of the topology, in the form of the JSON output."""
         return {"notes": () if self.topology is None else self.topology.notes}
 
 
@@ -208,12 +207,12 @@ def both_sides(
     rules: Mapping[str, str],
     **how: Any,
 ) -> Sides:
-    """Both sides.
+    """Return both sides of a plan.
 
-    `rules` are for the sides that are topologies, and `how` for checkpoints: what else `side` takes.
+    `rules` apply to sides that are topologies. `how` are the arguments of `side` for checkpoints.
 
-    Raises UsageError if neither side says which tensors there are, if no side has a use for the
-    rules, or if one cannot be read.
+    Raises UsageError if neither side says which tensors there are, if no side uses the rules, or if
+    a side cannot be parsed.
     """
     from planners.geometry.layout import StateLayout
     from reshard.api.plan import names_topology
@@ -242,8 +241,8 @@ def side(
     hints: Mapping[str, Any] | None = None,
     select: list[str] | None = None,
 ) -> StateLayout | Topology:
-    """Return what one side is: the layout of a checkpoint or file, or a topology. Raises UsageError
-    for a topology that cannot be read."""
+    """Return the layout of a checkpoint or file, or a topology. Raises UsageError for a topology
+    that cannot be parsed."""
     import reshard
     from planners.geometry.layout import StateLayout
     from planners.geometry.topologies import WORDS
@@ -271,7 +270,7 @@ def side(
 
 
 def _topology(text: str, rules: Mapping[str, str], saved: StateLayout | None) -> Topology:
-    """Return the typed topology for the tensors of `saved`. Raises UsageError for one that cannot be read."""
+    """Return the typed topology for the tensors of `saved`. Raises UsageError if it cannot be parsed."""
     from planners.geometry.topologies import topology_of
 
     try:
@@ -322,9 +321,9 @@ HintOption = Annotated[
 
 
 def mapping_of(names: str | None, config: str | None, naming: list[str] | None) -> StateMapping | None:
-    """Return the mapping that the options name, or None if they name none.
+    """Return the mapping that the options select, or None without such options.
 
-    Raises UsageError for incomplete options, or those that no mapping has.
+    Raises UsageError for incomplete options, and for options that no mapping has.
     """
     if names is None:
         if config is not None or naming:
@@ -342,7 +341,7 @@ def mapping_of(names: str | None, config: str | None, naming: list[str] | None) 
 
 
 def dequantized(wanted: bool, dtype: str | None) -> StateMapping:
-    """Return the mapping that dequantizes weights, or none if that is not wanted."""
+    """Return the mapping that dequantizes weights, or None if `wanted` is False."""
     from reshard.mapping import Dequantize, Mapping, Mxfp4
 
     to = dtype or "bfloat16"
@@ -350,13 +349,13 @@ def dequantized(wanted: bool, dtype: str | None) -> StateMapping:
 
 
 def stored_hints(naming: str | None, hints: dict[str, Any]) -> dict[str, Any]:
-    """Return the hints, including one that keeps the names in Hugging Face's files if the naming is
-    theirs."""
+    """Return the hints, with one that keeps the names in Hugging Face's files if `naming` is
+    Hugging Face's."""
     return {"stored_names": True, **hints} if naming in ("huggingface", "hf", "plain") else hints
 
 
 def unmapped(names: str, mapping: StateMapping, state: Checkpoint) -> list[str]:
-    """Return the tensors that keep their names although the naming is a different one.
+    """Return the tensors that keep their names although the naming scheme changes.
 
     Raises KeyMismatchError if nearly all names stay the same: then the checkpoint does not have the
     names that the options say.
@@ -374,7 +373,8 @@ def unmapped(names: str, mapping: StateMapping, state: Checkpoint) -> list[str]:
 
 
 def read_hints(given: list[str] | None, *, used: bool = True) -> dict[str, Any]:
-    """Return hints by name. Raises UsageError for one that cannot be read, or that no other option uses."""
+    """Return hints by name. Raises UsageError for hints that cannot be parsed, and for those that
+    no other option uses."""
     if given and not used:
         raise UsageError("--hint needs canonical names: add --normalized")
     from reshard.formats.canonical import HINTS
@@ -416,7 +416,7 @@ class UsageError(ReshardError):
 
 
 def choice(word: str, known: Iterable[str], what: str) -> str:
-    """Return the word, which must be one of those known. Raises UsageError."""
+    """Return the word. Raises UsageError if it is not one of the known words."""
     names = list(known)
     if word not in names:
         raise UsageError(f"there is no {what} {word!r}{did_you_mean(word, names) or '.'} Known: {', '.join(names)}")
@@ -424,8 +424,8 @@ def choice(word: str, known: Iterable[str], what: str) -> str:
 
 
 def dtype_name(word: str) -> str:
-    """Return torch's name of a dtype, also for short names such as `bf16` and `fp8`. Raises
-    UsageError for an unknown one."""
+    """Return torch's name of a dtype. Accepts short names such as `bf16` and `fp8`. Raises
+    UsageError for an unknown dtype."""
     from reshard.live.dtypes import dtype_from_name, full_name
 
     try:
@@ -436,8 +436,8 @@ def dtype_name(word: str) -> str:
 
 
 def size_in_bytes(text: str) -> int:
-    """Return the bytes of a size such as `5GB`, `500MB`, or `2GiB`. Raises UsageError for anything else, also for a
-    number below a million without a unit, which is rarely meant."""
+    """Return the bytes of a size such as `5GB`, `500MB`, or `2GiB`. Raises UsageError for anything
+    else, and for numbers below a million without a unit, which are probably mistakes."""
     if re.fullmatch(r"(?!0+$)\d{1,6}", text):
         unit = "GB" if int(text) < 100 else "MB"
         raise UsageError(f"{text!r} has no unit: write {text}{unit}, or {text}B for bytes")

@@ -8,11 +8,11 @@ from pathlib import Path
 import typer
 
 _MOST_BYTES = 64 << 20
-"""Most bytes of metadata that are read for completion. Larger metadata would make the shell wait."""
+"""Limit for the bytes of metadata that completion reads. The shell would have to wait for more."""
 
 
 def one_of(*words: str) -> Callable[[str], list[str]]:
-    """Return a function that completes to these words."""
+    """Return a completion function for these words."""
     return lambda incomplete: [word for word in words if word.startswith(incomplete)]
 
 

@@ -144,15 +144,15 @@ def _note_useless(dequantizing: Mapping, source: str, as_json: bool) -> None:
     if not dequantizing.stages:
         return
     given = open(source)
-    if [*dequantizing.apply(given)] == [*given]:  # else scales are gone
+    if [*dequantizing.apply(given)] == [*given]:  # otherwise the scales are lost
         print_text(
             "--dequantize has no effect: no tensor is quantized", "note", "yellow", screen=console(stderr=as_json)
         )
 
 
 def _layout(format: str, onto: str | None, rule: list[str] | None) -> Any:
-    """Return the layout that `onto` names, as words if the source may record its axes. Raises
-    UsageError if the format cannot store it, and for rules without a topology."""
+    """Return the layout that `onto` describes, or its text if the source may record its axes.
+    Raises UsageError if the format cannot store layouts, and for rules without a topology."""
     from reshard.api.plan import names_topology
 
     if onto is not None and not writing_of(format).is_sharded:
@@ -195,7 +195,7 @@ def _print(report: ConvertReport, kept: list[str], is_model: bool, is_normalized
         print_json({**vars(report), "phases": report.seconds, "names_kept": kept, "not_in_model": beside})
         return
     seconds = report.phases.seconds
-    rate = f", {size(report.total_bytes / seconds)}/s" if seconds >= 1 else ""  # of less, it says little
+    rate = f", {size(report.total_bytes / seconds)}/s" if seconds >= 1 else ""  # of short runs, it says little
     print_text(
         f"format {report.format}: {counted(report.tensors, 'tensor')} and "
         f"{counted(report.objects, 'object')}, "

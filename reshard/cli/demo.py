@@ -54,7 +54,8 @@ def _bars(screen: Console) -> Progress:
 
 
 class _Listener:
-    """Shows what the ranks report: a bar for each job in a terminal, and otherwise an occasional line."""
+    """Shows what the ranks report: in a terminal a progress bar for each job, and otherwise an
+    occasional line."""
 
     def __init__(self, bars: Progress, screen: Console, steps: int) -> None:
         self.bars, self.screen, self.steps = bars, screen, steps
@@ -62,7 +63,7 @@ class _Listener:
         self.first: dict[str, int] = {}
 
     def hear(self, job: str, told: Any) -> None:
-        """Show a report of a job's rank 0: ("step", loss), or what it is doing."""
+        """Show a report from a job's rank 0: ("step", loss), or a text that says what it is doing."""
         if job not in self.tasks:
             total = self.steps if not self.tasks else max(self.steps // 2, 1)
             self.tasks[job] = self.bars.add_task(job, total=total, loss="")

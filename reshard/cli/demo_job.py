@@ -57,9 +57,9 @@ AFTER = (Degrees(fsdp=3, tp=1), Degrees(fsdp=1, tp=2))
 MAX_OVER_READ = 1.05
 
 Hear = Callable[[str, Any], None]
-"""Gets the name of the job that is running and what its rank 0 reports."""
+"""Called with the name of the running job, and with each report of its rank 0."""
 Show = Callable[["Plans"], None]
-"""Receives the plans as soon as they are made."""
+"""Called with the plans as soon as they exist."""
 
 
 @dataclass(frozen=True)
@@ -73,17 +73,17 @@ class Plans:
 
 @dataclass(frozen=True)
 class Change:
-    """The result of one change of topology."""
+    """The result of one topology change."""
 
     onto: str
     world_size: int
     planned_bytes: list[int]
-    """Per rank."""
+    """Bytes that the plan reads, per rank."""
     proved: bool
     bytes_needed: list[int]
     bytes_read: list[int]
     tensors_equal: int
-    """Number of tensors that are bit for bit as before."""
+    """Number of tensors that are bit for bit equal to the saved ones."""
     tensors: int
     loss_loaded: float
     """The loss on held-out text, right after the load."""
@@ -107,7 +107,7 @@ class Change:
             found.append(f"the plan said {self.planned_bytes} bytes, the load needed {self.bytes_needed}")
         if self.read_per_needed > MAX_OVER_READ:
             found.append(f"{self.read_per_needed:.2f} × the bytes needed were read")
-        if not abs(self.loss_loaded - loss_before) < 1e-3:  # sums in another order differ in the last digits
+        if not abs(self.loss_loaded - loss_before) < 1e-3:  # the order of sums changes the last digits
             found.append(f"the loss was {loss_before} before and is {self.loss_loaded} as loaded")
         if not self.loss_after < self.loss_loaded:
             found.append(f"more training raised the loss from {self.loss_loaded} to {self.loss_after}")
@@ -135,11 +135,11 @@ class Result:
 
 
 def run_demo(out: Path, steps: int, hear: Hear, show: Show) -> Result:
-    """Train on 2 × 2 ranks, save, plan and prove two changes of topology, and train on in each.
-    Everything is in `out`.
+    """Train on 2 × 2 ranks, save, plan and prove two topology changes, and continue training in
+    each topology. Writes everything to `out`.
 
-    Raises ReshardError if `out` cannot be written, or a rank fails, or this torch trains nothing
-    under FSDP2 on CPUs.
+    Raises ReshardError if `out` cannot be written, a rank fails, or this torch cannot train with
+    FSDP2 on CPUs.
     """
     if not hasattr(torch.cpu.Stream, "record_event"):
         raise ReshardError(
@@ -218,9 +218,9 @@ class RankResult:
     digests: dict[str, str]
     """Key -> SHA-256 of each gathered tensor, as saved or as loaded. Only on rank 0."""
     judged: float
-    """Loss on held-out text, with these tensors."""
+    """Loss on held-out text, with the saved or loaded tensors."""
     judged_after: float
-    """The loss on held-out text at the end."""
+    """Loss on held-out text at the end of the job."""
     parameters: int
 
 
@@ -233,14 +233,15 @@ def begin_training(tell: Tell, ways: Degrees, steps: int, path: str) -> RankResu
 
 
 def resume_training(tell: Tell, ways: Degrees, steps: int, path: str) -> RankResult:
-    """Load what another topology saved, into a model that starts from other values, and train on."""
+    """Load the checkpoint of another topology into a model with different initial values, and
+    continue training."""
     training = Training(ways.fsdp, ways.tp, 2, lambda *step: tell(step))
     tell("loading")
     return _told(tell, training, training.resume(path), steps)
 
 
 def _told(tell: Tell, training: Training, report: Any, steps: int) -> RankResult:
-    """Gather and compare, train on, and compare again."""
+    """Gather tensors and evaluate the loss, continue training, and evaluate it again."""
     tell("gathering")
     digests, judged = _digests(training.state()), training.evaluate()
     training.train(steps)
@@ -270,9 +271,11 @@ Tell = Callable[[Any], None]
 
 
 def _run(job: Callable[..., Any], ways: Degrees, steps: int, path: str, hear: Hear) -> list[Any]:
-    """Call a job on its ranks; `hear` gets what the first of them reports. Results by rank.
+    """Run a job on its ranks, and return the results by rank. `hear` is called with each report of
+    rank 0.
 
-    Raises ReshardError if a rank fails or dies, with its traceback as a note; the others are ended.
+    Raises ReshardError if a rank fails or dies, with its traceback as a note. The other ranks are
+    terminated.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # documented, but not in torch's own list
 
@@ -306,12 +309,11 @@ def _run(job: Callable[..., Any], ways: Degrees, steps: int, path: str, hear: He
 
 
 _LOOK_S = 0.05
-"""Interval at which reports are read."""
+"""Interval at which reports are read, in seconds."""
 
 
 def _first_words(failure: ProcessExitedException | ProcessRaisedException) -> str:
-    """Return what a rank ended with: of an error of ours the first line says enough; of a bug,
-    everything is needed."""
+    """Return the error of a rank: the first line of one of reshard's errors, or all of any other error."""
     if isinstance(failure, ProcessExitedException):
         return "died without an error message. It may have run out of memory"
     known = re.findall(r"^reshard\.errors\.\w+: (.*)", str(failure), re.MULTILINE)
@@ -328,7 +330,7 @@ def _rank(rank: int, world_size: int, port: int, told: Any, ended: Any, job: Cal
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's own name may lead nowhere
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host name may not resolve
     store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     result = job(told.put if rank == 0 else lambda value: None, *args)

@@ -137,7 +137,7 @@ def _by_fingerprint(wanted: bool, by_old_name: bool, is_within: bool) -> bool:
 
 
 def _opened(path: str, as_json: bool) -> Any:
-    """Return a side. That it is damaged is the answer no."""
+    """Return a side. If it is damaged, the command prints the damage and exits with 1."""
     import reshard
 
     try:
@@ -155,7 +155,7 @@ def _named(
     normalized: bool,
     select: Any,
 ) -> list[Any]:
-    """Return the sides under the names by which they are compared."""
+    """Return the sides, with the names under which they are compared."""
     if model or normalized:
         kinds = zip(sides, (names or ":").split(":"))
         sides = [side.canonical(arguments.stored_hints(kind, given), model_only=model) for side, kind in kinds]
@@ -189,7 +189,7 @@ def _print(
 
 
 def _with_size(finding: Finding, report: CompareReport) -> Finding:
-    """Say by how much a tensor differs, if its elements were compared."""
+    """Add the difference between the values of a tensor, if its elements were compared."""
     if finding.element is None or (found := report.largest.get(finding.fqn or "")) is None:
         return finding
     far, ratio = found
@@ -198,7 +198,7 @@ def _with_size(finding: Finding, report: CompareReport) -> Finding:
 
 
 def _may_have_other_types(sides: list[Any], report: CompareReport) -> bool:
-    """Return whether a list and a tuple, or 1 and 1.0, may count as equal."""
+    """Return True if a list and a tuple, or 1 and 1.0, may count as equal."""
     from reshard.live.plain_data import represent
 
     x, y = (side.objects for side in sides)
@@ -210,7 +210,8 @@ def _may_have_other_types(sides: list[Any], report: CompareReport) -> bool:
 
 
 def _damage(report: CompareReport) -> Iterator[str]:
-    """Yield a line for each damaged side: where, and which values it kept from being compared."""
+    """Yield a line for each damaged side, with the places of damage and the values that could not
+    be compared."""
     from planners.geometry.arrays import grouped
 
     left, right = report.labels
@@ -229,7 +230,7 @@ def _damage(report: CompareReport) -> Iterator[str]:
 
 
 def _summary(different: Sequence[Finding]) -> str:
-    """Return how many differences of each kind there are."""
+    """Return the number of differences of each kind, as text."""
     kinds = Counter(
         "only on one side" if finding.kind == "one-sided" else
         "not compared" if finding.kind == "unchecked" else
@@ -245,7 +246,7 @@ def _summary(different: Sequence[Finding]) -> str:
 
 
 def _unread_note(covered: Coverage) -> str:
-    """Return what --by-fingerprint did not read, before any verdict."""
+    """Return a note about what --by-fingerprint did not read."""
     if not covered.read_bytes:
         return "no values were read: only saved fingerprints are compared, which does not detect damage"
     if covered.read_bytes >= covered.total_bytes:
@@ -255,7 +256,7 @@ def _unread_note(covered: Coverage) -> str:
 
 
 def _verdict(covered: Coverage, is_within: bool) -> str:
-    """Return what was found to be equal, and by what."""
+    """Return what was equal, and how it was compared."""
     read = size(covered.read_bytes)
     if is_within:
         return f"equal within the tolerance: {read} of values were read and compared"

@@ -156,7 +156,7 @@ def _topology(text: str) -> _Explanation:
 
 
 def _shape(form: ProductForm, given: str | None) -> tuple[int, ...]:
-    """Return what was given, or a shape of two dims at least, in which every axis finds something to shard."""
+    """Return the given shape. By default, return a shape of at least two dims, which every axis can shard."""
     if given is not None:
         if not re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", given):
             raise UsageError(f"cannot read the shape {given!r}: write sizes such as 4096,1024")

@@ -125,7 +125,7 @@ def inspect(
 
 
 def _opened(path: str, step: int | None, as_json: bool) -> Checkpoint:
-    """The checkpoint. One that cannot be opened ends the command."""
+    """Return the checkpoint. If it cannot be opened, print why, and end the command."""
     from reshard.checkpoint import open_damaged
 
     try:
@@ -144,7 +144,7 @@ def _run_as_json(path: str, steps: Sequence[retention.Step]) -> dict[str, Any]:
 
 
 def _incomplete(path: str, steps: Sequence[retention.Step], as_json: bool) -> Exit:
-    """List the checkpoints of a run in which none is complete. The command ends with that."""
+    """List the checkpoints of a run without a complete one. Returns the exit of the command."""
     problem = "no checkpoint of this run is complete"
     if as_json:
         print_json({**_UNOPENED, **_run_as_json(path, steps), "newest": None, "ok": False, "problems": [problem]})
@@ -168,8 +168,8 @@ def _list_steps(path: str, steps: Sequence[retention.Step]) -> None:
 
 
 def _costs(run: str) -> list[SavedStep]:
-    """Return what each checkpoint of a run wrote, and what it shares with files of earlier ones.
-    Nothing for no run."""
+    """Return what each checkpoint of a run wrote, and what it shares with earlier ones. Returns []
+    outside a run."""
     import reshard
     from planners.reports.checkpoint_pages import SavedStep
     from reshard.native.manifest import LinkedRecord
@@ -195,7 +195,7 @@ def _costs(run: str) -> list[SavedStep]:
 
 
 def _known(checkpoint: Checkpoint, name: str) -> str:
-    """The name under which a tensor is stored. Raises KeyMismatchError if there is no such tensor."""
+    """Return the key under which a tensor is stored. Raises KeyMismatchError if there is no such tensor."""
     name = checkpoint.aliases.get(name, name)
     if name not in checkpoint:
         is_value = name in checkpoint.objects or name in checkpoint.contents.per_rank
@@ -215,13 +215,14 @@ def _draw(checkpoint: Checkpoint, name: str, legend: bool) -> None:
 
 
 def _near(name: str, known: list[str]) -> str:
-    """The name that is meant, those that contain it, or the first ones."""
+    """Return a suggestion: the intended name, names that contain the given one, or the first names."""
     meant, longer = did_you_mean(name, known[:5000]), [other for other in known if name in other]
     return meant or f". Names {'that contain it' if longer else 'there'}: {some(longer or known, 5)}"
 
 
 def _described(checkpoint: Checkpoint, whole: Checkpoint, describe: Callable[[TensorLayout], Any]) -> dict[str, Any]:
-    """The description of each tensor of a selection: the same as in the complete checkpoint, which names the axes."""
+    """Return the description of each selected tensor. It is the same as without a selection,
+    because the complete checkpoint names the axes."""
     holders = {name: whole.aliases.get(name, name) for name in checkpoint.layout}
     found = whole.layout.described(holders.values(), describe)
     return {name: found[holder] for name, holder in holders.items()}
@@ -231,7 +232,7 @@ _UNOPENED = dict.fromkeys((
     "covers", "format", "world_size", "total_bytes", "tensors", "objects", "per_rank", "aliases", "warnings",
     "unchecked",
 ))  # fmt: skip
-"""What the JSON of a checkpoint has that does not open."""
+"""Fields that the JSON has for a checkpoint that cannot be opened."""
 
 
 def _as_json(checkpoint: Checkpoint, whole: Checkpoint, problems: list[str]) -> dict[str, Any]:
@@ -304,11 +305,10 @@ def _print(checkpoint: Checkpoint, whole: Checkpoint, depth: int | None, legend:
 
 
 def _layout_as_json(layout: TensorLayout) -> dict[str, Any]:
-    """In words, and in the short form if it has one.
+    """Return the layout in words, and in the short form if it has one.
 
-    `mesh` and `placements` if they were saved; else `shards`,
-    the sizes along each dim whose product the chunks are;
-    else `chunks`.
+    Adds `mesh` and `placements` if they were saved. Otherwise, adds `shards` if the chunks form a
+    grid (their sizes along each dim), or else `chunks`.
     """
     from planners.geometry.layout_text import chunk_sizes, in_words, short_form
 
@@ -326,5 +326,5 @@ def _layout_as_json(layout: TensorLayout) -> dict[str, Any]:
 
 
 def _parts(path: tuple[Any, ...]) -> tuple[str, ...]:
-    """Dotted names are split at their dots, too."""
+    """Return the parts of a key. Also splits names at dots."""
     return tuple(part for key in path for part in str(getattr(key, "value", key)).split("."))

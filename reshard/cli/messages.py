@@ -1,4 +1,4 @@
-"""The options of the command line, in messages that name arguments of the Python API."""
+"""Translates messages of the Python API to options of the command line."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _QUOTED = re.compile(r"""((?<!\w)'[^']*'|(?<!\w)"[^"]*")""")
 
 
 def in_words_of_the_command_line(message: str) -> str:
-    """A text with the options of this program for the arguments of functions."""
+    """Return the text with the program's options in place of arguments of functions."""
     for pattern, said in _SAID_OF_VALUES:
         message = re.sub(pattern, said, message)
     parts = _QUOTED.split(message)
@@ -53,5 +53,5 @@ def in_words_of_the_command_line(message: str) -> str:
 
 
 def _as_json(example: str) -> str:
-    """Python's quotes and True are not those of JSON; what stands for more, such as `...`, is left."""
+    """Convert quotes and True from Python to JSON. Placeholders such as `...` stay."""
     return "true" if example == "True" else example.replace("'", '"')

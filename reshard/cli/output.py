@@ -43,14 +43,15 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def print_written(*files: Path | None, as_json: bool) -> None:
-    """Print last of all where pages and plans are; beside JSON on stderr."""
+    """Print the paths of written pages and plans at the end of the output. With `--json`, print
+    them on stderr."""
     for file in filter(None, files):
         print_text(str(file), "wrote", screen=console(stderr=as_json))
 
 
 def print_tree(leaves: Mapping[Sequence[str], PrintedLeaf], depth: int | None, notes: Iterable[str]) -> None:
-    """Names as a tree, at most `depth` levels deep, and what is to be said of all. On as many lines
-    as the terminal's width asks for; elsewhere each entry is one line, however long."""
+    """Print names as a tree, at most `depth` levels deep, and then `notes`. Terminals wrap entries.
+    In files and pipes, each entry is one line."""
     from rich.tree import Tree
 
     tree, screen = Tree("[bold].[/]"), console()
@@ -61,8 +62,8 @@ def print_tree(leaves: Mapping[Sequence[str], PrintedLeaf], depth: int | None, n
 
 
 def print_text(text: str, head: str = "", style: str = "", screen: Console | None = None) -> None:
-    """A line that `head` begins, in a style of its own. Terminals wrap it between words, below its
-    beginning; elsewhere it is one line."""
+    """Print a text after a styled `head`. Terminals wrap it, indented below its beginning. In files
+    and pipes, it is one line."""
     from rich.table import Column, Table
     from rich.text import Text
 
@@ -79,7 +80,7 @@ def print_text(text: str, head: str = "", style: str = "", screen: Console | Non
 
 
 def as_given(text: str, path: str) -> str:
-    """A text with a path as it was given, where errors have it in full."""
+    """Return the text, with the path as the user typed it. Errors contain the full path."""
     return text.replace(os.path.abspath(path), path.rstrip("/") or path) if path else text
 
 
@@ -90,18 +91,18 @@ def print_rows(rows: Iterable[tuple[str, str]], screen: Console | None = None) -
 
 
 def print_lines(*lines: str, screen: Console | None = None) -> None:
-    """Print lines that have their form already."""
+    """Print lines that are already formatted."""
     for line in lines:
         (screen or console()).print(line, markup=False, soft_wrap=True)
 
 
 def columns(rows: Sequence[tuple[str, str]], width: int) -> Iterator[str]:
-    """Rows of a sign and a text, one below the other and wrapped. Signs that leave too little width
-    have a line of their own."""
+    """Yield rows of a sign and its text, wrapped in two columns. Signs that leave too little width
+    get their own line."""
     indent = min(max((len(sign) for sign, _ in rows), default=0) + 4, max(width // 2, 4))
     for sign, text in rows:
         lead = f"  {sign:<{indent - 2}}"
-        if len(sign) > indent - 4:  # which would leave no gap
+        if len(sign) > indent - 4:  # there would be no gap
             yield lead.rstrip()
             lead = " " * indent
         wrapped = textwrap.fill(
@@ -132,8 +133,8 @@ def print_totals(title: str, nbytes: Mapping[str, int], kinds: Mapping[str, Sequ
 
 
 def print_legend(short_forms: Iterable[str], is_wanted: bool, *more: str) -> None:
-    """Explain the signs in these short forms of layouts. If that is not wanted, print a line on
-    terminals that says how to get it, and how to see `more`."""
+    """Explain the signs in these short forms. If that is not wanted, terminals get a line that says
+    how to get it, and how to see `more`."""
     from planners.geometry.layout_text import legend
 
     signs = legend(short_forms)
@@ -147,7 +148,8 @@ def print_legend(short_forms: Iterable[str], is_wanted: bool, *more: str) -> Non
 
 
 def print_json(value: Mapping[str, Any]) -> None:
-    """One JSON document on stdout. As in those of errors, `ok` says whether what was asked for was done."""
+    """Print one JSON document on stdout. `ok` says whether the request succeeded, as in the JSON of
+    errors."""
     from reshard.live.plain_data import represent
 
     print(
@@ -156,8 +158,8 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 
 def _for_json(value: Any) -> Any:
-    """Objects of checkpoints may have keys and numbers that JSON does not allow. If keys have the
-    same text, such as 1 and "1", the items are a list of pairs."""
+    """Return values with the keys and numbers that JSON allows. If keys have the same text, such as
+    1 and "1", the items become a list of pairs."""
     from reshard.live.plain_data import represent
 
     if isinstance(value, Mapping):
@@ -171,12 +173,12 @@ def _for_json(value: Any) -> Any:
 
 
 def axes_as_json(mesh: Mesh) -> list[dict[str, Any]]:
-    """The axes of a mesh as plain data."""
+    """Return the axes of a mesh as plain data."""
     return [{"name": name, "size": size} for name, size in mesh.axes]
 
 
 def short(value: Any, most: int = 60) -> str:
-    """The repr of a value, shortened to `most` characters."""
+    """Return the repr of a value, shortened to `most` characters."""
     from reshard.live.plain_data import represent
 
     text = represent(value)
@@ -186,7 +188,7 @@ def short(value: Any, most: int = 60) -> str:
 def print_report(
     report: Report, *, right: str, path: str = "", of: str = "", limit: int = 20, more: str = "--json"
 ) -> None:
-    """Print what was found correct, and at most `limit` problems, with `path` as it was passed."""
+    """Print what was found correct, and at most `limit` problems, with `path` as the user typed it."""
     from planners.findings import in_groups
 
     print_text(f"{as_given(report.subject, path)}: {counted(report.tensors, 'tensor')}{of}")
@@ -202,7 +204,7 @@ def print_report(
 
 
 def report_as_json(report: Report, path: str | None = None) -> dict[str, Any]:
-    """A report as plain data. `path`: what it is about, if that is one."""
+    """Return a report as plain data. `path`: the path of its subject, if it has one."""
     return {
         "ok": report.ok,
         "path": path,
@@ -220,8 +222,8 @@ def report_as_json(report: Report, path: str | None = None) -> dict[str, Any]:
 
 
 def damaged(path: str, problem: str, as_json: bool, head: str = "damaged", other: Any = None) -> Exit:
-    """Print what is wrong with a checkpoint that cannot be opened. The answer is no. `other`: what
-    else the command's JSON has, if not a report."""
+    """Print why a checkpoint cannot be opened, and return the exit with code 1. `other`: further
+    fields of the command's JSON, if it is not a report."""
     if as_json:
         found = {"path": path, "ok": False, **(other or {}), "problems": [problem]}
         print_json(found if other else report_as_json(Report(path, (Finding(problem),), 0), path))
@@ -246,7 +248,8 @@ class Branch:
 
     @classmethod
     def of(cls, leaves: Mapping[Sequence[str], PrintedLeaf]) -> Branch:
-        """A tree from leaves by path; a path that is the beginning of another gets the name "." below it."""
+        """Return a tree of leaves by path. If a path is the beginning of another, its leaf is
+        called "." below it."""
         root = cls()
         for path, leaf in leaves.items():
             at = root
@@ -273,7 +276,7 @@ class Branch:
         return sum(child.count if isinstance(child, Branch) else 1 for child in self.children.values())
 
     def draw(self, onto: Tree, depth: int | None) -> None:
-        """Add this to a tree of rich, at most `depth` levels deep."""
+        """Add this branch to a rich tree, at most `depth` levels deep."""
         from rich.markup import escape
 
         for name, times, child in fold(self):
@@ -294,7 +297,8 @@ class Branch:
 
 
 def fold(branch: Branch) -> list[tuple[str, int, Branch | PrintedLeaf]]:
-    """The children as (name, how many, one of them): runs of numbered children that are equal become one, `0-31`."""
+    """Return the children as (name, number, one of them). Runs of equal numbered children become
+    one, such as `0-31`."""
     children, runs = branch.children, list[list[str]]()
     for name in sorted((n for n in children if re.fullmatch(r"\d+", n)), key=int):
         if not runs or int(name) != int(runs[-1][-1]) + 1 or children[name] != children[runs[-1][0]]:

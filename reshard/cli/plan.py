@@ -115,7 +115,7 @@ def plan(
 
 
 def _note_direction(source: str, onto: str, rule: list[str] | None) -> None:
-    """Say what a topology as the first argument means, since most people mean the other direction."""
+    """Explain a topology as the first argument, because most people mean the other direction."""
     other = shlex.join(["reshard", "plan", onto, source, *(word for text in rule or () for word in ("--rule", text))])
     text = f"this plans how ranks with the layout of {onto} read a state saved as {source}. For the reverse: {other}"
     print_text(text, "note", screen=console(stderr=True))
@@ -157,7 +157,8 @@ def _as_json(
 
 
 def _print_outside(sides: Sides) -> None:
-    """Print which pipeline stages have the tensors outside the layers. Only their names show which are embeddings."""
+    """Print the pipeline stages of tensors outside the layers. They follow from names only, such as
+    those of embeddings."""
     from planners.geometry.arrays import grouped
     from planners.geometry.topologies import Globs
 
@@ -175,7 +176,7 @@ def _print_outside(sides: Sides) -> None:
 
 
 def _print_unsharded(sides: Sides, source: str, onto: str, notes: list[str]) -> None:
-    """Print what to do about axes that shard nothing, or notes if they are allowed."""
+    """Print fixes for axes that shard nothing or, if they are allowed, notes."""
     from reshard.cli.sharding_rules import as_options, example_rules, recorded_rules
 
     for text in (*sides.notes["notes"], *notes):

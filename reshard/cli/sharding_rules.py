@@ -1,4 +1,4 @@
-"""Rules to offer where an axis of a topology shards no tensor, since none of its rules knows the model's names."""
+"""Suggests rules if an axis of a topology shards no tensor, because no rule matches the model's names."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from planners.geometry.mesh import Placement, Replicate, Shard, StridedShard
 from planners.geometry.topologies import Globs, Rule, Topology
 
 _MOST_KINDS = 2_000
-"""Most kinds of names to compare with each other. No model has more, and it would take long."""
+"""Limit for kinds of names that are compared. No model has more, and the comparison is slow."""
 
 
 def recorded_rules(topology: Topology, saved: StateLayout, axis: str) -> list[Rule]:
-    """Rules by which the axis shards each tensor as an axis of this name did when it was saved,
-    and then those of the topology. Nothing where that is not recorded or shards nothing."""
+    """Return rules by which the axis shards each tensor as the saved axis of this name did, and the
+    rules of the topology. Returns [] if that is not recorded, or shards nothing."""
     dims: dict[str, Placement] = {}
     for fqn, layout in saved.items():
         placement = dict(zip(layout.mesh.names if layout.mesh else (), layout.placements or ())).get(axis)
@@ -30,8 +30,8 @@ def recorded_rules(topology: Topology, saved: StateLayout, axis: str) -> list[Ru
 
 
 def example_rules(topology: Topology, saved: StateLayout, axis: str, fqns: tuple[str, ...]) -> list[Rule]:
-    """Rules by which the axis shards the first tensor of the most dims, with its optimizer states,
-    and then those of the topology. Nothing where they do not."""
+    """Return rules by which the axis shards the first of the tensors with the most dims, with its
+    optimizer states, and the rules of the topology. Returns [] if they shard nothing."""
     first = _kind(max(fqns, key=lambda fqn: len(saved[fqn].spec.shape)))
     bare = first.partition(".")[2] if first.count(".") > 1 else first  # without `model.`, which states do not have
     return _tried(topology, saved, axis, [(f"*{bare.strip('*')}*", Shard(0))])
@@ -43,9 +43,10 @@ def as_options(rules: list[Rule]) -> list[str]:
 
 
 def _tried(topology: Topology, saved: StateLayout, axis: str, rows: Iterable[tuple[str, Placement]]) -> list[Rule]:
-    """Rules of these rows before those of the topology, if the axis then shards something."""
+    """Return the rules of these rows, followed by those of the topology, if the axis then shards
+    something."""
     if (axis,) not in {group for rule in topology.rules for group in rule.axes or ((axis,),)}:
-        return []  # it acts with others as one
+        return []  # the axis is flattened with others
     kept = [_plain(rule, topology) for rule in topology.rules if rule.pattern == "*" or not rule.optional]
     made = [*(_rule(topology, pattern, placement, axis) for pattern, placement in rows), *kept]
     for its in (made, made[: -len(kept)]):  # without the last ones, if they match no tensor
@@ -56,8 +57,8 @@ def _tried(topology: Topology, saved: StateLayout, axis: str, rows: Iterable[tup
 
 
 def _rule(topology: Topology, pattern: str, placement: Placement, axis: str) -> Rule:
-    """The topology's own rule, but for the axis. Of two axes that shard one dim, this one is
-    first, since FSDP shards what tensor parallelism left."""
+    """Return the topology's own rule, with this axis added. If two axes shard a dim, this one is
+    first, because FSDP shards what tensor parallelism left."""
     number = Globs([rule.pattern for rule in topology.rules]).first(pattern)
     rule = topology.rules[number or 0]
     groups = rule.axes or tuple((name,) for name in topology.mesh.names)
@@ -68,13 +69,14 @@ def _rule(topology: Topology, pattern: str, placement: Placement, axis: str) -> 
 
 
 def _plain(rule: Rule, topology: Topology) -> Rule:
-    """Without the names of its axes where they are all of the mesh, in its order."""
+    """Return the rule without axis names if it names all axes of the mesh in order."""
     in_order = tuple((name,) for name in topology.mesh.names)
     return replace(rule, axes=None, optional=False) if rule.axes == in_order else replace(rule, optional=False)
 
 
 def _globs(dims: Mapping[str, Placement]) -> Iterator[tuple[str, Placement]]:
-    """The shortest globs that match no tensor with another placement; tensors that none can separate are omitted."""
+    """Yield the shortest globs that match no tensor with another placement. Omits tensors that no
+    glob can separate."""
     kinds: dict[str, set[Placement]] = {}
     for fqn, placement in dims.items():
         kinds.setdefault(_kind(fqn), set()).add(placement)
@@ -100,5 +102,5 @@ def _candidates(kind: str) -> Iterator[str]:
 
 
 def _kind(fqn: str) -> str:
-    """The name with `*` for its numbers."""
+    """Return the name with `*` for each number."""
     return re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", fqn)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from planners.findings import Coverage, Report
 
 _UNREAD = re.compile("""(['"].*?) cannot be read: """)
-"""What readers report about values that they cannot represent, such as sparse tensors."""
+"""Matches a reader's warning about a value that it cannot represent, such as a sparse tensor."""
 _SHALLOW = (
     "Check only metadata and file sizes. With --against, also compare saved fingerprints, and read only tensors "
     "for which they are missing or differ."
@@ -88,7 +88,7 @@ def verify(
 
 
 def _chosen(path: str, step: int | None, as_json: bool) -> str:
-    """The checkpoint that is verified. That a run has none is the answer no."""
+    """Return the path of the checkpoint to verify. If a run has no complete one, exit with 1."""
     from reshard.formats.detect import has_ended, steps_at
     from reshard.formats.run_folder import path_below
 
@@ -104,7 +104,8 @@ def _chosen(path: str, step: int | None, as_json: bool) -> str:
 
 
 def _failure(report: Report, right: str, against: str | None) -> str:
-    """Return what is wrong, and whether it is the checkpoint itself or how it compares with another."""
+    """Return what is wrong, and whether it is in the checkpoint itself or in the comparison with
+    another one."""
     from reshard.api.task_shares import is_about
 
     number = len(report.findings)
@@ -125,7 +126,7 @@ def _failure(report: Report, right: str, against: str | None) -> str:
 
 
 def _verdict(covered: Coverage, against: str | None) -> str:
-    """Return what was found to be right, and what could not have been found to be wrong."""
+    """Return what was verified, and what could not be checked."""
     total, checked = size(covered.total_bytes), size(covered.checked_bytes)
     same = "" if against is None else f", and the same as {against}"
     if covered.read_bytes < covered.total_bytes:

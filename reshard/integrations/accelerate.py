@@ -94,7 +94,8 @@ def state_of(accelerator: Accelerator, extra: Mapping[str, Any] | None = None) -
 
 
 class _InDDP(DistributedDataParallel):
-    """Says of a model's buffers what its real `DistributedDataParallel` would, which accelerate does not keep."""
+    """Has the attributes by which reshard recognizes the buffers of a `DistributedDataParallel`
+    model. accelerate does not keep the real wrapper."""
 
     def __init__(self, model: nn.Module, settings: Mapping[str, Any]) -> None:
         nn.Module.__init__(self)
@@ -105,8 +106,8 @@ class _InDDP(DistributedDataParallel):
 
 
 def _with_its_buffers(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Return the model inside `DistributedDataParallel`, if accelerate trains it so: then ranks take the buffers of the
-    first one, such as running means."""
+    """Return the model inside `DistributedDataParallel` if accelerate trains it so. Ranks then load
+    the first rank's buffers, such as running means."""
     parameters = list(model.parameters())
     is_wrapped = accelerator.distributed_type.startswith("MULTI_") and any(one.requires_grad for one in parameters)
     if not is_wrapped or isinstance(model, DistributedDataParallel) or any(map(is_dtensor, parameters)):

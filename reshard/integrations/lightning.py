@@ -45,7 +45,7 @@ _SHARDED = ("state_dict", "optimizer_states")
 
 
 def _save(*args: Any, **options: Any) -> None:
-    """`save`, without warnings about names and states that Lightning chooses."""
+    """Call `save`, without its warnings about names and states that Lightning chooses."""
     log = logging.getLogger("reshard")
     log.addFilter(_is_of_use)
     try:
@@ -106,7 +106,7 @@ class ReshardModelParallel(ModelParallelStrategy):
         assert self.model is not None
         assert self.lightning_module is not None
         checkpoint = open_checkpoint(self.broadcast(checkpoint_path))
-        if checkpoint.format != "native":  # one of its own
+        if checkpoint.format != "native":  # written by Lightning itself
             return dict(super().load_checkpoint(checkpoint_path, weights_only))
         return self._fill(checkpoint, strict=self.lightning_module.strict_loading)
 
@@ -131,7 +131,7 @@ class ReshardModelParallel(ModelParallelStrategy):
                 given = {**one, "param_groups": whole(one.get("param_groups", []))}
                 refuse_optimizers(model, optimizer, given, StateDictOptions())
         fill(state, checkpoint_id=checkpoint.url, planner=DefaultLoadPlanner(allow_partial_load=not strict))
-        if numbered:  # a ReshardIO has saved it, of whole parameters
+        if numbered:  # saved by a ReshardIO, from full parameters
             order = fqn_map(model, *self.optimizers).parameter_order
             state["optimizer_states"] = [normalize(whole(one), order=order(n)) for n, one in enumerate(optimizers)]
         for number, optimizer in enumerate(self.optimizers):
@@ -142,7 +142,7 @@ class ReshardModelParallel(ModelParallelStrategy):
                 optim_state_dict=state["optimizer_states"][number],
             )
             groups = state["optimizer_states"][number].get("param_groups", ())
-            for _, places in group_orders(model, optimizer, groups):  # a scheduler has its rates by position
+            for _, places in group_orders(model, optimizer, groups):  # schedulers list learning rates by group position
                 rest["lr_schedulers"] = [
                     in_order(saved, places) if getattr(scheduler, "optimizer", None) is optimizer else saved
                     for scheduler, saved in zip(schedulers, rest.get("lr_schedulers", ()))
@@ -169,7 +169,7 @@ class ReshardCheckpoint(CheckpointCallback):
 
     def __init__(self, root: str | os.PathLike[str], *, save_last: bool = True, **options: Any) -> None:
         every = options.get("every")
-        if not (isinstance(every, Every) or options.get("read_only")):  # now, and not only when fit begins
+        if not (isinstance(every, Every) or options.get("read_only")):  # fail now, not when fit begins
             words = "reshard.Every(steps=..., seconds=...)"
             raise OptionError(f"ReshardCheckpoint: every must be {words}, got {format_value(every)}")
         self.manager: CheckpointManager | None = None
@@ -187,7 +187,7 @@ class ReshardCheckpoint(CheckpointCallback):
             return
         self.manager = self._make()
         self._state = {
-            "model": trainer.model,  # inside its wrapper, which says whose buffers count
+            "model": trainer.model,  # with its wrapper, which says which rank's buffers to save
             "optim": trainer.optimizers,
             "rng": torch.default_generator,
             "schedulers": {str(n): config.scheduler for n, config in enumerate(trainer.lr_scheduler_configs)},
@@ -206,7 +206,7 @@ class ReshardCheckpoint(CheckpointCallback):
             )
         self._step, self._has_trained, loop = trainer.global_step, False, trainer.fit_loop
         if self._restored is not None and not loop.restarting and loop._combined_loader is not None:
-            loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)  # not done after whole epochs
+            loop._combined_loader._load_state_dicts(loop._combined_loader_states_to_load)  # omitted after whole epochs
             loop._combined_loader_states_to_load = []
 
     def on_train_batch_end(
@@ -237,7 +237,7 @@ class ReshardCheckpoint(CheckpointCallback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Close the manager. If closing fails, its error becomes a note of the exception."""
         if self.manager is not None:
-            trainer._signal_connector.teardown()  # its handlers first, which came after the manager's
+            trainer._signal_connector.teardown()  # Lightning's signal handlers were installed last, so they go first
             self.manager.__exit__(type(exception), exception, None)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

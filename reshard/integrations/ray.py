@@ -57,9 +57,8 @@ class RayExecutor(Executor):
         return future
 
     def ask_each(self, function: Callable[[Any], Any], about: object) -> dict[str, Any]:
-        """Call the function on one worker of each node that has CPUs. Return the results, or the
-        reasons for failures, by node name.
-        """
+        """Call `function(about)` on one worker of each node that has CPUs. Return the results by
+        node name. If a call fails, its exception is the result."""
         asked = {}
         for node in ray.nodes():
             if node["Alive"] and node["Resources"].get("CPU"):
@@ -88,7 +87,7 @@ class _RayFuture(Future[R]):
         ref.future().add_done_callback(self._settle)
 
     def _settle(self, found: Future[R]) -> None:
-        with suppress(InvalidStateError):  # it was cancelled meanwhile
+        with suppress(InvalidStateError):  # the future was cancelled meanwhile
             error = found.exception()
             if error is None:
                 self.set_result(found.result())
@@ -100,7 +99,7 @@ class _RayFuture(Future[R]):
         if self.done():
             return self.cancelled()
         ray.cancel(self._ref)
-        return super().cancel() and not self.set_running_or_notify_cancel()  # for those who wait
+        return super().cancel() and not self.set_running_or_notify_cancel()  # notifies waiters
 
 
 def _call(function: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
@@ -110,5 +109,5 @@ def _call(function: Callable[..., R], args: tuple[Any, ...], kwargs: dict[str, A
 def _answer(ref: Any) -> Any:
     try:
         return ray.get(ref)
-    except Exception as error:  # of whatever kind Ray has
+    except Exception as error:  # Ray raises errors of any class
         return error

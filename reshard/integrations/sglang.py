@@ -36,16 +36,20 @@ def flattened(bucket: WeightBucket) -> Any:
 def update_from_tensor(
     engine: Any, source: WeightSource, *, tp_size: int = 1, process_group: dist.ProcessGroup | None = None
 ) -> None:
-    """Send all weights through shared memory (CUDA IPC on GPUs). Collective over the ranks of the source.
+    """Send all weights through shared memory (CUDA IPC on GPUs). Collective over the ranks of the
+    source.
 
     Args:
-        engine: on the first rank of the source, or of `process_group`; None elsewhere.
-        tp_size: the engine's tensor-parallel size if the first rank gives each of its ranks the weights.
-        process_group: ranks on the GPUs of the engine's ranks, in their order; each gives the
-            weights to the one on its GPU. Needs a source with `all_ranks=True`.
+        engine: the engine on the first rank of the source, or of `process_group`. None on all other
+            ranks.
+        tp_size: tensor-parallel size of the engine, if the first rank sends the weights to all
+            engine ranks.
+        process_group: ranks on the GPUs of the engine's ranks, in the same order. Each rank sends
+            the weights to the engine rank on its GPU. Needs a source with `all_ranks=True`.
 
-    Raises ReshardError if the engine refuses; it may then have a part of the weights. OptionError
-    for a source with `layouts`, or, with `process_group`, one that does not give every rank the weights.
+    Raises ReshardError if the engine refuses. It may then have received a part of the weights.
+    Raises OptionError for a source with `layouts`, and with `process_group` also for one without
+    `all_ranks=True`.
     """
     from sglang.srt.utils import MultiprocessingSerializer
 
@@ -77,12 +81,12 @@ def update_from_distributed(
     """Broadcast all weights to the engine's ranks. Collective over the ranks of the source.
 
     Args:
-        engine: on the first rank of the source; None elsewhere.
-        group: the process group of that rank, as rank 0, and the engine's ranks, which
-            `init_weights_update_group` made there; None elsewhere.
-        group_name: its name in the engine.
+        engine: the engine on the first rank of the source. None on all other ranks.
+        group: the process group of that rank (as rank 0) and the engine's ranks, from
+            `init_weights_update_group` in the engine. None on all other ranks.
+        group_name: name of this group in the engine.
 
-    Raises ReshardError if the engine refuses; it may then have a part of the weights.
+    Raises ReshardError if the engine refuses. It may then have received a part of the weights.
     """
     source.require_full()
     leads = source.rank == 0
@@ -90,7 +94,7 @@ def update_from_distributed(
 
         def send(bucket: WeightBucket, is_last: bool) -> None:
             _check_engine(engine, leads)
-            if not leads:  # of a source with all_ranks=True
+            if not leads:  # with all_ranks=True, all ranks get here
                 return
             names, shapes, dtypes = zip(*((p.name, list(p.shape), dtype_name(p.dtype)) for p in bucket.places))
             how = {"group_name": group_name, "flush_cache": is_last, "load_format": _FORMAT}
@@ -110,7 +114,7 @@ def _check_engine(engine: Any, leads: bool) -> None:
 
 
 def _check(answer: Any) -> None:
-    """Raise an error if the engine refused. Engines answer with a pair, servers with a dict."""
+    """Raise ReshardError if the engine refused. Engines return a pair, servers a dict."""
     said = answer if isinstance(answer, Mapping) else dict(zip(("success", "message"), answer))
     if not said.get("success"):
         raise ReshardError(f"SGLang refused the weights: {said.get('message')}")

@@ -46,7 +46,7 @@ __all__ = ["CheckpointManager", "ItemSpec"]
 
 _FORMATS = ("native", "torch_checkpointing")
 _RANK = re.compile(r"rank_\d+")
-"""The keys of a value that differs from rank to rank, also in what our reader makes of their files."""
+"""Keys of a value that differs between ranks, also in torch_checkpointing's files as reshard reads them."""
 _OF_RANK = re.compile(r"(.*?)\.rank_(\d+)(?:\.|$)")
 _MISSING = object()
 
@@ -56,9 +56,11 @@ class ItemsOptions(_theirs.CheckpointManager.Config):
     """torch_checkpointing's options, and options that it does not have."""
 
     format: str = "native"
-    """The format to write: `"native"`, or `"torch_checkpointing"`, which is written before `save` returns."""
+    """The format to write: `"native"` or `"torch_checkpointing"`. With the latter, `save` always
+    returns after the files are written."""
     per_rank: Collection[str] = ()
-    """Items whose values differ from rank to rank, such as random states. Other items must be equal on all ranks."""
+    """Items whose values differ between ranks on purpose, such as random states. Other items must
+    be equal on all ranks."""
 
     def __post_init__(self) -> None:
         if self.format not in _FORMATS:
@@ -87,9 +89,10 @@ class ItemsManager(_theirs.CheckpointManager):
     def __init__(self, config: Any = None) -> None:
         """Create the manager, without the processes and threads of torch_checkpointing's.
 
-        Raises OptionError for what would be left undone: layouts of items, callbacks, other storages.
+        Raises OptionError for options without an effect here: layouts of items, callbacks, and
+        other storages.
         """
-        if not isinstance(config, ItemsOptions):  # torch_checkpointing's own, or none
+        if not isinstance(config, ItemsOptions):  # torch_checkpointing's own class, or None
             given = {} if config is None else {one.name: getattr(config, one.name) for one in fields(config)}
             config = ItemsOptions(**given)
         self._config: ItemsOptions = config
@@ -97,8 +100,8 @@ class ItemsManager(_theirs.CheckpointManager):
         self._closed = False
 
     def save(self, checkpoint_id: str, checkpoint: Mapping[str, Any]) -> Future[Any] | None:
-        """Save items. Returns a future that ends when the checkpoint is complete, or None after a
-        synchronous save."""
+        """Save items. Returns a future that is done when the checkpoint is complete, or None after
+        a synchronous save."""
         state = {key: self._to_save(key, value) for key, value in self._values(checkpoint).items()}
         is_sync, pending = isinstance(self._config.save, SyncCheckpointSaverConfig), None
         if self._config.format != "native":
@@ -126,12 +129,13 @@ class ItemsManager(_theirs.CheckpointManager):
         """Load items of any format in place, and return them.
 
         Args:
-            into: the items to fill. One that is None, or all that the config names without `into`,
-                are returned as plain values and full tensors.
+            into: the items to fill. Items that are None are returned as plain values and full
+                tensors. Without `into`, all items of the config are returned so.
             map_location: device of tensors that are returned in full.
             strict: raise if a key of `into` is not in the checkpoint.
 
-        Raises KeyMismatchError with `strict`, before anything is filled; as `reshard.load` does.
+        With `strict`, raises KeyMismatchError before anything is filled. Also raises the errors of
+        `reshard.load`.
         """
         if metadata_format is not None:
             raise OptionError("metadata_format: reshard.load fills a model from Hugging Face's files")
@@ -154,11 +158,11 @@ class ItemsManager(_theirs.CheckpointManager):
         return {key: found[key] for key in values if key in found}
 
     def prewarm_staging(self, checkpoint: Mapping[str, Any]) -> None:
-        """Do nothing: the second save reuses the memory of the first."""
+        """Do nothing: the second save reuses the memory of the first one."""
         self._values(checkpoint)
 
     def lock(self) -> AbstractContextManager[None]:
-        """Do nothing: `save` has copied the values when it returns."""
+        """Do nothing: `save` has already copied the values when it returns."""
         return nullcontext()
 
     def close(self) -> None:
@@ -188,7 +192,7 @@ def _is_in(name: str, item: str) -> bool:
 
 
 def _of_ranks(items: Iterable[str], checkpoint: Checkpoint) -> set[str]:
-    """Return the keys in `items` under which each rank saved a value of its own."""
+    """Return the keys in `items` under which each rank saved its own value."""
     saved = (_OF_RANK.match(name) for name in (*checkpoint, *checkpoint.objects))
     found = [match for match in saved if match and any(_is_in(match[1], item) for item in items)]
     keys = {match[1] for match in found}
@@ -201,7 +205,8 @@ def _of_ranks(items: Iterable[str], checkpoint: Checkpoint) -> set[str]:
 
 
 def _fill(state: dict[str, Any], checkpoint: Checkpoint, own: set[str], nest: Any, strict: bool) -> None:
-    """Load in place. Of items in `nest`, this rank alone takes tensors in `own`, and everything but tensors."""
+    """Load in place. For items in `nest`, the tensors in `own` and all values that are not tensors
+    come from this rank's own part."""
     common = {key: value for key, value in state.items() if key not in nest}
     alone, units = dict[str, Any](), leaves_of({key: state[key] for key in nest if key in state}, _is_unit)
     for path, unit in units.items():
@@ -226,7 +231,8 @@ def _fill(state: dict[str, Any], checkpoint: Checkpoint, own: set[str], nest: An
 
 
 def _is_unit(value: Any) -> bool:
-    """Return True for what is replaced as a whole: plain values, sequences of them, and empty dicts."""
+    """Return True for values that are replaced as a whole: plain values, sequences of them, and
+    empty dicts."""
     return not (isinstance(value, Mapping) and value) and not any(map(is_tensor, leaves_of(value).values()))
 
 
@@ -238,7 +244,8 @@ def _inside(nest: Any, path: KeyPath) -> Any:
 
 
 def _of_this_rank(nest: Any) -> Any:
-    """Select this rank's value among per-rank values such as `{"a": {"rank_0": 1}}`. Leave out those of other ranks."""
+    """Replace per-rank values such as `{"a": {"rank_0": 1}}` by this rank's value. Omit values that
+    this rank does not have."""
     if type(nest) in (list, tuple):
         found = map(_of_this_rank, nest)
         return type(nest)(inner for inner in found if inner is not _MISSING)
@@ -270,4 +277,4 @@ def _write_theirs(state: dict[str, Any], folder: str) -> None:
 
 
 CheckpointManager = ItemsManager
-"""torch_checkpointing's name of the class. `reshard.CheckpointManager` is another class."""
+"""torch_checkpointing's name of the class. Not to be confused with `reshard.CheckpointManager`."""

@@ -68,11 +68,13 @@ class ReshardTransport(CheckpointTransport[Any]):  # type: ignore[misc]  # Any w
 
     @cached_property
     def _run(self) -> str:
-        """Collective. A name for this run of the group: earlier runs wrote checkpoints of the same steps."""
+        """The name of this run of the group. Earlier runs may have written checkpoints of the same
+        steps. Collective."""
         return Group(self._process_group).merge(uuid.uuid4().hex, min, "the name of the run")
 
     def metadata(self) -> str:
-        """Return how the paths of this run's checkpoints begin. Collective within the replica group at first."""
+        """Return the prefix of the paths of this run's checkpoints. The first call is collective
+        within the replica group."""
         return path_below(self._folder, self._run)
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta) -> None:

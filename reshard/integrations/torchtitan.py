@@ -45,11 +45,12 @@ _log = logging.getLogger("reshard")
 
 
 class TitanManager(_theirs.CheckpointManager):
-    """torchtitan decides when, what, and where to save; `reshard.dcp` saves and loads."""
+    """torchtitan's manager, which decides when, what, and where to save. `reshard.dcp` saves and loads."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(_theirs.CheckpointManager.Config):
-        """torchtitan's own config. torchtitan instantiates the class that contains it."""
+        """torchtitan's own options. A separate class, because torchtitan instantiates the class
+        that contains it."""
 
     def dcp_save(
         self,
@@ -98,12 +99,12 @@ class TitanManager(_theirs.CheckpointManager):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         if names is not None:
-            # no Hugging Face files contain the biases that balance experts
+            # Hugging Face files lack the biases for load balancing of experts
             weights = {key: value for key, value in state_dict.items() if "expert_bias" not in key}
             load.load(weights, checkpoint_id, mapping=names, strict="subset", dtype_policy="cast")
         else:
             dcp.load(state_dict, checkpoint_id=checkpoint_id)
-        if MODEL in self.states:  # its values stand beside the other states, under names of their own
+        if MODEL in self.states:  # the model's tensors are at the top level, beside the other states
             self.states[MODEL].load_state_dict(state_dict)
 
     def _names(self, folder: str, source: str, target: str) -> Mapping | None:
@@ -183,7 +184,7 @@ class ReshardManager(TitanManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Save the last step: only the model, in another dtype, or as Hugging Face files."""
+        """Save the last step, which may have only the model, another dtype, or Hugging Face files."""
         if to_hf:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         self._manager.save(int(checkpoint_id.rpartition("-")[2]), _taken(state_dict), force=True)
@@ -212,7 +213,7 @@ class ReshardManager(TitanManager):
     @torch.no_grad()
     def _restore(self, step: int, steps: list[int]) -> bool:
         states = self._states_to_load(step == 0 or (step == -1 and steps == [0]))
-        # state_dict() counts as a step of Adam
+        # lazy, because torchtitan's state_dict() advances Adam's step count
         found = _Lazy(lambda: _taken(states))
         wanted = None if step == -1 else step
         goes_back = wanted is not None and not self.load_only
@@ -228,7 +229,7 @@ class ReshardManager(TitanManager):
         self._manager.wait()
 
     def _close(self) -> None:
-        if hasattr(self, "_manager"):  # else it could not be made
+        if hasattr(self, "_manager"):  # unset if the constructor failed
             self._manager.close()
 
 

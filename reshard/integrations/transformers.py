@@ -53,10 +53,9 @@ class ReshardTrainer(Trainer):
     """
 
     def __init__(self, *given: Any, **options: Any) -> None:
-        """Take the Trainer's arguments. Models that transformers itself shards are saved in full,
-        although the Trainer refuses to save them.
-        """
-        values = (*given, *options.values())  # each class derived from Trainer has an order of its own
+        """Take the Trainer's arguments. Models that transformers itself shards are allowed and
+        saved completely, although the plain Trainer refuses to save them."""
+        values = (*given, *options.values())  # subclasses of Trainer have different argument orders
         is_refused = any(getattr(one, "is_distributed_loading_by_transformers", False) for one in values)
         args = [one for one in values if is_refused and isinstance(one, TrainingArguments)]
         before = [one.save_only_model for one in args]
@@ -93,7 +92,7 @@ class ReshardTrainer(Trainer):
             super().save_model(output_dir, _internal_call)
             return
         config = getattr(self.accelerator.unwrap_model(self.model), "config", None)
-        if self.args.should_save and config is not None:  # conversions ask for it
+        if self.args.should_save and config is not None:  # conversions need the config
             os.makedirs(output_dir, exist_ok=True)
             config.save_pretrained(output_dir)
         if self.args.save_only_model:
@@ -101,7 +100,7 @@ class ReshardTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         state: dict[str, Any] = {"scheduler": self.lr_scheduler.state_dict()}
-        wrapped, optimizer = self.model_wrapped, self._inner_optimizer()  # the wrapper says whose buffers count
+        wrapped, optimizer = self.model_wrapped, self._inner_optimizer()  # the wrapper says whose buffers to save
         state["model"], state["optim"] = get_state_dict(wrapped, optimizer, options=self._options())
         save(state, output_dir)
 
@@ -138,7 +137,7 @@ class ReshardTrainer(Trainer):
         state: dict[str, Any] = {"scheduler": OwnState.of(self.lr_scheduler)}
         if not _is_ours(checkpoint):
             if not Path(checkpoint, OPTIMIZER_NAME).is_file():
-                return  # as the Trainer does
+                return  # like the Trainer
             state["scheduler"] = dict(source.nested()["scheduler"])
             OwnState.check("scheduler", self.lr_scheduler, state["scheduler"])
             source = source.canonical({"param_names": fqn_map(self.model, optimizer).parameter_order()})
@@ -146,7 +145,7 @@ class ReshardTrainer(Trainer):
         load(state, source, strict={"model*": "subset", "scheduler*": "strict" if _is_ours(checkpoint) else "partial"})
         set_optimizer_state_dict(self.model, optimizer, state["optim"], options=self._options())
         groups = state["optim"].get("param_groups", ())
-        for _, order in group_orders(self.model, optimizer, groups):  # the scheduler has its rates by position
+        for _, order in group_orders(self.model, optimizer, groups):  # schedulers list rates by group position
             state["scheduler"] = in_order(state["scheduler"], order)
         self.lr_scheduler.load_state_dict(state["scheduler"])
 
@@ -158,7 +157,8 @@ class ReshardTrainer(Trainer):
         return folder is not None and (_is_ours(folder) or is_sharded)
 
     def _options(self) -> StateDictOptions:
-        """Leave out frozen parameters beside adapters: they come from the base model."""
+        """Return options that omit frozen parameters if the model has adapters: they come from the
+        base model."""
         has_adapters = hasattr(self.accelerator.unwrap_model(self.model), "peft_config")
         return StateDictOptions(ignore_frozen_params=has_adapters)
 
@@ -168,7 +168,8 @@ class ReshardTrainer(Trainer):
         return inner
 
     def _newest(self) -> str:
-        """Return the newest complete checkpoint. The Trainer writes its own state last."""
+        """Return the newest complete checkpoint: one in which the Trainer's own state, which is
+        written last, exists."""
         found = steps(self.args.output_dir)
         whole = [step.path for step in found if step.problem is None and Path(step.path, TRAINER_STATE_NAME).is_file()]
         if not whole:

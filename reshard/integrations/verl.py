@@ -46,7 +46,7 @@ class _WeightMessage(NamedTuple):
 @CheckpointEngineRegistry.register("reshard")
 class ReshardCheckpointEngine(CheckpointEngine):
     """Broadcasts full tensors from the first trainer rank to all rollout ranks. Other trainer ranks
-    are not in the group."""
+    are not in the process group."""
 
     def __init__(
         self,
@@ -58,15 +58,16 @@ class ReshardCheckpointEngine(CheckpointEngine):
         host: str | None = None,
         timeout: float = DEADLINE_S,
     ) -> None:
-        """
+        """Create the engine.
+
         Args:
-            bucket_size: in bytes, from verl's config.
-            is_master: on the first trainer rank, from verl.
-            rollout_dtype: of what is sent, for tensors of floating-point numbers that verl gives. A
+            bucket_size: size of a bucket in bytes, from verl's config.
+            is_master: True on the first trainer rank. Set by verl.
+            rollout_dtype: dtype in which floating-point tensors from verl are sent. A
                 `WeightSource` has its own.
-            transport: `"gloo"` or `"nccl"`; default: NCCL where there are GPUs.
-            host: address of the first trainer rank; default: as Ray says.
-            timeout: for a bucket, in seconds.
+            transport: `"gloo"` or `"nccl"`. Default: NCCL if there are GPUs.
+            host: address of the first trainer rank. Default: the address that Ray reports.
+            timeout: how long to wait for other ranks in each transfer, in seconds.
         """
         self._transport = transport or ("nccl" if torch.cuda.is_available() else "gloo")
         if self._transport not in ("gloo", "nccl"):
@@ -84,7 +85,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         self._id, self._members, self._is_new = uuid.uuid4().hex, "", True
 
     def prepare(self) -> dict[str, Any]:
-        """Return what the other ranks must know about this one."""
+        """Return what other ranks need to know about this rank."""
         if not self._is_master:
             return {"id": self._id}
         if self._store is None:
@@ -126,7 +127,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
         self._messages = self._deleted = 0
 
     def finalize(self) -> None:
-        """End an update that all ranks have received. The group stays for the next one."""
+        """End an update after all ranks have received it. The group is kept for the next update."""
         if self._is_master:
             for number in range(self._deleted, self._messages):
                 self._headers.delete_key(str(number))
@@ -144,7 +145,7 @@ class ReshardCheckpointEngine(CheckpointEngine):
             if isinstance(weights, WeightSource):
                 weights.require_full()
                 if self._is_new:
-                    weights.forget()  # some rank has nothing yet
+                    weights.forget()  # a rank may have no weights yet
             with torch.no_grad():
                 has_ended = not self._is_master
                 for message, is_last in marked_last(self._encoded(self._buckets(weights))):
@@ -172,14 +173,14 @@ class ReshardCheckpointEngine(CheckpointEngine):
     def _buckets(self, weights: Any) -> Iterator[WeightBucket]:
         if isinstance(weights, WeightSource):
             for bucket in weights.buckets():  # collective
-                if self._is_master:  # other ranks may get them, too, but send nothing
+                if self._is_master:  # only the first trainer rank sends
                     yield bucket
         elif self._is_master:
             yield from WeightBucket.pack(
                 ((name, self._converted(tensor)) for name, tensor in weights), self._bucket_bytes
             )
         else:
-            for _ in weights:  # what gathers them is collective
+            for _ in weights:  # the iteration gathers the weights, and is collective
                 pass
 
     def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -254,7 +255,8 @@ class ReshardDeltaEngine(ReshardCheckpointEngine):
 
 
 def _flush(changes: list[ChangedElements]) -> _WeightMessage:
-    """Return a message as verl describes it: byte offsets of positions of 4 bytes, and offsets of values."""
+    """Return a message in verl's form: 4-byte positions, located by byte offsets, and values,
+    located by element offsets."""
     params, at = [], 0
     is_dense = changes[0].positions is None
     for change in changes:

@@ -41,9 +41,8 @@ _MOST_SHARDS = 16
 
 
 class StateSource(EngineSource):  # type: ignore[misc]  # Any where vLLM is not installed
-    """A source of full tensors, for vLLM's NCCL broadcast, which the first rank sends. With
-    `all_ranks=True`, every rank has them, as CUDA IPC and sharded RDT require.
-    """
+    """A source of full tensors, for vLLM's NCCL broadcast from the first rank. With
+    `all_ranks=True`, every rank has the tensors, as CUDA IPC and sharded RDT require."""
 
     def __init__(self, state: Mapping[str, Any], **options: Any) -> None:
         """Create a source. Collective. `options` are those of `reshard.WeightSource`, except
@@ -67,10 +66,9 @@ class StateSource(EngineSource):  # type: ignore[misc]  # Any where vLLM is not 
 
 
 class ShardSource(EngineSource):  # type: ignore[misc]  # Any where vLLM is not installed
-    """A source of this rank's rows of each tensor, for NCCL's M2N, from any layout. A tensor has at
-    most 16 shards, which divide its rows evenly, and equally many ranks hold each shard, as M2N
-    requires.
-    """
+    """A source of this rank's rows of each tensor, for NCCL's M2N, from any layout. As M2N
+    requires, a tensor has at most 16 shards of equal size along dim 0, and each shard has the same
+    number of replicas."""
 
     def __init__(
         self, state: Mapping[str, Any], *, process_group: dist.ProcessGroup | None = None, **options: Any
@@ -103,8 +101,6 @@ class ShardSource(EngineSource):  # type: ignore[misc]  # Any where vLLM is not 
         return TensorLayout(spec, mesh, [cut.Replicate(), cut.Shard(0)])
 
     def _shards(self, spec: TensorSpec) -> int:
-        """Return the number of equal row ranges that a tensor is split into. Each rank has one of
-        them.
-        """
+        """Return the number of equal row ranges that a tensor is split into. Each rank has one of them."""
         common = math.gcd(spec.shape[0], len(self._ranks)) if spec.shape and spec.shape[0] else 1
         return max(shards for shards in range(1, _MOST_SHARDS + 1) if common % shards == 0)

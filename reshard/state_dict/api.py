@@ -215,16 +215,16 @@ def set_state_dict(
 
 @_quietly()
 def optimizer_to_restore(model: Models, optimizers: Optimizers, options: StateDictOptions) -> dict[str, Any]:
-    """Return the state dict for a load after which only those parameters have state that were saved
-    with some, or that the options allow to be missing."""
+    """Return a state dict to load into. After the load, only parameters with saved state have
+    state, and those whose state the options allow to be missing."""
     return _optimizer_state(LiveOptimizers(LiveModel(model), optimizers), None, options, forgets=True)
 
 
 def refuse_optimizers(
     model: Models, optimizers: Optimizers, given: Mapping[str, Any], options: StateDictOptions
 ) -> None:
-    """Raise NormalizationError for saved param groups that an optimizer would refuse, and
-    KeyMismatchError for state that lacks what it needs.
+    """Raise NormalizationError if an optimizer would refuse saved param groups, and
+    KeyMismatchError if required state is missing.
 
     Changes nothing.
     """
@@ -236,8 +236,8 @@ def refuse_optimizers(
 def group_orders(
     model: Models, optimizers: Optimizers, groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[Optimizer, list[int]]]:
-    """Yield each optimizer whose param groups are in another order than when they were saved, and
-    for each of its groups the position among the saved ones."""
+    """Yield each optimizer whose param groups were saved in a different order, with the saved
+    position of each of its groups."""
     live = LiveOptimizers(LiveModel(model), optimizers)
     places: list[dict[int, int]] = [{} for _ in live.optimizers]
     for place, group in enumerate(groups):
@@ -295,8 +295,8 @@ def _set(
 
 
 def _refuse_replaced(live: LiveModel, optimizers: LiveOptimizers) -> None:
-    """Raise NormalizationError if the model has new parameters instead of some on the meta device,
-    because something else refers to the old ones."""
+    """Raise NormalizationError if a parameter on the meta device was replaced by a new one, because
+    other references to it exist."""
     for one in (one for own in optimizers.parameters for one in own if one.parameter.is_meta):
         slot = live.by_name.get(one.name)
         if slot is not None and getattr(slot.owner, slot.attr) is not one.parameter:
@@ -308,9 +308,8 @@ def _refuse_replaced(live: LiveModel, optimizers: LiveOptimizers) -> None:
 
 
 def _shared(live: LiveModel, given: Mapping[str, Any], options: StateDictOptions) -> Iterator[Any]:
-    """Yield the device meshes and process groups whose ranks set together: all of them must refuse
-    if one does. They set full tensors into a sharded model, or tensors that are sharded
-    differently."""
+    """Yield the device meshes and process groups whose ranks set values together: full tensors into
+    a sharded model, or tensors that are sharded differently. If one rank refuses, all must."""
     for slot in live.slots if options.full_state_dict else ():
         if slot.piece is not None:
             yield slot.piece.group
@@ -324,7 +323,8 @@ def _shared(live: LiveModel, given: Mapping[str, Any], options: StateDictOptions
 
 
 def _moved_state(live: LiveOptimizers, given: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield the same for the state of optimizers."""
+    """Yield the device meshes and process groups of optimizer state that is sharded differently
+    from the live state."""
     for path, value in leaves_of(given).items():
         name = ".".join(map(str, path)).removeprefix("state.") if is_sharded(value) else ""
         while name and name not in live.by_name:
@@ -363,7 +363,7 @@ def _optimizer_state(
     elsewhere = {} if options.full_state_dict else elsewhere_of(live, whole["state"], options)
     if submodules:
         found = _of_modules(live.live, submodules, live.by_name, options)
-        short = {live.by_name[name].name: short for short, name in found.items()}  # of a tied one, the first name
+        short = {live.by_name[name].name: short for short, name in found.items()}  # of a tied parameter: its first name
 
         def shortened(named: Mapping[str, Any]) -> dict[str, Any]:
             return {short[name]: value for name, value in named.items() if name in short}
@@ -386,7 +386,7 @@ def _optimizer_state(
     named = set(listed_in(whole["param_groups"]))
     listed = named - with_state
     if options.flatten_optimizer_state_dict:
-        # so that it can be distinguished from state that was lost
+        # to distinguish it from lost state
         keeps = [StateKind(optimizer).keeps_state and bool(whole["state"]) for optimizer in live.optimizers]
         lacking = listed - offered
         out.update({f"state.{name}": {} for name, one in cold.items() if name in lacking and keeps[one.optimizer]})
@@ -402,9 +402,9 @@ def _in_form(whole: dict[str, Any], elsewhere: Mapping[str, Any], options: State
 
 
 def _without_state(whole: dict[str, Any], live: LiveOptimizers) -> dict[str, OptimizedParameter]:
-    """Return the parameters that never had a gradient, by all their names, without those that have
-    no element here. For optimizers that load their state themselves, return all: they may have made
-    only a part of it."""
+    """Return the parameters that never had a gradient, under all their names. Omits those without
+    elements on this rank. For optimizers that load their own state, returns all parameters: they
+    may have created only a part of their state."""
     if not any(live.loads_itself) and live.by_name.keys() <= whole["state"].keys():
         return {}
     found = {
@@ -422,8 +422,8 @@ def _awaiting(
     options: StateDictOptions,
     has_own: bool,
 ) -> dict[str, Any]:
-    """Return the state dict of an optimizer that has no state for some parameters, in a form in
-    which a load sees where to put it."""
+    """Return the optimizer's state dict in a form into which a load can add state for the
+    parameters in `cold`."""
     parameters: dict[str, Any] = {}
     for one in cold.values():
         if options.full_state_dict:
@@ -438,7 +438,7 @@ def _awaiting(
 def _of_modules(
     live: LiveModel, modules: Iterable[nn.Module], names: Iterable[str], options: StateDictOptions
 ) -> dict[str, str]:
-    """Return the names that belong to some modules, keyed by the names to return."""
+    """Return {name to return: full name} for the names that belong to the modules."""
     found: dict[str, str] = {}
     pairs = ((prefix, name) for prefix in live.prefixes(modules) for name in names if name.startswith(prefix))
     for prefix, name in pairs:
@@ -452,7 +452,7 @@ def _of_modules(
 
 
 def _by_name(live: LiveModel, given: Mapping[Any, Any]) -> Mapping[str, Any]:
-    """Return the dict by full names, also from {submodule: its state dict}."""
+    """Return the dict by full names. Accepts torch's form {submodule: its state dict}, too."""
     if not isinstance(given, Mapping):
         raise NormalizationError(
             f"a model state dict must be a mapping, got {type(given).__name__}. To set a checkpoint, load it: "

@@ -43,17 +43,16 @@ class Outline(NamedTuple):
     dtype: torch.dtype
 
     def made(self, device: torch.device | str) -> torch.Tensor:
-        """Return new memory for the full tensor."""
+        """Allocate memory for the full tensor."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 @contextlib.contextmanager
 def setting(options: StateDictOptions | None = None, *, together: Iterable[tuple[int, ...]] = ((),)) -> Iterator[None]:
-    """A phase in which all ranks raise what one rank raises. Collective over all ranks, or over
-    each of some sets of ranks.
+    """Within this context, all ranks raise what one rank raises. Collective over all ranks, or over
+    each set of ranks in `together`.
 
-    `options`: those of the call, unless they were compared before. Raises LayoutError if ranks have
-    different ones.
+    With `options`, also compares them. Raises LayoutError if ranks have different ones.
     """
     with contextlib.ExitStack() as stack:
         for ranks in together:
@@ -67,12 +66,12 @@ def setting(options: StateDictOptions | None = None, *, together: Iterable[tuple
 def expect_model(
     live: LiveModel, given: Mapping[str, Any], options: StateDictOptions
 ) -> tuple[dict[str, Any], Callable[[], None]]:
-    """Return the model state dict of rank 0, restricted to what this rank's model has, with tensors
-    sharded as the live ones, and a function that fills it.
+    """Return rank 0's model state dict, restricted to the keys of this rank's model and sharded
+    like its tensors, and a function that fills it.
 
-    If a live tensor has the dtype of the given one, it is written directly, and is itself in the
-    returned dict. Both are collective. Raises, on all ranks and with nothing changed, if the dict
-    does not fit some rank's model.
+    Live tensors with the dtype of the given ones are in the returned dict themselves, and are
+    filled directly. This call and the function are collective. If the dict does not fit some rank's
+    model, all ranks raise, and nothing is changed.
     """
     data, sources = _share_outline(given)
     with setting():
@@ -100,9 +99,9 @@ def expect_model(
 
 
 def receive_optimizer(live: LiveOptimizers, given: Mapping[str, Any], options: StateDictOptions) -> OptimizerWrites:
-    """Return a function that sets the optimizers to the state dict of rank 0, restricted to this
-    rank's parameters. Its tensors are in new memory, and sharded like the parameters if they have
-    their shape. Collective; raises like `expect_model`."""
+    """Return the writes that set the optimizers to rank 0's state dict, restricted to this rank's
+    parameters. Tensors are in new memory. Those with the shape of their parameter are sharded like
+    it. Collective; raises like `expect_model`."""
     data, sources = _share_outline(given)
     with setting():
         outline = pickle.loads(data) or {"state": {}, "param_groups": []}
@@ -119,7 +118,7 @@ def receive_optimizer(live: LiveOptimizers, given: Mapping[str, Any], options: S
             return _optimizer_target(one, live.by_name[path[1]] if path[0] == "state" else None)
 
         made, targets = _with_targets(target, mine)
-        # of what is left to other optimizers of this model the rank knows at least the name
+        # for parameters of the model's other optimizers, the rank knows only the names
         leaves = leaves_of(outline).items()
         known = {one.path for path, one in leaves if isinstance(one, Outline) and _names_any(path, live)}
     _filling(targets, sources, known | set(targets), options.strict, ([], []))()
@@ -158,7 +157,7 @@ def _model_target(one: Outline, slot: StateEntry | None, device: torch.device, i
 
 
 def _like(model: torch.Tensor, piece: FlatPiece | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return new memory, sharded as `model` or `piece` is."""
+    """Allocate memory that is sharded like `model` or `piece`."""
     if piece is not None:
         where = piece.local_slice()
         return piece.tensor(torch.empty(where.stop - where.start, dtype=dtype, device=device))
@@ -168,14 +167,14 @@ def _like(model: torch.Tensor, piece: FlatPiece | None, dtype: torch.dtype, devi
 
 
 def _map_outlines(make: Callable[[tuple[Any, ...], Outline], Any], nest: Any) -> Any:
-    """Return the containers with `make(path, outline)` instead of each outline."""
+    """Return copies of the containers, with each outline replaced by `make(path, outline)`."""
     return map_leaves(lambda path, leaf: make(path, leaf) if isinstance(leaf, Outline) else leaf, nest)
 
 
 def _with_targets(
     make: Callable[[Sequence[Any], Outline], torch.Tensor], nest: Any
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the containers with a tensor instead of each outline, and these tensors by path."""
+    """Return the containers with each outline replaced by a tensor, and these tensors by path."""
     targets: dict[str, torch.Tensor] = {}
 
     def keep(path: Sequence[Any], one: Outline) -> torch.Tensor:
@@ -186,13 +185,13 @@ def _with_targets(
 
 
 def _on_meta(nest: Any) -> Any:
-    """Return the containers with meta tensors instead of outlines."""
+    """Return the containers with each outline replaced by a meta tensor."""
     return _map_outlines(lambda _, one: one.made("meta"), nest)
 
 
 def _share_outline(given: Mapping[str, Any]) -> tuple[bytes, dict[str, torch.Tensor]]:
-    """Collective: return what rank 0 has, on all ranks, pickled with outlines for tensors. On rank
-    0, also return the tensors by path."""
+    """Return rank 0's dict on all ranks, pickled, with outlines instead of tensors. On rank 0, also
+    return the tensors by path. Collective."""
     tensors: dict[str, torch.Tensor] = {}
 
     def outline(path: Sequence[Any], leaf: Any) -> Any:
@@ -219,7 +218,7 @@ def _share_outline(given: Mapping[str, Any]) -> tuple[bytes, dict[str, torch.Ten
 
 
 class _Spot(NamedTuple):
-    """Where a rank's model has an entry that shares memory with another one."""
+    """An entry of a rank's model that shares memory with another entry."""
 
     path: str
     dtype: str
@@ -229,8 +228,8 @@ class _Spot(NamedTuple):
 
 
 _Shared = tuple[list[list[str]], list[list[_Spot]]]
-"""Entries of the dict that share memory in a rank's model: the paths of each tied tensor, and
-places that overlap."""
+"""Entries that share memory in a rank's model: lists of the paths of each tied tensor, and lists of
+overlapping entries."""
 
 
 def _shared_memory(live: LiveModel, given: Mapping[str, Any]) -> _Shared:
@@ -265,11 +264,12 @@ def _shared_memory(live: LiveModel, given: Mapping[str, Any]) -> _Shared:
 
 
 def _lost(shared: _Shared, sources: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the paths of values that a rank would lose if all of these were written."""
+    """Return the paths of values that would be lost if all were written, because a rank has them in
+    the same memory."""
     ties, overlaps = shared
     lost = [path for first, *paths in ties for path in paths if not same_value(sources[first], sources[path])]
     for cluster in () if lost else overlaps:
-        memory = torch.empty(0, device="cpu").untyped_storage()  # which grows with its views
+        memory = torch.empty(0, device="cpu").untyped_storage()  # the storage grows with its views
         targets = [
             torch.empty(0, dtype=getattr(torch, one.dtype.removeprefix("torch.")), device="cpu").set_(
                 memory, one.offset, one.shape, one.strides
@@ -288,17 +288,17 @@ def _filling(
     strict: bool,
     shared: _Shared,
 ) -> Callable[[], None]:
-    """Return what writes into each target the elements that it holds of the tensor of that path on
-    rank 0. Both are collective.
+    """Return a function that fills each target from rank 0's tensor of the same path. Both calls
+    are collective.
 
     Args:
-        targets: by path; sharded or not. Where all ranks want the same elements of a tensor it is
-            broadcast, else each is sent its own.
-        sources: on rank 0, full tensors by path.
-        known: paths that this rank's model has a use for, tensors or not.
+        targets: tensors by path, sharded or not. If all ranks need the same elements of a tensor,
+            it is broadcast. Otherwise, each rank is sent its own elements.
+        sources: full tensors by path, on rank 0.
+        known: paths of tensors and other values that this rank's model uses.
         strict: raise KeyMismatchError, on all ranks and before anything is written, for sources
             that no rank knows.
-        shared: raise it also where sources differ that a rank has in one memory.
+        shared: also raise it if sources differ that a rank has in the same memory.
     """
     views = {path: _views(target) for path, target in targets.items()}
     wanted = {path: [(box.offsets, box.sizes) for box, _ in own] for path, own in views.items()}
@@ -343,7 +343,7 @@ def _refuse(strangers: list[str], lost: list[str]) -> None:
 
 
 def _views(target: Any) -> list[tuple[Box, torch.Tensor]]:
-    """Return (box of the full tensor, the memory for it) for everything that this rank holds."""
+    """Return (box of the full tensor, memory of these elements) for each part that this rank holds."""
     if not is_sharded(target):
         return [(Box.full(tuple(target.shape)), target)]
     return [
@@ -370,13 +370,13 @@ def _send_all(
                 view.copy_(piece)
         elif sum(piece.numel() for piece in pieces):
             data = torch.cat([resolved_bytes(piece) for piece in pieces]).to(_wire())
-            ops.append(dist.P2POp(dist.isend, data, rank, tag=tag))  # which keeps the data until it is sent
+            ops.append(dist.P2POp(dist.isend, data, rank, tag=tag))  # the P2POp keeps the data alive until it is sent
     _wait_for(ops)
 
 
 def _wait_for(ops: list[dist.P2POp]) -> None:
-    """Wait for messages. Messages of one call use the communicator of all ranks. Otherwise, NCCL
-    would create one for each pair of ranks."""
+    """Wait for messages. All messages of one call use one communicator of all ranks. Otherwise,
+    NCCL would create one for each pair of ranks."""
     for work in dist.batch_isend_irecv(ops) if ops else ():
         work.wait()
 

@@ -72,11 +72,11 @@ def collect_optimizer(state: dict[str, Any], live: LiveOptimizers, options: Stat
         if is_zero_redundancy(optimizer):
             state = {**state, "state": _state_of_all_ranks(state["state"], live, k, mine, options)}
     tensors = _tensors_in(state["state"])
-    # a rank may have no state where others have some
+    # other ranks may have state for parameters without state here
     places = {name: one.place for name in names if (one := live.by_name.get(name)) and one.place is not None}
     unsharded = _unsharded(state["state"], places)
     agree_on_gathering(tensors, options._shared(), places=places.values(), unsharded=unsharded)
-    # ranks may have met their parameters in different orders, but must gather in one
+    # ranks may iterate parameters in different orders, but must gather in the same one
     name_of = {_text(path): path[0] for path in leaves_of(state["state"])}
     whole = {path: _whole(tensors[path], name_of[path], owner) for path in sorted(tensors)}
     if names and not mine:
@@ -92,8 +92,8 @@ def collect_optimizer(state: dict[str, Any], live: LiveOptimizers, options: Stat
 def _state_of_all_ranks(
     state: dict[str, Any], live: LiveOptimizers, k: int, mine: Container[str], options: StateDictOptions
 ) -> dict[str, Any]:
-    """Collective over the process group of a ZeroRedundancyOptimizer: return the state, with the
-    part of `mine` that other ranks have, one rank after another."""
+    """Return the state with the parts of `mine` that other ranks have, added in rank order.
+    Collective over the process group of a ZeroRedundancyOptimizer."""
     optimizer: Any = live.optimizers[k]
     parameters = {one.name: one.parameter for one in live.parameters[k]}
     own = {name: values for name, values in state.items() if name in parameters}
@@ -282,7 +282,7 @@ def _whole(value: Any, name: str, owner: Callable[[str], int] | None) -> list[An
     if not is_sharded(value):
         return [_to_cpu(value)] if goal == this_rank() else []
     if goal not in member_ranks(value):
-        return []  # the owner has this name on a mesh of its own, and gathers it there
+        return []  # the owner has this name on another mesh, and gathers it there
     found = gather(LiveTensor(name, value), to_rank=goal)
     return [] if found is None else [_to_cpu(found)]
 

@@ -1,5 +1,5 @@
-"""Gathers full tensors from sharded ones and scatters them again, one at a time; and moves chunks
-of rows of tensors that are sharded across rows."""
+"""Gathers full tensors from sharded ones and scatters them again, one at a time. Also moves row
+chunks of tensors that are sharded across rows."""
 
 from __future__ import annotations
 
@@ -33,13 +33,11 @@ from reshard.ranks.group import Group, sending_device
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# Which rank holds which elements comes from the layout, which every rank computes in the same way; only bytes
-# are sent.
+# Each rank computes from the layout which rank holds which elements, so only bytes are sent.
 
 
 def parts_of(tensor: LiveTensor) -> list[tuple[Part, torch.Tensor]]:
-    """Return what this rank holds of `tensor`: each part of its layout with the local tensor that
-    holds it."""
+    """Return each part of the layout that this rank holds, with the local tensor that contains it."""
     here = this_rank()
     parts, held = tensor.form.parts(tensor.shape, here), tensor.local
     for part, local in zip(parts, held, strict=True):
@@ -52,7 +50,7 @@ def parts_of(tensor: LiveTensor) -> list[tuple[Part, torch.Tensor]]:
 
 
 def member_ranks(tensor: Any) -> list[int]:
-    """The ranks that must take part in gathering `tensor`, in ascending order."""
+    """Return the ranks that must take part in gathering `tensor`, in ascending order."""
     return ranks_of(place_of(tensor))
 
 
@@ -124,15 +122,15 @@ def scatter(whole: torch.Tensor, target: LiveTensor) -> None:
 def _along_axes(
     tensor: DTensor, form: Form, shape: Shape, data: torch.Tensor, to_rank: int | None
 ) -> list[tuple[int, torch.Tensor]] | None:
-    """Return the bytes of all distinct parts, each with a rank that holds it, collected along one
-    mesh axis after another."""
+    """Collect the bytes of all distinct parts, one mesh axis after another. Return (rank that holds
+    the part, bytes) pairs."""
     grid, me = tensor.device_mesh.mesh, dist.get_rank()
     lines = lines_of(tensor.device_mesh, me)
     here = (grid == me).nonzero()[0].tolist()
     goal = here if to_rank is None else (grid == to_rank).nonzero()[0].tolist()
     cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if any(here[axis] != goal[axis] for axis in range(grid.ndim) if axis not in cut):
-        return None  # another replica group has the goal
+        return None  # `to_rank` is in another replica group
     kept = {axis for axis, (line, group) in enumerate(lines) if group == line}
     for axis in reversed(cut):
         line, group = lines[axis]  # this rank's group along the axis; the rank at the goal's coordinate collects
@@ -148,9 +146,9 @@ def _along_axes(
 
 
 def _collected(grid: torch.Tensor, rank: int, axes: Sequence[int], kept: Collection[int]) -> list[int]:
-    """Return the ranks whose bytes `rank` has after they are collected along `axes`, the last axis
-    first: in the order of the mesh along axes in `kept`, and otherwise ascending, as in process
-    groups."""
+    """Return the ranks whose bytes `rank` has, in order, after collecting along `axes`, last axis
+    first. Along axes in `kept`, ranks are in mesh order, otherwise in ascending order, as in
+    process groups."""
     if not axes:
         return [rank]
     axis, *later = axes
@@ -160,20 +158,20 @@ def _collected(grid: torch.Tensor, rank: int, axes: Sequence[int], kept: Collect
 
 
 def _sizes(dtype: torch.dtype, form: Form, shape: Shape, ranks: Sequence[Sequence[int]]) -> list[int]:
-    """Return the number of bytes that each list of ranks holds together."""
+    """Return the total bytes that each list of ranks holds."""
     return [sum(part.numel for rank in own for part in form.parts(shape, rank)) * dtype.itemsize for own in ranks]
 
 
 def _nothing(tensor: Any) -> torch.Tensor:
-    """Return an empty tensor for a ShardedTensor without a shard on this rank. It is on the kind of
-    device from which the process group sends."""
+    """Return an empty tensor for a ShardedTensor without a shard on this rank, on the device from
+    which the process group sends."""
     placed = [shard.placement.device() for shard in tensor.metadata().shards_metadata if shard.placement is not None]
     return torch.empty(0, dtype=torch.uint8, device=placed[0].type if placed else "cpu")
 
 
 def _exchange(data: torch.Tensor, sizes: Sequence[int], group: Any, to_rank: int | None) -> list[torch.Tensor] | None:
-    """Return the bytes of every member of the group, in its order; None on all but `to_rank`, if
-    that is given."""
+    """Return the bytes of every member of the group, in its order. If `to_rank` is given, return
+    None on all other ranks."""
     longest, home = max(sizes), data.device
     if longest == 0:
         return [data[:0] for _ in sizes] if to_rank in (None, dist.get_rank()) else None
@@ -226,11 +224,11 @@ class _Move:
 
 
 def as_chunks(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors, with each `CutAcrossRows` as a new DTensor or ShardedTensor, sharded as
-    `torch.chunk` along dim 0 splits.
+    """Return the tensors with each `CutAcrossRows` as a new DTensor or ShardedTensor, sharded along
+    dim 0 like `torch.chunk`.
 
     Collective over the ranks of each process group with such tensors. Raises NormalizationError on
-    all of them unless all have the same ones.
+    all these ranks if they do not have the same tensors.
     """
     out = dict(tensors)
     groups: dict[Any, list[_Move]] = {}
@@ -249,12 +247,12 @@ def as_chunks(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def exchange_rows(pairs: Iterable[_Pair]) -> list[_Pair]:
-    """Copy the first of each pair into the second where one is a `CutAcrossRows` and the other is
-    sharded otherwise, across rows or into chunks of them, among the same ranks; the pairs that are not
-    so, in their order, untouched.
+    """Copy the first of each pair into the second if one is a `CutAcrossRows`, and the other has
+    different row ranges or chunks on the same ranks. Return all other pairs, unchanged and in
+    order.
 
-    Collective over the ranks of each process group that has some. Raises NormalizationError, on all
-    of them, where not all have the same ones.
+    Collective over the ranks of each process group with such pairs. Raises NormalizationError on
+    all these ranks if they do not have the same pairs.
     """
     left: list[_Pair] = []
     groups: dict[Any, list[_Move]] = {}
@@ -275,14 +273,14 @@ def exchange_rows(pairs: Iterable[_Pair]) -> list[_Pair]:
 def _go_together(one: tuple[FlatCut, torch.Tensor], other: tuple[FlatCut, torch.Tensor]) -> bool:
     (a, local), (b, made) = one, other
     if a.ranges == b.ranges:
-        return False  # nothing is to be sent, so that no rank waits for another
+        return False  # nothing to send
     alike = a.shape == b.shape and (local.dtype, local.device) == (made.dtype, made.device)
     return alike and dist.get_process_group_ranks(a.group) == dist.get_process_group_ranks(b.group)
 
 
 def _flattened(tensor: LiveTensor) -> tuple[FlatCut, torch.Tensor] | None:
-    """Return how a tensor is sharded, and this rank's range of the flattened tensor, which shares
-    its memory. None if a rank has no range."""
+    """Return how a tensor is sharded, and this rank's range of the flattened tensor, as a view.
+    Return None if a rank has no range."""
     found = cut_of(tensor.value)
     group = _group_along_rows(tensor.value) if found is None else None
     if group is None:
@@ -307,7 +305,7 @@ def _group_along_rows(tensor: torch.Tensor) -> Any:
         return None
     if not is_dtensor(tensor):
         return group_of(tensor)
-    from torch.distributed.tensor import Shard  # there is a DTensor
+    from torch.distributed.tensor import Shard  # already loaded, because a DTensor exists
 
     cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     if len(cut) != 1 or type(tensor.placements[cut[0]]) is not Shard or tensor.placements[cut[0]] != Shard(0):
@@ -319,7 +317,7 @@ def _group_along_rows(tensor: torch.Tensor) -> Any:
 
 
 def _exchange_rows(moves: list[_Move], group: Any) -> None:
-    """Fill what this rank wants of all tensors."""
+    """Send and receive the missing ranges of all tensors."""
     _agree(moves, group)
     for together in batches(moves, _nbytes, MESSAGES_BYTES, lambda move: move.local.device):
         _send(together, group)
@@ -338,7 +336,7 @@ def _agree(moves: list[_Move], group: Any) -> None:
 
 
 def _nbytes(move: _Move) -> int:
-    """Return the bytes of the largest part, which is the same on all ranks."""
+    """Return the bytes of the largest part. The result is the same on all ranks."""
     return max(high - low for low, high in move.held) * move.local.itemsize
 
 

@@ -93,7 +93,7 @@ class StateEntry(NamedTuple):
         return whole_shape(self.value) if is_partitioned(self.value) else tuple(self.value.shape)
 
     def after_write(self, reader: ModuleReader) -> Callable[[], object] | None:
-        """Return what to call when the tensor's elements were written, under FSDP."""
+        """Return the function to call after the tensor was written, under FSDP."""
         if self.piece is not None:
             return self.piece.free_gathered
         if not is_dtensor(self.value) or not reader.touched(self.owner):
@@ -126,8 +126,7 @@ class SelfLoadingModule:
     """The offsets of its stage."""
 
     def canonical(self, key: str) -> str:
-        """Return the canonical name of a key of `module.state_dict()`. Unknown segments are
-        kept."""
+        """Return the canonical name of a key of `module.state_dict()`. Keeps unknown segments."""
         current: nn.Module | None = self.module
         out = self.prefix.split(".")[:-1]
         for part in key.split("."):
@@ -144,9 +143,8 @@ class SelfLoadingModule:
         return ".".join(out)
 
     def key_of(self, name: str) -> str:
-        """Return the key that an unknown canonical name has in the module's
-        own numbers.
-        """
+        """Return the key that an unknown canonical name has in the module, with the module's own
+        layer numbers."""
         parts = name.split(".")
         own = [self._numbered(parts[:i], part, -1) for i, part in enumerate(parts)]
         return ".".join(own[self.prefix.count(".") :])
@@ -200,7 +198,7 @@ class LiveModel:
             by_name.update(zip(every, self.slots))
             names_of.update(zip(map(id, map(_VALUE, self.slots)), map(list, zip(every))))
             if len(by_name) == len(names_of) == len(every) and id(None) not in names_of:
-                return  # nothing has two names, nor two things one: nearly always, and there are many
+                return  # the usual case: all names and tensors are distinct
             by_name.clear()
             names_of.clear()
         for slot in self.slots:
@@ -345,7 +343,7 @@ class _ModuleWalk:
             if child is None:
                 continue
             below, inside = wrappers, f"{live}{child_name}."
-            path = inside if name is live else f"{name}{child_name}."  # no wrapper yet: one text is enough
+            path = inside if name is live else f"{name}{child_name}."  # no wrapper so far: both prefixes are equal
             if child_name in hidden:
                 below, path = (*wrappers, type(module).__name__), name
             elif offset is not None and child_name.isdecimal():
@@ -409,9 +407,8 @@ def _check_offsets(stage: Stage, numbered: set[str]) -> None:
 
 
 def _check_same(first: StateEntry, second: StateEntry) -> None:
-    """Raise unless both entries are copies of one buffer in several stages. Only these may share a
-    name.
-    """
+    """Raise NormalizationError unless both entries are copies of one buffer in several stages. Only
+    these may share a name."""
     a, b = first.value, second.value
     if first.stage != second.stage and first.kind == second.kind == "buffer" and a is not None and b is not None:
         same = a.shape == b.shape and a.dtype == b.dtype and (a.is_meta or b.is_meta or torch.equal(a, b))

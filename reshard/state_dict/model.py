@@ -48,8 +48,11 @@ from reshard.state_dict.options import Cast, SetReport, StateDictOptions
 
 def read_model(live: LiveModel, *, whole: bool) -> dict[str, Any]:
     """Return the canonical state dict: {name: tensor or extra state}. Tensors share memory with the
-    live ones. `whole`: the caller gathers the values, including partitioned parameters, which are
-    otherwise refused."""
+    live ones.
+
+    `whole`: the caller gathers the values, including partitioned parameters, which otherwise raise
+    an error.
+    """
     if not whole:
         live.refuse_partitioned(HOW_TO_GET)
     out: dict[str, Any] = {}
@@ -79,7 +82,7 @@ class RegionWrite(NamedTuple):
     state: dict[str, Any]
     """The state by the module's own keys."""
     slots: dict[str, StateEntry]
-    """Where these values go, as far as known, by the same keys."""
+    """The entries for these keys, where known."""
     forgiven: frozenset[str]
     """Names that may be missing."""
 
@@ -90,7 +93,7 @@ class DirectWrite(NamedTuple):
     slot: StateEntry
     value: Any
     plain: bool
-    """Whether it can simply be copied."""
+    """True if a plain copy is enough."""
 
 
 class ModelWrites(NamedTuple):
@@ -104,11 +107,11 @@ class ModelWrites(NamedTuple):
 def plan_model(
     live: LiveModel, given: Mapping[str, Any], options: StateDictOptions, *, outlines: bool = False
 ) -> ModelWrites:
-    """Match `given` with the live names. Changes nothing. `outlines`: its tensors are still on the
-    meta device.
+    """Match `given` with the live names. Changes nothing. `outlines`: tensors in `given` are still
+    on the meta device.
 
-    Raises KeyMismatchError listing every missing, unexpected, and misfitting name (the first two
-    only if strict).
+    Raises KeyMismatchError with all names whose values do not fit and, if strict, all missing and
+    unexpected names.
     """
     live.refuse_partitioned(HOW_TO_SET)
     match = _ModelMatch(live, given, options.ignore_frozen_params, outlines)
@@ -133,11 +136,12 @@ def plan_model(
 
 
 def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
-    """Write what was planned: first by the user's own code, which may refuse, then by plain copies.
+    """Execute the planned writes: first calls of the user's own code, which may refuse, then plain
+    copies.
 
-    Raises KeyMismatchError if strict and a module's own `load_state_dict` refuses names, and
-    everything that such a method raises. Both say which modules may already have been written to.
-    Nothing else has been.
+    Raises KeyMismatchError if strict and a module's own `load_state_dict` refuses names. Errors of
+    such a method are also raised. The message says which modules may already be changed. No others
+    are.
     """
     missing, unexpected = list(writes.report.missing), list(writes.report.unexpected)
     begun: list[SelfLoadingModule] = []
@@ -152,7 +156,7 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
             raise
         if assign:
             _keep_objects(region.slots)
-        # an override may return nothing
+        # overrides may return None
         if found is not None:
             lacking = dict.fromkeys(region.canonical(key) for key in found[0])
             missing += [name for name in lacking if name not in missing and name not in forgiven]
@@ -165,7 +169,7 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
     are_plain: list[bool] = []
     for slot, value, is_plain in writes.direct:
         if slot.value is None:
-            slot.owner.set_extra_state(_copied(value))  # of which the module may keep a part
+            slot.owner.set_extra_state(_copied(value))  # a copy, because the module may keep parts of it
         elif is_plain or not slot.value.is_meta:
             targets.append(slot.value if is_plain else slot.tensor())
             values.append(value)
@@ -182,8 +186,7 @@ def apply_model(writes: ModelWrites, strict: bool) -> SetReport:
 
 
 def _refused_by_their_own(regions: list[SelfLoadingModule], unexpected: list[str]) -> str:
-    """Return a line about the first module that saves something under a name that it does not
-    load."""
+    """Return a line about the first module that saves a name that it does not load."""
     for region in regions:
         own = {region.canonical(key) for key in region.module.state_dict()}
         if name := next(filter(own.__contains__, unexpected), None):
@@ -195,8 +198,8 @@ def _refused_by_their_own(regions: list[SelfLoadingModule], unexpected: list[str
 
 
 def _written(regions: list[SelfLoadingModule]) -> str:
-    """Return what has been written when a module refuses late. A backup of everything would take
-    the memory of these modules again."""
+    """Return which modules may already be changed when a later one refuses. A backup would need the
+    memory of these modules again."""
     paths = [region.prefix.rstrip(".") for region in regions]
     names = format_some([repr(path) if path else "the model itself" for path in paths])
     return (
@@ -206,7 +209,7 @@ def _written(regions: list[SelfLoadingModule]) -> str:
 
 
 class _ModelMatch:
-    """Finds the given value of each live place, and records what was used."""
+    """Finds the given value of each live entry, and records which values were used."""
 
     def __init__(self, live: LiveModel, given: Mapping[str, Any], ignore_frozen: bool, outlines: bool) -> None:
         self.live = live
@@ -221,7 +224,7 @@ class _ModelMatch:
         self.written: set[Any] = set()
 
     def direct(self, slot: StateEntry) -> DirectWrite | None:
-        """Return what is written there. None if nothing is given for it."""
+        """Return the write of this entry, or None if no value is given for it."""
         name = slot.name
         value = self.given.get(name)
         if _is_plain_pair(slot, value) and name not in self.live.tied:
@@ -234,8 +237,8 @@ class _ModelMatch:
         return DirectWrite(slot, self.given[found], _is_plain_pair(slot, self.given[found]))
 
     def take(self, slot: StateEntry) -> str | None:
-        """Return the name under which `given` has this slot's value, after checking it. None if it
-        has none."""
+        """Return the name under which `given` has this entry's value, after checking it. None if
+        there is no such value."""
         name: str | None = slot.name
         if slot.name in self.live.tied:
             names = [alias for alias in (slot.name, *self.live.aliases(slot)) if alias in self.given]
@@ -253,9 +256,9 @@ class _ModelMatch:
         return name
 
     def refuse_overwritten(self, direct: list[DirectWrite]) -> None:
-        """Raise an error if values would overwrite each other. Places of the model may share memory
-        without being one tensor, such as a buffer that is a row of a parameter: then they cannot
-        get different values."""
+        """Raise an error if values would overwrite each other. Entries can share memory without
+        being tied, such as a buffer that is a row of a parameter. They cannot have different
+        values."""
         if self.outlines or self.faults:
             return
         pairs = [(slot, value) for slot, value, _ in direct if slot.value is not None and slot.piece is None]
@@ -263,8 +266,8 @@ class _ModelMatch:
             self.faults.append(f"{pairs[i][0].name}: shares memory with another entry that gets another value")
 
     def region(self, region: SelfLoadingModule) -> RegionWrite:
-        """Return what to pass to the module's own `load_state_dict`: its keys by their names, with
-        every unknown name below it, because its hooks may know it."""
+        """Return the arguments of the module's own `load_state_dict`: its keys by name, and all
+        unknown names below it, because its hooks may know them."""
         state: dict[str, Any] = {}
         places: dict[str, StateEntry] = {}
         missing: list[str] = []
@@ -350,7 +353,7 @@ class _ModelMatch:
             self.reshaped.append(name)
 
     def _agree(self, names: list[str]) -> None:
-        """Check that the names of one tied tensor have one value."""
+        """Check that all names of one tied tensor have the same value."""
         first = self.given[names[0]] if names else None
         for name in names[1:]:
             other = self.given[name]
@@ -359,8 +362,8 @@ class _ModelMatch:
 
 
 def _other_class(value: Any, target: torch.Tensor) -> str | None:
-    """Return what to say if only one of two tensors is quantized, or both in different ways: no
-    copy can convert them."""
+    """Return an error text if only one of two tensors is quantized, or both are quantized in
+    different ways. No copy can convert them."""
     if not (is_sharded(value) or is_sharded(target)) and value.layout != target.layout:
         return f"is {value.layout} in the dict, and {target.layout} in the model: use .to_dense()"
     one, two = tensor_class(value), tensor_class(target)
@@ -410,12 +413,12 @@ def listed(title: str, names: list[str], others: Collection[str] = (), limit: in
 
 
 def _address(value: Any) -> int:
-    """Return the address of the elements of a tensor on this rank; 0 for anything without memory."""
+    """Return the address of a tensor's elements on this rank, or 0 if it has no memory."""
     return _span(value)[0] if isinstance(value, torch.Tensor) else 0
 
 
 def _is_plain_pair(slot: StateEntry, value: Any) -> bool:
-    """Return whether the value can simply be copied, which is the usual case."""
+    """Return True if a plain copy is enough, as is usual."""
     target = slot.value
     return (
         type(value) is torch.Tensor
@@ -442,7 +445,7 @@ _EXPANDED = "has several elements at one memory address in the model, as after e
 
 
 def is_expanded(target: torch.Tensor) -> bool:
-    """Return whether several elements share a memory address here, so that nothing can be copied there."""
+    """Return True if several elements share a memory address here, so that the tensor cannot be written."""
     local = target if type(target) in PLAIN else holder(target)
     if local.layout is not torch.strided or 0 not in local.stride() or not local.numel():
         return False
@@ -450,8 +453,8 @@ def is_expanded(target: torch.Tensor) -> bool:
 
 
 def part_of(name: str, parameters: Collection[str]) -> str:
-    """Return the parameter, of these, beside which a module saves this name, such as
-    `weight.absmax`, or of which it is a part; "" if there is none."""
+    """Return the parameter that this name belongs to, such as `weight` for `weight.absmax`, or ""
+    if there is none."""
     return next((name[:at] for at, letter in enumerate(name) if letter == "." and name[:at] in parameters), "")
 
 
@@ -486,7 +489,7 @@ def problem(value: Any, shape: Shape, dtype: torch.dtype, on_meta: bool = False)
 
 
 def is_meta(value: torch.Tensor) -> bool:
-    """Return whether the tensor has no values."""
+    """Return True if the tensor has no values."""
     return value.is_meta if is_dtensor(value) or not is_sharded(value) else False
 
 
@@ -502,8 +505,8 @@ def write(value: LiveTensor, target: LiveTensor) -> None:
 
 
 def write_all(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], plain: Sequence[bool]) -> None:
-    """`write` each value into the target at its place: those that are `plain` in few calls, and
-    tensors sharded across rows sent together where possible."""
+    """Write each value into its target. Combines `plain` pairs into few calls, and sends tensors
+    that are sharded across rows together where possible."""
     copy_all(list(itertools.compress(targets, plain)), list(itertools.compress(values, plain)))
     others = itertools.filterfalse(itemgetter(2), zip(values, targets, plain))
     pairs = ((LiveTensor("", settled(v)), LiveTensor("", settled(t))) for v, t, _ in others)
@@ -512,7 +515,7 @@ def write_all(targets: Sequence[torch.Tensor], values: Sequence[torch.Tensor], p
 
 
 def is_shard_like(value: Any, model: Any) -> bool:
-    """Return whether both are DTensors, placed in the same way on the same mesh."""
+    """Return True if both are DTensors with equal placements on the same mesh."""
     return (
         is_dtensor(value)
         and is_dtensor(model)
@@ -523,12 +526,12 @@ def is_shard_like(value: Any, model: Any) -> bool:
 def like(
     value: torch.Tensor, model: torch.Tensor, device: torch.device | None = None, *, is_placed: bool = False
 ) -> torch.Tensor:
-    """Return a new tensor with the elements and dtype of `value`, sharded like `model` if the
-    shapes are equal, unless `value` is on its mesh and already `is_placed` there.
+    """Return a new tensor with the elements and dtype of `value`. If the shapes are equal, it is
+    sharded like `model`, unless `value` is on the same mesh and already `is_placed`.
 
     0-d tensors are not sharded and stay on their device, unless `model` is 0-d. Others go to
-    `device`, by default that of `model`. A tensor of another shape than a sharded `model` becomes a
-    replica on its mesh.
+    `device`, by default the device of `model`. If `model` is sharded and has another shape, the
+    result is replicated on its mesh.
     """
     value, model = settled(value), settled(model)
     device = model.device if device is None else device
@@ -538,7 +541,7 @@ def like(
             and value.device_mesh == model.device_mesh
             and (is_placed or value.shape != model.shape or value.placements == model.placements)
         ):
-            if tensor_class(value):  # whose views may be tensors of less
+            if tensor_class(value):  # views of these may lose parts
                 return with_local(value, _clone(value._local_tensor, device))
             return dtensor_like(_clone(value.to_local(), device), value)
         whole = gather(LiveTensor("", value))
@@ -552,9 +555,9 @@ def like(
 
 
 def _materialized(value: torch.Tensor, slot: StateEntry, made: dict[Any, torch.Tensor]) -> torch.Tensor:
-    """Return a tensor with the elements of `value` for a place on the meta device, with its dtype
-    and sharding, on the device of `value`, or for a plain value on that of the mesh. All names of a
-    tied tensor get the same one, which is in `made`, by identity."""
+    """Return a tensor with the elements of `value` for an entry on the meta device, with the
+    entry's dtype and sharding. It is on the device of `value` or, for a plain value, of the mesh.
+    All names of a tied tensor get the same tensor, stored in `made` by identity."""
     model, device = slot.value, value.device
     assert model is not None
     if slot.identity not in made:
@@ -569,17 +572,17 @@ def _materialized(value: torch.Tensor, slot: StateEntry, made: dict[Any, torch.T
 def _place(
     region: SelfLoadingModule, state: dict[str, Any], slots: Mapping[str, StateEntry], made: dict[Any, torch.Tensor]
 ) -> bool:
-    """Give the module real tensors for those on the meta device, and the values in `state` the
-    layouts of `slots`.
+    """Replace the module's tensors on the meta device by real ones, and shard the values in `state`
+    like `slots`.
 
-    Return whether tensors on the meta device are left, which only the module's `load_state_dict`
-    may know how to replace. It also replaces all others, so `state` gets copies.
+    Returns True if tensors on the meta device are left. Only the module's `load_state_dict` may be
+    able to replace these. It also replaces all others, so `state` gets copies.
     """
     models, left = dict[str, torch.Tensor](), dict(state)
     for key, slot in slots.items():
         value, model = state[key], slot.value
         if model is None or not isinstance(value, torch.Tensor) or global_shape(value) != slot.shape:
-            continue  # the module decides what to do with it
+            continue  # left to the module
         models[key] = model
         if model.is_meta and not is_meta(value):
             state[key] = _materialized(value, slot, made)
@@ -597,7 +600,7 @@ def _place(
 
 
 def _copied(value: Any) -> Any:
-    """Return a deep copy, also of tensors with a graph, which torch does not copy."""
+    """Return a deep copy, also of tensors with an autograd graph, which torch cannot deep-copy."""
     own = {id(tensor): tensor.detach().clone() for tensor in tensors_in(value) if not tensor.is_leaf}
     return copy.deepcopy(value, own)
 
@@ -605,12 +608,12 @@ def _copied(value: Any) -> Any:
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return the tensors inside containers."""
     if isinstance(value, torch.Tensor):
-        return [value]  # nearly always
+        return [value]  # the usual case
     return [leaf for leaf in leaves_of(value).values() if isinstance(leaf, torch.Tensor)]
 
 
 def _keep_objects(slots: Sequence[StateEntry]) -> None:
-    """Give modules back the tensors that a load replaced, with the values of the replacements."""
+    """Restore the tensor objects that a load replaced, with the values of the replacements."""
     kept: dict[int, torch.Tensor] = {}
     for slot in slots:
         old, new = slot.value, getattr(slot.owner, slot.attr)
@@ -621,8 +624,8 @@ def _keep_objects(slots: Sequence[StateEntry]) -> None:
 
 
 def _exchanged(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """Return `old` with the contents of `new`, so that optimizers keep their parameter, or `new` if
-    something else refers to either. Both keep the attributes of `old`."""
+    """Return `old` with the contents of `new`, so that optimizers keep their parameter. If there
+    are other references to either, return `new`. Both keep the attributes of `old`."""
     for name, value in vars(old).items():
         vars(new).setdefault(name, value)
     try:
@@ -659,15 +662,16 @@ _NBYTES = attrgetter("nbytes")
 
 
 class Spans(NamedTuple):
-    """The bytes from the first element of each of many tensors to the end of its last one."""
+    """Memory ranges of many tensors: each from the first to the end of the last element."""
 
     starts: Sequence[int] = ()
-    """Addresses. 0 if there is no memory, or if its address is unknown."""
+    """Start addresses. 0 without memory, or if the address is unknown."""
     sizes: Sequence[int] = ()
 
 
 def spans_of(tensors: Sequence[Any], runs: int = 1) -> Spans | None:
-    """Return the memory of plain tensors. None if some are sparse, which have several storages.
+    """Return the memory ranges of plain tensors. None if some are sparse, because these have
+    several storages.
 
     Args:
         runs: the number of consecutive runs of tensors with the same shapes and dtypes.
@@ -682,13 +686,13 @@ def spans_of(tensors: Sequence[Any], runs: int = 1) -> Spans | None:
 
 
 def all_apart(tensors: Sequence[Any], spans: Spans) -> bool:
-    """Return whether no two of the tensors, and of others with the memory `spans`, share memory, as
-    far as one cheap look at each shows. Then no further check is needed."""
+    """Return True if a cheap check shows that none of the tensors, and of others with the memory
+    ranges `spans`, share memory. Then no further check is needed."""
     found = _spans_of_any(tensors)
     starts = np.array([*spans.starts, *found.starts], np.uint64)
     ends = starts + np.array([*spans.sizes, *found.sizes], np.uint64)
     held = (starts != 0) & (starts != ends)
-    # before the start of each, in order, all those before it have ended
+    # sorted by start: each begins after all previous ones have ended
     return bool(np.all(np.sort(ends[held])[:-1] <= np.sort(starts[held])[1:]))
 
 
@@ -711,8 +715,8 @@ def overlapping(tensors: Sequence[Any]) -> list[list[int]]:
 
 
 def apart(targets: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """Return the values, to be written into the targets one by one. Those that share memory with
-    another value's target are copies."""
+    """Return the values, for writing them into the targets one by one. Values that share memory
+    with another value's target are copied."""
     out, count = list(values), len(targets)
     for cluster in overlapping([*targets, *values]):
         for i in (position - count for position in cluster if position >= count and min(cluster) < count):
@@ -730,7 +734,7 @@ def overwritten(targets: Sequence[Any], values: Sequence[Any]) -> list[int]:
         if not all(type(targets[i]) in PLAIN and type(values[i]) is torch.Tensor for i in cluster):
             continue
         starts = [targets[i].data_ptr() for i in cluster]
-        first = min(starts) // ALIGNED_BYTES * ALIGNED_BYTES  # several storages may be of one memory
+        first = min(starts) // ALIGNED_BYTES * ALIGNED_BYTES  # several storages can have the same memory
         span = max(map(int.__add__, starts, (reach_bytes(targets[i]) for i in cluster))) - first
         scratch = torch.empty(span, dtype=torch.uint8, device=targets[cluster[0]].device).untyped_storage()
         views = []
@@ -756,13 +760,13 @@ def _have_own_storages(tensors: Sequence[Any]) -> bool:
         storages = list(map(torch.Tensor.untyped_storage, tensors))
         starts = np.fromiter(map(torch.UntypedStorage.data_ptr, storages), np.uint64, len(storages))
     except (RuntimeError, NotImplementedError):
-        return False  # some of them are sparse
+        return False  # sparse tensors have several storages
     ends = starts + np.fromiter(map(torch.UntypedStorage.nbytes, storages), np.uint64, len(storages))
     return bool(np.all(np.sort(ends)[:-1] <= np.sort(starts)[1:]))
 
 
 def _spans_of_any(tensors: Sequence[Any]) -> Spans:
-    """Return the memory of tensors of any kinds."""
+    """Return the memory ranges of tensors of any class."""
     found = spans_of(tensors) if set(map(type, tensors)) <= PLAIN else None
     return Spans(*zip(*map(_span, tensors))) if found is None else found
 

@@ -59,12 +59,12 @@ from reshard.state_dict.saved_optimizer import (
 
 def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
     """Return `{"state": {name: {state name: value}}, "param_groups": [{field: value, "params":
-    [names]}]}`, with the groups of all optimizers in order. Parameters without state are in a group
-    and not in `state`.
+    [names]}]}`, with the groups of all optimizers in order. Parameters without state are in a
+    group, but not in `state`.
 
-    The containers are new, the tensors are the live ones. If one tensor is in several fields of
-    groups, such as the learning rate that torch gives all of them, only the first field has it: a
-    load may bring a value for each.
+    The containers are new, and the tensors are the live ones. If several group fields share a
+    tensor, such as a learning rate tensor, only the first field has it, because a load may have
+    different values for them.
     """
     met: set[int] = set()
 
@@ -86,7 +86,7 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
                 "the keys of its state are names, as torchrec's, save and load its own state dict. "
                 f"For DeepSpeed's optimizers, {HOW_TO_SAVE}"
             )
-        # ids are positions, unless several parameters share one
+        # ids are positions, unless several parameters share an id
         plain = {} if live.live.pieces_of else {one.id: one.names[0] for one in live.parameters[k]}
         keys = listed_in(saved["param_groups"])
         named = {key: _names(key, live, k) for key in keys if type(key) is not int or key not in plain}
@@ -109,15 +109,14 @@ def read_optimizers(live: LiveOptimizers) -> dict[str, Any]:
         for group in saved["param_groups"]:
             fields = map_leaves(once, settings_of({**group, **extra}))
             names = _listed(group["params"], plain, named)
-            if "param_names" in group:  # torch's own load of a DCP checkpoint looks for them
+            if "param_names" in group:  # torch's load of DCP checkpoints needs the names
                 fields["param_names"] = [*names]
             groups.append({**fields, "params": names})
     return {"state": state, "param_groups": groups}
 
 
 def initial_state(live: LiveOptimizers) -> dict[str, Any]:
-    """Return, by name, the initial state of optimizers that have none. The optimizers stay without
-    state."""
+    """Return the initial state, by name, of optimizers without state. Does not change the optimizers."""
     out: dict[str, Any] = {}
     for k, optimizer in enumerate(live.optimizers):
         kind = StateKind(optimizer)
@@ -138,8 +137,8 @@ def _listed(
 
 
 def _names(key: Any, live: LiveOptimizers, k: int) -> list[tuple[Any, OptimizedParameter | None]]:
-    """Return the canonical names of a key of an optimizer's own state dict. Keys of no parameter
-    stay unchanged."""
+    """Return the canonical names for a key of an optimizer's own state dict. Keys that are not
+    parameters stay unchanged."""
     if isinstance(key, int) and not isinstance(key, bool):
         ones = live.by_id[k].get(key)
         if ones is None:
@@ -147,7 +146,7 @@ def _names(key: Any, live: LiveOptimizers, k: int) -> list[tuple[Any, OptimizedP
                 f"optimizer {k} has state under the id {key}{where()}, but only {len(live.by_id[k])} parameters"
             )
         return [(one.name, one) for one in ones]
-    # an optimizer that writes names itself may write those of the wrapped modules
+    # optimizers that write names may use those of the wrapped modules
     name = live.live.by_live.get(key, key) if isinstance(key, str) and key not in live.by_name else key
     return [(name, None)]
 
@@ -165,15 +164,15 @@ class OptimizerWrites(NamedTuple):
     """Everything that a call will write to optimizers, checked before anything is touched."""
 
     state: list[Entry]
-    """The state of every parameter of the optimizers. None to remove it."""
+    """New state of every parameter of the optimizers. None removes it."""
     other: list[tuple[int, Any, Any]]
     """(optimizer, key, state) under keys that are not parameters."""
     groups: list[GroupWrite]
     report: OptimizerReport
     places: Places
-    """The parameters whose state is written in place."""
+    """Parameters whose state is overwritten in place."""
     is_placed: bool
-    """Whether tensors keep their placement because a load has placed them."""
+    """True if tensors keep their placements, because a load has chosen them."""
 
 
 def plan_optimizers(
@@ -181,16 +180,15 @@ def plan_optimizers(
 ) -> OptimizerWrites:
     """Match `given` with the live parameters. Changes nothing.
 
-    Raises KeyMismatchError for parameters that the dict lacks, names that the model does not have,
-    and state that an optimizer does not use (all three only if strict), and for state that is
-    incomplete or of a wrong shape; NormalizationError for groups that contradict each other or, if
-    strict, belong to another kind of optimizer.
+    Raises KeyMismatchError for incomplete or misshapen state and, if strict, also for missing
+    parameters, unknown names, and unused state. Raises NormalizationError for contradictory groups
+    and, if strict, also for groups of another kind of optimizer.
     """
     saved = saved_optimizer.with_state_of_others(read_saved(given, live), given, live)
     match = _OptimizerMatch(live, saved)
     state = match.state
     places = Places() if outlines else places_of(live, state)
-    # what has places has their shapes
+    # entries in `places` have the right shapes
     others = len(places.rows) < len(state)
     shapes = misshapen(state, {id(one) for one, _, _ in places.rows}, live) if others else []
     faults = [*match.faults, *shapes, *(without_memory(state) if others else ()), *_apart(state, live)]
@@ -213,14 +211,14 @@ def plan_optimizers(
 
 
 def check_kind(live: LiveOptimizers, saved: SavedOptimizer, options: StateDictOptions) -> None:
-    """Raise KeyMismatchError for state that lacks what an optimizer needs."""
+    """Raise KeyMismatchError if the state lacks what an optimizer needs."""
     match = _OptimizerMatch(live, saved)
     if match.faults:
         raise KeyMismatchError(_message(live, match, match.faults, options))
 
 
 class _OptimizerMatch:
-    """Finds the saved state of each live parameter, and records what does not match."""
+    """Finds the saved state of each live parameter, and records mismatches."""
 
     def __init__(self, live: LiveOptimizers, saved: SavedOptimizer) -> None:
         self.live = live
@@ -267,7 +265,7 @@ class _OptimizerMatch:
         self.unexpected += unread[:1]
 
     def refused(self, options: StateDictOptions) -> tuple[list[str], list[str], list[str], list[_Unused]]:
-        """Return what is missing, lost, unknown, and unused, and an error under these options."""
+        """Return missing, lost, unknown, and unused names that are errors under these options."""
         missing, lost = (
             [n for n in names if options._refuses(n, is_missing=True)] for names in (self.missing, self.lost)
         )
@@ -288,27 +286,28 @@ class _OptimizerMatch:
         return None
 
     def _has_lost_state(self, one: OptimizedParameter, kind: StateKind) -> bool:
-        """Return whether a flat dict was made with state of this parameter, and lacks it now."""
+        """Return True if a flat dict was saved with state of this parameter, but lacks it now."""
         told = self.saved.stateless
         if told is None or not self.saved.state or not (kind.keeps_state and one.parameter.requires_grad):
             return False
         return told.isdisjoint(one.names) and (one.piece is None or one.piece.is_here)
 
     def _useful(self, one: OptimizedParameter, values: State, misfit: Misfit, kind: StateKind) -> State | None:
-        """Return the state without what the optimizer does not use."""
+        """Return the state without keys that the optimizer does not use."""
         self.faults += [f"{one.name}: its state lacks {key!r}, which {kind.name} needs" for key in misfit.lacking]
         self.unused += [(one, key) for key in misfit.unused]
         return {key: value for key, value in values.items() if key not in misfit.unused} or None
 
 
 def _other_keys(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return the keys of its state that are not parameters: some optimizers keep shared state there."""
+    """Return the keys of the optimizer's state that are not parameters. Some optimizers keep shared
+    state there."""
     keys: list[Any] = list(optimizer.state)
     return [key for key in keys if not isinstance(key, torch.Tensor)]
 
 
 def _new_keys(live: LiveOptimizers, saved: SavedOptimizer) -> list[Any]:
-    """Return such keys for a new optimizer: those that no saved group lists."""
+    """Return such keys for an optimizer without state: those that no saved group lists."""
     if not live.may_have_own:
         return []
     known = (saved.fields, live.by_name, live.live.by_name)
@@ -316,8 +315,8 @@ def _new_keys(live: LiveOptimizers, saved: SavedOptimizer) -> list[Any]:
 
 
 def _apart(state: list[Entry], live: LiveOptimizers) -> list[str]:
-    """Return dicts in place of tensors of a class, such as the parts of a quantized one, and
-    quantized tensors for one of torch's optimizers: no step could use them."""
+    """Return names of unusable state: dicts instead of tensors of a class, such as the parts of a
+    quantized tensor, and quantized tensors for one of torch's own optimizers."""
     dicts = [(one, key) for one, values in state for key, value in (values or {}).items() if type(value) is dict]
     made: dict[tuple[int, Any], str] = {}
     for k, optimizer in enumerate(live.optimizers if dicts else ()):
@@ -378,12 +377,11 @@ Fields = Mapping[str, Any]
 def apply_optimizers(
     live: LiveOptimizers, writes: OptimizerWrites, model_state: Mapping[str, Any] | None
 ) -> OptimizerReport:
-    """Write what was planned.
+    """Execute the planned writes.
 
     Args:
-        model_state: the values that the model was set to in the same call, so that state that is
-        tied
-            to them is recognized.
+        model_state: the values that the model was set to in the same call, to recognize state that
+            is tied to them.
     """
     groups: list[list[Mapping[str, Any]]] = [[] for _ in live.optimizers]
     for group_write in writes.groups:
@@ -419,7 +417,7 @@ def apply_optimizers(
             continue
         for group, fields in zip(optimizer.param_groups, groups[k]):
             for field, value in fields.items():
-                if field == saved_optimizer.EXTRA:  # nothing of this optimizer reads it
+                if field == saved_optimizer.EXTRA:  # this optimizer does not read it
                     continue
                 known = group.get(field)
                 if isinstance(known, torch.Tensor) and isinstance(value, torch.Tensor) and id(known) not in parting:
@@ -464,11 +462,11 @@ class _Copies:
         self.ties = GivenTies([], [])
         self._places = places
         self._found: list[tuple[OptimizedParameter, dict[Any, Any], Any]] = []
-        """For each target of an entry of `later`: its parameter, its dict, and its key."""
+        """For each target of an entry in `later`: its parameter, dict, and key."""
         self._made: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def add(self, state: Any, one: OptimizedParameter, values: Mapping[Any, Any] | None, fields: Fields) -> None:
-        """Give the parameter the state `values`, or none. `fields` are those of its group."""
+        """Set the parameter's state to `values`, or remove it. `fields` are those of its group."""
         if values is None:
             state.pop(one.parameter, None)
             return
@@ -480,8 +478,7 @@ class _Copies:
         state[one.parameter] = new
 
     def made(self, one: OptimizedParameter, values: Mapping[Any, Any], held: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Return a dict that gets new `values` when everything is known, sharded like those that
-        are `held`."""
+        """Return a dict that `finish` fills with new `values`, sharded like those in `held`."""
         self._note_placed(one, values)
         new: dict[Any, Any] = dict.fromkeys(values)
         self.later += [(one, new, key, value, held.get(key), None) for key, value in values.items()]
@@ -512,8 +509,8 @@ class _Copies:
         write_all(self.targets, self.values, list(plain))
 
     def _give_apart(self, model: list[torch.Tensor]) -> None:
-        """Give targets separate memory if they share it with another target, or with the model, and
-        their values differ."""
+        """Give a target its own memory if it shares memory with another target or with the model,
+        and their values differ."""
         moved: set[int] = set()
         pool = [*self.targets, *model]
         places = [(one, old, key) for one, old, values in self._places.rows for key in values] + self._found
@@ -536,8 +533,8 @@ class _Copies:
     def _restored(
         self, value: Any, old: Any, one: OptimizedParameter, holder: dict[Any, Any], key: Any, fields: Fields | None
     ) -> Any:
-        """Return one entry of a parameter's state: a new tensor or, if `old` has the same form,
-        `old`, to be written into."""
+        """Return one entry of a parameter's state: `old`, to be overwritten in place, if it has the
+        same form, and otherwise a new tensor."""
         parameter = one.parameter
         if isinstance(value, torch.Tensor):
             on_device = key == "step" and _keeps_step_on_device(fields or {})
@@ -578,8 +575,8 @@ class _Copies:
 
 
 def _has_form(old: Any, value: torch.Tensor) -> bool:
-    """Return whether an optimizer has a tensor or a DTensor of the shape of a `value`, which its
-    next step expects again."""
+    """Return True if the optimizer has a tensor or DTensor with the shape of `value`, and its next
+    step expects the same form."""
     return (
         (type(old) is torch.Tensor or is_dtensor(old))
         and not old.is_meta
@@ -624,9 +621,9 @@ class Places(NamedTuple):
     targets: Sequence[torch.Tensor] = ()
     """All current tensors, in order. They are plain tensors."""
     values: Sequence[torch.Tensor] = ()
-    """For each target, a plain tensor of its shape and dtype."""
+    """A plain tensor of the same shape and dtype for each target."""
     spans: Spans = Spans()
-    """The memory of all these tensors."""
+    """The memory ranges of all these tensors."""
 
 
 _ROWS = 32
@@ -634,8 +631,8 @@ _ROWS = 32
 
 
 def places_of(live: LiveOptimizers, state: Sequence[tuple[OptimizedParameter, State | None]]) -> Places:
-    """Return the places of all state with the same keys as the given state, or none if one tensor
-    has another form."""
+    """Return the places of all state whose keys equal those of the given state. Returns no places
+    if a tensor has another form."""
     # not by the parameters themselves, whose hash is a function of Python
     held = [
         {} if loads_itself else dict(zip(map(id, optimizer.state), optimizer.state.values()))
@@ -646,8 +643,8 @@ def places_of(live: LiveOptimizers, state: Sequence[tuple[OptimizedParameter, St
     given: list[torch.Tensor] = []
     starts: list[int] = []
     sizes: list[int] = []
-    # tensors are asked everything while they are in the processor's cache: to fetch them all from memory again for each
-    # question takes longer than the answers
+    # all checks of a tensor run while it is in the CPU cache: to fetch all tensors from memory again for each
+    # check would take longer than the checks
     for first in range(0, len(state), _ROWS):
         here: list[Any] = []
         wanted: list[Any] = []
@@ -669,8 +666,7 @@ def places_of(live: LiveOptimizers, state: Sequence[tuple[OptimizedParameter, St
 
 
 def _alike(targets: Sequence[Any], values: Sequence[Any]) -> bool:
-    """Return True if all are plain tensors, and each value has the dtype and the shape of its
-    target, to which it can be copied."""
+    """Return True if all are plain tensors, and each value has the dtype and shape of its target."""
     return (
         all_plain(targets)
         and all_plain(values)
@@ -685,7 +681,7 @@ _DTYPE = attrgetter("dtype")
 
 
 def all_plain(tensors: Iterable[Any]) -> bool:
-    """Return True if these are tensors of torch's own class, and neither parameters nor sharded."""
+    """Return True if all are tensors of torch's own class, and neither parameters nor sharded."""
     return set(map(type, tensors)) <= {torch.Tensor}
 
 
@@ -704,16 +700,16 @@ class ModelTensor(NamedTuple):
 
 
 class GivenTies:
-    """The tensors of the given state that share memory with each other, or with what the model is
-    or was set to."""
+    """Finds which given tensors share memory with each other, or with the old or new values of the model."""
 
     def __init__(self, given: Sequence[torch.Tensor], model: Sequence[ModelTensor]) -> None:
         self._first: dict[int, int] = {}
-        """By id of a given tensor, the id of the first one with the same memory."""
+        """Maps the id of a given tensor to the id of the first one with the same memory."""
         self._model: dict[int, ModelTensor] = {}
-        """By that id, the model's tensor with the same memory."""
+        """Maps that id to the model's tensor with the same memory."""
         self._cluster: dict[int, int] = {}
-        """By id of a given tensor that shares memory, the number of its group of overlapping tensors."""
+        """Maps the id of a given tensor that shares memory to the number of its group of
+        overlapping tensors."""
         ours = [each for each in model if isinstance(each.given, torch.Tensor)]
         pool = [*given, *(each.given for each in ours), *(each.live for each in model)]
         of_model = [*ours, *model]
@@ -732,8 +728,8 @@ class GivenTies:
         return self._first.get(id(value), id(value))
 
     def model_tensor(self, value: torch.Tensor) -> torch.Tensor | None:
-        """Return the model's own tensor, if the given one has the same memory as it or as the value
-        it was set to."""
+        """Return the model's own tensor if `value` shares its memory, or the memory of the value
+        that it was set to."""
         if not self._model:
             return None
         found = self._model.get(self.same(value))

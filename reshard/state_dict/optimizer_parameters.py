@@ -47,13 +47,13 @@ class OptimizedParameter(NamedTuple):
 
     @property
     def place(self) -> Any:
-        """The device mesh or process group that it is sharded over, or None."""
+        """The device mesh or process group across which it is sharded, or None."""
         if self.piece is not None:
             return self.piece.group
         return place_of(self.parameter) if is_sharded(self.parameter) else None
 
     def may_hold(self, value: torch.Tensor, optimizers: Sequence[Optimizer]) -> bool:
-        """Return whether its state can become a sharded `value` without any other rank."""
+        """Return True if its state can become a sharded `value` without communication."""
         model = self.parameter if self.piece is None else self.piece.value()
         held = optimizers[self.optimizer].state.get(self.parameter, {}) if self.piece is None else {}
         places = [LiveTensor("", one) for one in (model, *held.values()) if is_sharded(one)]
@@ -68,14 +68,14 @@ class OptimizedParameter(NamedTuple):
 
 
 class LiveOptimizers:
-    """The parameters of one or several optimizers, by canonical name.
+    """The parameters of one or more optimizers, by canonical name.
 
-    Raises NormalizationError for a parameter that two optimizers have, and for optimizers that have
-    none of the model's.
+    Raises NormalizationError if two optimizers have the same parameter, or no parameter of the
+    optimizers is in the model.
     """
 
     def __init__(self, live: LiveModel, optimizers: Any) -> None:
-        """`optimizers`: one, or several."""
+        """`optimizers`: an optimizer, or several."""
         self.optimizers = _as_optimizers(optimizers)
         if self.optimizers:
             live.refuse_partitioned(WHOSE_OPTIMIZERS)
@@ -83,7 +83,7 @@ class LiveOptimizers:
         self.by_name: dict[str, OptimizedParameter] = {}
         """Parameters by every name, including aliases."""
         self.outside: list[OptimizedParameter] = []
-        """Parameters that the model does not have."""
+        """Parameters that are not in the model."""
         self.parameters = [list(self._parameters(k, optimizer)) for k, optimizer in enumerate(self.optimizers)]
         """Per optimizer, in the order of its ids."""
         for found in self.parameters:
@@ -94,7 +94,8 @@ class LiveOptimizers:
             raise NormalizationError(_none_of_this_model(self.optimizers))
 
     def _look_at_shared(self) -> None:
-        """Find parameters with several names, and refuse those with several owners."""
+        """Find parameters with several names. Raise NormalizationError for parameters in several
+        optimizers."""
         self.by_name.clear()
         owners: dict[int, OptimizedParameter] = {}
         for k, found in enumerate(self.parameters):
@@ -110,24 +111,25 @@ class LiveOptimizers:
 
     @property
     def pieces(self) -> dict[str, FlatPiece]:
-        """Each parameter that is a piece of a flat one, by the name of its state."""
+        """Parameters that are pieces of a flat parameter, by the names of their states."""
         return {one.name: one.piece for own in self.parameters for one in own if one.piece is not None}
 
     @functools.cached_property
     def loads_itself(self) -> list[bool]:
-        """For each optimizer, whether its class or hooks of the user customize how its state is loaded."""
+        """For each optimizer, True if its class or the user's hooks customize how its state is loaded."""
         return [loads_itself(optimizer) for optimizer in self.optimizers]
 
     @property
     def may_have_own(self) -> bool:
-        """Whether it is known which optimizer has state under keys that are no parameter, such as a
-        shared table: there is one, of a class of the user's. Those of torch keep none."""
+        """True if it is known which optimizer may keep state under keys that are not parameters,
+        such as a shared table: there is one optimizer, of a user-defined class. torch's own
+        optimizers keep none."""
         return len(self.optimizers) == 1 and not type(self.optimizers[0]).__module__.startswith("torch.optim.")
 
     @functools.cached_property
     def by_id(self) -> list[dict[int, list[OptimizedParameter]]]:
-        """Per optimizer and id in its own state dict: one parameter, or all that an FSDP1 flat one
-        consists of."""
+        """For each optimizer, the parameters by id in its state dict: one parameter, or all pieces
+        of an FSDP1 flat parameter."""
         return [grouped((one.id, one) for one in own) for own in self.parameters]
 
     def _parameters(self, k: int, optimizer: Optimizer) -> Iterator[OptimizedParameter]:
@@ -177,8 +179,8 @@ Entry = tuple[OptimizedParameter, Mapping[str, Any] | None]
 
 
 def joined_pieces(entries: Iterable[Entry]) -> list[Entry]:
-    """Return the entries in the form that optimizers need: the original parameters of one flat
-    parameter become one entry, see `join_state`."""
+    """Return the entries in the form that optimizers need: the entries of the pieces of a flat
+    parameter are joined into one. See `join_state`."""
     out: list[Entry] = []
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     for together in _by_flat_parameter(entries, out):
@@ -190,14 +192,14 @@ def joined_pieces(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def filled_names(entries: Iterable[Entry]) -> list[str]:
-    """Return original parameters without state that share a flat parameter with others that have
-    some. A flat parameter has one state for all, so their state becomes zeros."""
+    """Return the parameters without state that share a flat parameter with others that have state.
+    Their state becomes zeros, because a flat parameter has one state."""
     units = [unit for unit in _by_flat_parameter(entries, []) if any(values for _, values in unit)]
     return [one.name for unit in units for one, values in unit if not values]
 
 
 def _by_flat_parameter(entries: Iterable[Entry], others: list[Entry]) -> Iterable[list[Entry]]:
-    """Group the parameters by flat parameter. Parameters outside of one go to `others`."""
+    """Group pieces by flat parameter. Append all other parameters to `others`."""
     found: dict[int, list[Entry]] = {}
     for one, values in entries:
         (others if one.piece is None else found.setdefault(id(one.parameter), [])).append((one, values))

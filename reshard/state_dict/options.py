@@ -65,7 +65,8 @@ class StateDictOptions:
             raise option_error(words, NormalizationError)
 
     def _refuses(self, name: str, *, is_missing: bool) -> bool:
-        """Return True if it is an error that a dict lacks this parameter, or that only the dict has it."""
+        """Return True if it is an error that only the model (`is_missing`) or only the dict has
+        this parameter."""
         return self.strict
 
     def _lenient(self, *, is_missing: bool) -> str:
@@ -73,7 +74,7 @@ class StateDictOptions:
         return "StateDictOptions(strict=False)"
 
     def _shared(self) -> dict[str, Any]:
-        """Return the options that ranks must have in common."""
+        """Return the options that must be equal on all ranks."""
         return {field.name: getattr(self, field.name) for field in fields(StateDictOptions)}
 
 

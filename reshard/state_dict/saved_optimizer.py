@@ -1,4 +1,5 @@
-"""Reads an optimizer state dict in any form, compares its groups, and knows which state optimizers keep."""
+"""Reads optimizer state dicts in any form, matches param groups, and determines which state
+optimizers keep."""
 
 from __future__ import annotations
 
@@ -31,12 +32,13 @@ EXTRA = "extra_state"
 
 
 def extra_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of an optimizer's own state dict besides state and groups, such as a count of all steps."""
+    """Return the entries of an optimizer's own state dict besides state and groups, such as a
+    global step count."""
     return {key: value for key, value in state_dict.items() if key not in ("state", "param_groups")}
 
 
 def is_zero_redundancy(optimizer: Any) -> bool:
-    """Return whether this is a ZeroRedundancyOptimizer: each rank of its process group has the state of
+    """Return True for a ZeroRedundancyOptimizer: each rank of its process group has the state of
     some parameters."""
     zero = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return zero is not None and isinstance(optimizer, zero.ZeroRedundancyOptimizer) and hasattr(optimizer, "optim")
@@ -57,7 +59,7 @@ def saved_by(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def elsewhere_of(live: LiveOptimizers, state: Mapping[str, Any], options: StateDictOptions) -> dict[str, Any]:
-    """Return what `PartialState` must know about the state that this rank has."""
+    """Return the arguments of `PartialState` for the state that this rank has."""
     pieces = {} if options.in_chunks else live.pieces
     found: dict[str, Any] = {name: piece for name, piece in pieces.items() if piece.lacks_ranks}
     found |= {
@@ -72,7 +74,7 @@ def elsewhere_of(live: LiveOptimizers, state: Mapping[str, Any], options: StateD
 
 
 def _is_beside(values: Any, parameter: torch.Tensor) -> bool:
-    """Return whether an optimizer keeps unsharded tensors although the parameter is a DTensor."""
+    """Return True if an optimizer keeps unsharded tensors although the parameter is a DTensor."""
     kept = leaves_of(values).values() if is_dtensor(parameter) else ()
     return any(isinstance(value, torch.Tensor) and value.dim() and not is_sharded(value) for value in kept)
 
@@ -88,9 +90,9 @@ class SavedOptimizer:
     empty: Sequence[Mapping[str, Any]]
     """Fields of the groups without parameters, in order."""
     stateless: frozenset[str] | None = None
-    """In the flat form, the parameters that are recorded as having no state: any other parameter
-    without state has lost it, if there is state at all. None in the other forms, in which a
-    parameter in a group has exactly the state that is listed."""
+    """In the flat form, the parameters that are recorded as having no state. If there is any state,
+    all other parameters without state have lost it. None in other forms, which list all state that
+    there is."""
 
 
 def read_saved(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer:
@@ -132,9 +134,9 @@ def read_saved(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer
 
 
 def with_state_of_others(saved: SavedOptimizer, given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer:
-    """Return `saved`, which was read from `given`, with an empty part of the state of each
-    parameter whose elements only other ranks hold. Collective over the ranks of each unit, unless
-    the live parameters are sharded in the same way.
+    """Return `saved`, with an empty part of the state of each parameter whose elements only other
+    ranks hold. `saved` was read from `given`. Collective over the ranks of each unit, unless the
+    live parameters are sharded in the same way.
 
     Raises NormalizationError if another rank has all of a parameter's state.
     """
@@ -183,7 +185,7 @@ def _names_of_ids(groups: Sequence[Mapping[str, Any]], live: LiveOptimizers) -> 
 def _read_flat(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer:
     if not all(issubclass(kind, str) for kind in set(map(type, given))):
         raise NormalizationError("an optimizer state dict must have 'state' and 'param_groups', or names as keys")
-    # torch gives each parameter the names in its group, which live groups may divide in another way
+    # torch saves names per group, and live groups may be split differently
     kept = {k: v for k, v in given.items() if not (k.endswith(".param_names") and k.startswith("param_groups."))}
     flat = _FlatReader(live)
     flat.read(list(kept), list(kept.values()))
@@ -198,8 +200,8 @@ def _read_flat(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer
 
 
 class _FlatReader:
-    """Reads the flat form key by key. A parameter with the same keys as the previous one is read at
-    once."""
+    """Reads the flat form key by key. A parameter with the same keys as the previous one is read in
+    one step."""
 
     def __init__(self, live: LiveOptimizers) -> None:
         self.state: dict[str, dict[Any, Any]] = {}
@@ -243,7 +245,7 @@ class _FlatReader:
             goal[name] = dict(zip(tails, own))
             return len(tails)
         known, before, fields = self._latest
-        # the tails may be more by now, as keys are read one by one
+        # `tails` grows while keys are read one by one
         is_same = known is tails and len(before) == len(own)
         if not is_same or not (all(map(is_, before, own)) or all(map(_is_alike, before, own))):
             fields = dict(zip(tails, own))
@@ -265,7 +267,7 @@ class _FlatReader:
         if place is not None:
             place[tail] = value
             return
-        if front == "state":  # of the optimizer as a whole
+        if front == "state":  # state of the optimizer itself
             self.state[tail] = value
             return
         section, name, path = split_flat_key(key, self._known)
@@ -298,8 +300,9 @@ def _is_alike(a: Any, b: Any) -> bool:
 
 
 def _typed_keys(value: Any, live: Any) -> Any:
-    """Undo what flattening did to integer keys of nested state: keys get the types of the live
-    state. Without live state, a dict whose keys are all digits had integers."""
+    """Restore the types of integer keys in nested state, which flattening turned into strings: keys
+    get the types of the live state's keys. Without live state, keys of a dict become ints if all
+    are digits."""
     if not isinstance(value, dict):
         return value
     if not isinstance(live, dict):
@@ -340,10 +343,8 @@ def plan_groups(live: LiveOptimizers, saved: SavedOptimizer, *, strict: bool) ->
     """Return the fields of every live group. Changes nothing.
 
     Raises NormalizationError if parameters of one live group were saved with different values of a
-    field.
-
-    If strict, also for groups with fields of another kind of optimizer, and not those of its own,
-    and for those of AdamW and Adam in each other.
+    field. If strict, also raises it for groups of another kind of optimizer: some of its own fields
+    are missing, and fields of the other kind are present. AdamW and Adam count as different kinds.
     """
     empties = [
         (k, g)
@@ -351,7 +352,7 @@ def plan_groups(live: LiveOptimizers, saved: SavedOptimizer, *, strict: bool) ->
         for g, group in enumerate(one.param_groups)
         if not group["params"]
     ]
-    # groups without parameters have no name to be matched by; an equal number is taken
+    # groups without parameters cannot be matched by name. If their number is equal, they are taken
     # to be the same ones
     matched = dict(zip(empties, saved.empty)) if len(empties) == len(saved.empty) else {}
     writes = []
@@ -406,8 +407,8 @@ def _group_write(k: int, g: int, group: Mapping[str, Any], given: Mapping[str, A
 
 
 def tensors_that_part(live: LiveOptimizers, groups: Sequence[Sequence[Mapping[str, Any]]]) -> set[int]:
-    """Return, by id, tensors that several fields of groups share now, such as the learning rate
-    that torch gives all of them, and that will have different values."""
+    """Return the ids of tensors that several group fields share now, such as a learning rate
+    tensor, and that will get different values."""
     values: dict[int, Any] = {}
     found = set()
     for optimizer, own in zip(live.optimizers, groups):
@@ -420,7 +421,7 @@ def tensors_that_part(live: LiveOptimizers, groups: Sequence[Sequence[Mapping[st
 
 
 def _common(members: Sequence[OptimizedParameter], saved: SavedOptimizer) -> Mapping[str, Any] | None:
-    """Return the fields that all parameters of a group were saved with. None if none was saved."""
+    """Return the fields with which all parameters of a group were saved. None if none was saved."""
     first: tuple[str, Mapping[str, Any]] | None = None
     comparable = False
     for one in members:
@@ -450,7 +451,7 @@ def _agree(a: tuple[str, Mapping[str, Any]], b: tuple[str, Mapping[str, Any]], o
 
 
 def _is_same(a: Any, b: Any) -> bool:
-    """Return whether two values, or nests of them, are equal."""
+    """Return True if two values, or nested containers of values, are equal."""
     one, two = leaves_of(a), leaves_of(b)
     return one.keys() == two.keys() and all(same_value(leaf, two[path]) for path, leaf in one.items())
 
@@ -520,7 +521,7 @@ _SCHEMAS = {
 
 
 class Misfit(NamedTuple):
-    """What is wrong with the keys of one parameter's saved state."""
+    """Problems with the keys of one parameter's saved state."""
 
     lacking: tuple[str, ...]
     """Keys without which the optimizer's next step would fail, or start over."""
@@ -536,8 +537,8 @@ class StateKind:
 
     Attributes:
         name: class of the optimizer.
-        fitting: keys that fit in every parameter of the group and with the fields that were checked
-            last; or None.
+        fitting: keys that are right for every parameter of the group, with the fields of the last
+            check, or None.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -554,9 +555,9 @@ class StateKind:
         self._checked: dict[Any, Misfit] = {}
 
     def check(self, values: Mapping[Any, Any], one: OptimizedParameter, fields: Mapping[str, Any]) -> Misfit | None:
-        """Return what is wrong with the keys of `values`, saved for the parameter in a group that
-        had `fields`; or None."""
-        # a model has many parameters, one after another in few groups, and few kinds of
+        """Return the problems of the keys of `values`, saved for a parameter in a group with
+        `fields`, or None."""
+        # fast path: consecutive parameters usually have the same group and the same kind of
         # state
         known = fields is self._fields and one.group == self._group
         if self._loads_itself or (known and list(values) == self.fitting):
@@ -572,17 +573,18 @@ class StateKind:
             lacking = tuple(name for name in needed if name not in values)
             unused = tuple(key for key in values if self._has_no_use_for(str(key)))
             found = self._checked[kind] = Misfit(lacking, unused) if lacking or unused else _FITS
-        if found is _FITS and self._base not in ("Adafactor", "LBFGS"):  # whose state depends on more
+        if found is _FITS and self._base not in ("Adafactor", "LBFGS"):  # their state also depends on shapes and steps
             self.fitting = list(values)
         return None if found is _FITS else found
 
     def _settings(self, fields: Mapping[str, Any], group: int) -> tuple[bool, ...]:
-        """Return the values of the fields that add to the state: the saved ones, or else the current ones."""
+        """Return the values of the fields that add keys to the state: saved ones, or else current ones."""
         live = self._optimizer.param_groups[group]
         return tuple(_is_set(fields[name] if name in fields else live.get(name)) for name in self._asked)
 
     def initial(self, one: OptimizedParameter) -> dict[str, Any]:
-        """Return the initial state of a parameter in the optimizer's first step; {} if it is not known."""
+        """Return the state that the optimizer's first step creates for the parameter, or {} if that
+        is unknown."""
         parameter, group = one.parameter.detach(), self._optimizer.param_groups[one.group]
         unknown = self._schema is None or not self.keeps_state or self._base == "Adafactor" or tensor_class(parameter)
         if self._schema is None or unknown or not one.parameter.requires_grad:
@@ -604,8 +606,8 @@ class StateKind:
         return has_state_of_all and not self._loads_itself
 
     def _has_no_use_for(self, key: str) -> bool:
-        """Return whether the optimizer neither knows the key nor holds state under it. False if
-        that is unknown."""
+        """Return True if the optimizer neither knows the key nor has state under it. False if that
+        is unknown."""
         schema = self._schema
         if schema is not None and (key in schema.always or key in schema.under.values() or key in schema.at_will):
             return False
@@ -619,7 +621,7 @@ class StateKind:
     @functools.cached_property
     def _held(self) -> Collection[str]:
         """Return the keys under which the optimizer has state of any parameter."""
-        state: Mapping[Any, Any] = self._optimizer.state  # under other keys some keep state of the whole
+        state: Mapping[Any, Any] = self._optimizer.state  # other keys may have state of the optimizer itself
         owned = (own for of, own in state.items() if isinstance(of, torch.Tensor) and isinstance(own, dict))
         return {str(key) for own in owned for key in own}
 
@@ -638,14 +640,14 @@ class StateKind:
 def misshapen(
     state: Sequence[tuple[OptimizedParameter, Mapping[Any, Any] | None]], fitting: Container[int], live: LiveOptimizers
 ) -> list[str]:
-    """State tensors that should have the shape of their parameter and do not; of no parameter whose
-    id is `fitting`.
+    """Return state tensors that should have the shape of their parameter, but do not. Omits the
+    parameters in `fitting`, by id.
 
-    No schema says which state has that shape. A name counts as such if most tensors of that name in
-    a param group have it, of parameters with as many dims, since a state of rows has the shape of a
-    vector; but not if they may fit by chance: if all have the same dims of their parameters, or are
-    tables, all of one shape, as those that the optimizer has. What has the shape of the state that
-    is there fits.
+    A state name counts as having the parameter's shape if most tensors of that name in a param
+    group have it. Only parameters with the same number of dims are compared, because row-wise state
+    has the shape of a vector. These shapes are accepted: the shape of the optimizer's current
+    state, the same dims of all parameters, and tables of one shape, like those that the optimizer
+    has.
     """
     misfits: dict[Any, list[str]] = {}
     for one, values in state:
@@ -655,7 +657,7 @@ def misshapen(
         plain = one.piece is None and type(parameter) in PLAIN
         for key, value in values.items():
             if plain and type(value) is torch.Tensor and (not value.dim() or value.is_same_size(parameter)):
-                continue  # nearly always
+                continue  # the usual case
             if not isinstance(value, torch.Tensor):
                 continue
             shape = global_shape(value)
@@ -682,8 +684,8 @@ def misshapen(
 
 
 def _are_dims_of_parameters(shapes: list[tuple[Shape, Shape]]) -> bool:
-    """Return whether each size of a state is that of one dim of its parameter, the same for all of
-    them: [rows, rows], as of a preconditioner, fits a square parameter, too."""
+    """Return True if each size of a state is the size of one dim of its parameter, the same dim for
+    all states. A preconditioner of shape [rows, rows] also fits a square parameter."""
     (own, first), *_ = shapes
     return all(len(shape) == len(first) for _, shape in shapes) and all(
         any(all(shape[i] == own[dim] for own, shape in shapes) for dim in range(len(own))) for i in range(len(first))
