@@ -33,7 +33,7 @@ LONG_FUNCTIONS = {"reshard.api.convert.convert"}
 """They say what each of many options means; one that is short again must go from here."""
 
 MOST = {
-    "tokens": 513_250,
+    "tokens": 513_076,
     "header %": 8.0,
     "mean line": 53.1,
     "lines over 100 %": 9.7,

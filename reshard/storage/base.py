@@ -82,6 +82,14 @@ class Storage(ABC):
     def size(self, name: str) -> int:
         """Length of an object in bytes. Raises `CheckpointNotFoundError` if there is none of this name."""
 
+    def has(self, name: str) -> bool:
+        """Return whether there is an object of this name."""
+        try:
+            self.size(name)
+        except CheckpointNotFoundError:
+            return False
+        return True
+
     @abstractmethod
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         """Fill the writable, contiguous `buffer` with the bytes from `start`: all of it, or an error."""

@@ -158,6 +158,10 @@ class Checksums(ABC):
     def pending(self, start: int, stop: int) -> list[Range]:
         """The blocks that share bytes with [start, stop) and were not compared yet, in order."""
 
+    def pending_among(self, ranges: Iterable[Range]) -> list[Range]:
+        """The blocks that share bytes with some ranges and were not compared yet, each once."""
+        return list(dict.fromkeys(block for start, stop in ranges for block in self.pending(start, stop)))
+
     def are_pending(self, blocks: Ints) -> Flags:
         """Return whether each of some blocks, (n, 2), was not compared yet."""
         return np.array([bool(self.pending(start, stop)) for start, stop in blocks.tolist()], np.bool_)
@@ -182,7 +186,7 @@ class Checksums(ABC):
 
     def defer(self, ranges: Iterable[Range], nbytes: int) -> None:
         """`nbytes` bytes of elements within some ranges were read, and their blocks not compared so far."""
-        blocks = tuple(dict.fromkeys(block for start, stop in ranges for block in self.pending(start, stop)))
+        blocks = tuple(self.pending_among(ranges))
         if blocks:
             with self._lock:
                 self._owed[blocks] = self._owed.get(blocks, 0) + nbytes
