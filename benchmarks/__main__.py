@@ -1,11 +1,11 @@
-"""All benchmarks: `python -m benchmarks [--full] [--write]`, or some by their names.
+"""Runs all benchmarks, or some by name: `python -m benchmarks [--full] [--write]`.
 
     python -m benchmarks --write              # measure all, and fill the tables into benchmarks/RESULTS.md
     python -m benchmarks --write load save    # only these two: the other tables stay as they are
     python -m benchmarks load save            # print these two, with all their cases
 
-Every benchmark runs us and its peers in turns, in processes of its own, so that ratios count; absolute times say little
-on a shared machine. What has no peer that could run beside it is not on the page, but runs by its name.
+Every benchmark runs reshard and its peers in turns, in separate processes, so that ratios are meaningful: absolute
+times mean little on a shared machine. Benchmarks without a peer are not on the page, but can be run by name.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ WHOLE = (
     "disk",
     "orbax_shards",
 )
-"""What these say depends on size, or on many rounds: the page has all of their cases."""
+"""Their results depend on size or on many rounds, so the page shows all of their cases."""
 ON_REQUEST: tuple[str, ...] = (
     "cold",
     "disk",
@@ -66,13 +66,13 @@ ON_REQUEST: tuple[str, ...] = (
     "engines",
     "orbax_shards",
 )
-"""On the page, too, but they take so long that they are measured only by name, and kept until then."""
+"""Also on the page, but they take so long that they only run by name. Their last results are kept."""
 ORDER = ON_THE_PAGE + ON_REQUEST
 NAMES = (*ORDER, "control_simulated", "device")
 
 
 def run(name: str, *options: str) -> int:
-    """One benchmark in a process of its own: its exit code."""
+    """Run one benchmark in a new process, and return its exit code."""
     print(f"=== benchmarks.{name}", flush=True)
     started = time.perf_counter()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -84,7 +84,7 @@ def run(name: str, *options: str) -> int:
 
 
 def measure(name: str, quick: list[str]) -> tuple[Row, ...]:
-    """Of one table. Raises RuntimeError if the benchmark fails."""
+    """Return the results of one benchmark. Raises RuntimeError if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, f"{name}.json")
         if run(name, "--rows", str(file), *([] if name in WHOLE else quick)):
@@ -93,7 +93,7 @@ def measure(name: str, quick: list[str]) -> tuple[Row, ...]:
 
 
 def here(quick: list[str]) -> str:
-    """On what is measured, in words."""
+    """Return a description of the machine."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (
         f"{count} processors ({platform.machine()}), Python {platform.python_version()}, torch {torch.__version__}, "
@@ -102,13 +102,13 @@ def here(quick: list[str]) -> str:
 
 
 def on_the_page(results: Results) -> dict[str, str]:
-    """What stands on the page, by the name of its place."""
+    """Return the parts of the page by the names of their places."""
     absent = {name: f"Not measured there: `python -m benchmarks --write {name}`." for name in ORDER}
     return {"goals": goals.table(results.rows), **absent, **results.parts()}
 
 
 def summary(text: str, results: Results) -> str:
-    """The page for users, with these figures."""
+    """Return the page for users, with these figures."""
     return filled(with_figures(text, results.rows), {"where": results.where})
 
 
@@ -147,7 +147,7 @@ def main() -> int:
         results = Results(here(quick), ())
     for name in names:
         results = merged(results, measure(name, quick), ORDER)
-        if options.write:  # at once: what comes later may fail, and this took long
+        if options.write:  # at once: later benchmarks may fail, and this one took long
             keep(results)
     for name, part in on_the_page(results).items():
         print(f"## {name}\n\n{part}\n")

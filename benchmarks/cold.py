@@ -1,14 +1,17 @@
-"""Loading what is in no memory yet, against torch.distributed.checkpoint: from a disk, and from an object store.
+"""Loading from cold storage (a disk or an object store), compared with DCP.
 
     python -m benchmarks.cold [--quick] [--folder /tmp] [--case TEXT] [--size 2048] [--latency 20] [--rate 40]
 
-Disk: before each load the page cache of all files is dropped, and `mincore` has to say so; bytes are what the kernel
-brought from the disk for the reading processes, read ahead included. Store: a server on loopback that lets each request
-wait, and gives each connection so much (see `benchmarks.far_store`); bytes and requests are what it counted, of all
-ranks and of the whole load, metadata included. The peer reads it by fsspec: over s3fs if that is installed, else over
-fsspec's own HTTP file system, from the same server. The floor reads every byte of the data files once, dealt evenly to
-the ranks, from the store in ranges of 8 MiB, eight at a time a rank, and puts them nowhere. Bytes are told for each
-distinct byte that is wanted by any rank.
+Disk: before each load, the page cache of all files is dropped, which `mincore` confirms. Bytes are those that the
+kernel read from the disk for the processes, including read-ahead.
+
+Store: a server on loopback, which delays each request and limits the bandwidth of each connection (see
+`benchmarks.far_store`). Bytes and requests are counted by the server, for all ranks and the full load, including
+metadata. The peer reads the store by fsspec: over s3fs if it is installed, and otherwise over fsspec's HTTP file
+system, from the same server.
+
+The floor reads every byte of the data files once, divided evenly among the ranks (from the store: in ranges of 8 MiB,
+eight at a time per rank), and discards them. Bytes are reported per distinct byte that any rank needs.
 """
 
 from __future__ import annotations
@@ -62,14 +65,14 @@ Load = Callable[[dict[str, Any]], object]
 
 
 def load(folder: str, store: FarStore, world: int, names: list[str], rows: int) -> dict[str, dict[str, Any]]:
-    """Of each case what this rank measured: rounds, what was brought by the last one, and whether all was equal."""
+    """Return, by case, this rank's rounds, the bytes read in the last one, and whether the data was equal."""
     os.environ.update(store.environ)
     cases = {name: case for name, case in CASES[world].items() if name in names}
     for by in {by for by, _ in cases.values()} & {world} - {4}:
         save(f"{folder}/rows{by}", (by,), [Shard(0)], COUNT, rows)
     save(f"{folder}/small", (world,), [Shard(0)], 1, 8 * world)
     small = make((world,), [Shard(0)], 1, 8 * world, seed=None)
-    for one in _loads(folder, "small", store).values():  # imports, connections, threads
+    for one in _loads(folder, "small", store).values():  # warms up imports, connections, and threads
         one(small)
     out = {}
     for name, (by, placements) in cases.items():
@@ -89,16 +92,16 @@ def load(folder: str, store: FarStore, world: int, names: list[str], rows: int) 
 
 
 def _load(folder: str, store: FarStore, state: dict[str, Any], one: Load) -> tuple[float, float, dict[str, float]]:
-    """Seconds and CPU seconds of one load, and this rank's part of what it brought, by place and unit."""
+    """Return seconds and CPU seconds of one load, and this rank's part of the bytes read, by place and unit."""
     for t in state.values():
-        t.to_local().fill_(1)  # the memory is there before the clock starts
+        t.to_local().fill_(1)  # allocates the memory before the clock starts
     if dist.get_rank() == 0:
         drop_cache(folder)
     dist.barrier()
     disk, asked = disk_bytes(), store.asked()
     seconds, cpu, _ = measured(lambda: one(state))
     disk, seen = disk_bytes() - disk, store.asked().since(asked)
-    dist.barrier()  # before the next one asks the store
+    dist.barrier()  # before the next contestant uses the store
     world = dist.get_world_size()
     return seconds, cpu, {"disk": disk, "store": seen.nbytes / world, "requests": len(seen.requests) / world}
 
@@ -108,7 +111,7 @@ def _bits(tensor: Any) -> torch.Tensor:
 
 
 def _loads(folder: str, name: str, store: FarStore) -> dict[str, Load]:
-    """The contestants, and the floors, at each place."""
+    """Return the contestants and floors at each place."""
     s3 = f"s3://{BUCKET}/{name}"
     return {
         "disk, DCP": lambda state: dcp.load(state, checkpoint_id=f"{folder}/{name}/dcp"),
@@ -131,7 +134,7 @@ def _fsspec_reader(store: FarStore, name: str) -> FsspecReader:
 
 
 def _ranges(folder: str, name: str) -> list[tuple[str, int, int]]:
-    """This rank's part of the bytes of all data files: (file, start, stop)."""
+    """Return this rank's part of the bytes of all data files: (file, start, stop)."""
     rank, world, out = dist.get_rank(), dist.get_world_size(), []
     for file in sorted(glob.glob(f"{folder}/{name}/reshard/data-*/*.safetensors")):
         size = os.path.getsize(file)
@@ -141,7 +144,7 @@ def _ranges(folder: str, name: str) -> list[tuple[str, int, int]]:
 
 
 def read_share(ranges: list[tuple[str, int, int]]) -> None:
-    """Read these bytes from the disk."""
+    """Read byte ranges from the disk."""
     buffer = memoryview(bytearray(RANGE_BYTES))
     for file, start, stop in ranges:
         with open(file, "rb", buffering=0) as handle:
@@ -150,7 +153,7 @@ def read_share(ranges: list[tuple[str, int, int]]) -> None:
 
 
 def get_share(folder: str, ranges: list[tuple[str, int, int]]) -> None:
-    """Get these bytes from the store."""
+    """Request byte ranges from the store."""
     import obstore.store
 
     store = obstore.store.from_url(f"s3://{BUCKET}")
@@ -164,14 +167,14 @@ def get_share(folder: str, ranges: list[tuple[str, int, int]]) -> None:
 
 
 def drop_cache(folder: str) -> None:
-    """Leave no byte of the files below in the page cache. Raises RuntimeError where there is no disk to drop to."""
+    """Drop all files of a folder from the page cache. Raises RuntimeError if there is no disk to drop them to."""
     for path in (
         path for path in glob.glob(f"{folder}/**", recursive=True, include_hidden=True) if os.path.isfile(path)
     ):
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
-            for _ in range(100):  # what is just being read ahead stays until it has come
+            for _ in range(100):  # pages that are being read ahead cannot be dropped yet
                 os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
                 if not resident(handle):
                     break
@@ -183,7 +186,7 @@ def drop_cache(folder: str) -> None:
 
 
 def resident(handle: int) -> int:
-    """How many pages of a file are in the page cache, as `mincore` says."""
+    """Return the number of a file's pages in the page cache, by `mincore`."""
     nbytes = os.fstat(handle).st_size
     if not nbytes:
         return 0
@@ -193,20 +196,20 @@ def resident(handle: int) -> int:
         failed = ctypes.CDLL(None, use_errno=True).mincore(
             ctypes.c_void_p(address.ctypes.data), ctypes.c_size_t(nbytes), ctypes.c_void_p(flags.ctypes.data)
         )
-        del address  # else the mapping cannot be closed
+        del address  # otherwise, the mapping cannot be closed
     if failed:
         raise OSError(ctypes.get_errno(), "mincore")
     return int((flags & 1).sum())
 
 
 def disk_bytes() -> int:
-    """What the kernel has brought from disks for this process so far."""
+    """Return the bytes that the kernel has read from disks for this process."""
     with open("/proc/self/io") as file:
         return int(next(line for line in file if line.startswith("read_bytes:")).split()[1])
 
 
 def rows(names: list[str], size: int, folder: str, latency_s: float, bytes_per_s: float) -> Iterator[Row]:
-    """The rows of these cases."""
+    """Yield the rows of these cases."""
     here = tempfile.mkdtemp(dir=folder)
     try:
         with serving(here, latency_s=latency_s, bytes_per_s=bytes_per_s) as store:

@@ -1,13 +1,15 @@
-"""What ranks say to one another in a save and a load, and what it costs: many processes on one real TCPStore.
+"""The communication between ranks in a save and a load, for many processes on one real TCPStore.
 
     python -m benchmarks.control [--ranks 64 128 256 512] [--per-machine 8] [--ranks-per-file 8] [--quick]
 
-The processes are forked, with torch's fake backend (whose collectives do nothing) and tiny states, so what is measured
-is the control plane: seconds until the last rank is done, CPU time a rank, what a rank gets from the store and
-gives it, and how often it asks it. Every `--per-machine` ranks take themselves for those of one machine. The first save
-and load of a process, with nothing cached, stand beside the second ones. The floor of seconds is the CPU time of
-all ranks shared out to the processors. The peer is torch's own save and load of the same state in as many processes,
-over gloo, up to `--dcp` ranks; what it says there is not in the store, and is not counted.
+The processes are forked, use torch's fake backend (whose collectives do nothing), and have tiny states, so this
+measures the control plane: seconds until the last rank is done, CPU time per rank, bytes that a rank sends to the
+store and receives, and its number of calls. Each `--per-machine` ranks believe that they share a machine. The first
+save and load of a process, with nothing cached, are reported beside the second ones. The floor of seconds is the CPU
+time of all ranks, divided by the number of cores.
+
+The peer is torch's save and load of the same state with the same number of processes, over gloo, up to `--dcp` ranks.
+Its messages are not in the store, so they are not counted.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ VERBS = ("save", "load", "save again", "load again")
 
 
 class Counting:
-    """A store that counts what goes through it: calls by name, bytes given and got."""
+    """A store that counts calls by name, and bytes in and out."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -75,7 +77,7 @@ def _size(value: Any) -> int:
 
 
 def ours(folder: str, clock: Clock, tensors: int, ranks_per_file: int = 1) -> None:
-    """Save and load twice through the public verbs."""
+    """Save and load twice by reshard."""
     opened = store.SharedStore._open
     store.SharedStore._open = lambda shared: Counting(opened(shared))  # type: ignore[method-assign]
     state = make(clock.rank, clock.world_size, tensors)
@@ -86,7 +88,7 @@ def ours(folder: str, clock: Clock, tensors: int, ranks_per_file: int = 1) -> No
 
 
 def theirs(folder: str, clock: Clock, tensors: int) -> None:
-    """The same by DCP."""
+    """Save and load twice by DCP."""
     state = make(clock.rank, clock.world_size, tensors)
     for i, path in enumerate((f"{folder}/first", f"{folder}/second")):
         clock.measure(VERBS[2 * i], lambda path=path: dcp.save(state, checkpoint_id=path))  # type: ignore[misc]
@@ -94,7 +96,7 @@ def theirs(folder: str, clock: Clock, tensors: int) -> None:
 
 
 def make(rank: int, world_size: int, tensors: int) -> dict[str, Any]:
-    """A few rows for each rank, a tensor that all have, and a number."""
+    """Return a state of a few rows per rank, a replicated tensor, and a number."""
     mesh = DeviceMesh("cpu", list(range(world_size)))
     state: dict[str, Any] = {
         f"layers.{i}.weight": DTensor.from_local(torch.full((2, 4), float(rank)), mesh, [Shard(0)], run_check=False)
@@ -104,7 +106,7 @@ def make(rank: int, world_size: int, tensors: int) -> dict[str, Any]:
 
 
 def warm() -> None:
-    """Import what the verbs import, so that the processes that are forked afterwards share it."""
+    """Import what saves and loads import, so that forked processes share it."""
     if not dist.is_initialized():
         dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
         folder = tempfile.mkdtemp(dir="/dev/shm")
@@ -118,7 +120,7 @@ def warm() -> None:
 
 
 class Clock:
-    """Starts all ranks together, and notes what each verb took on this one."""
+    """Starts all ranks together, and records the cost of each operation on this one."""
 
     def __init__(self, rank: int, world_size: int, starts: Any) -> None:
         self.rank, self.world_size, self.rows = rank, world_size, {}
@@ -127,7 +129,7 @@ class Clock:
     rows: dict[str, dict[str, float]]
 
     def measure(self, name: str, work: Callable[[], Any]) -> None:
-        """Run it when all ranks are here."""
+        """Measure `work` once all ranks are here."""
         self._starts.wait()
         calls.clear()
         begun, cpu = time.time(), time.process_time()
@@ -157,7 +159,7 @@ def _child(
 
 
 def _serve(pipe: Connection) -> None:
-    """Host the store, until asked how many keys are in it."""
+    """Host the store until asked for its number of keys."""
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipe.send(server.port)
     pipe.recv()
@@ -168,11 +170,11 @@ def _serve(pipe: Connection) -> None:
 def run(
     body: Any, world_size: int, per_machine: int, folder: str, tensors: int
 ) -> tuple[list[dict[str, dict[str, float]]], int]:
-    """What each verb took on each rank, and how many keys are left in the store."""
+    """Return the cost of each operation on each rank, and the number of keys left in the store."""
     warm()
     context = multiprocessing.get_context("fork")
-    # in a process that forks no others: its thread holds a lock of libc whenever it looks up the name of a client, and
-    # a process that is forked just then waits for that lock forever
+    # in a process that does not fork: the server's thread holds a libc lock while it looks up a client's name, and a
+    # process that is forked at that time would wait for the lock forever
     to_server, of_server = context.Pipe()
     context.Process(target=_serve, args=(of_server,), daemon=True).start()
     port = to_server.recv()
@@ -199,7 +201,7 @@ ASKED = ("set", "get", "add", "append", "check", "compare_set", "delete_key", "w
 
 
 def rows(world_size: int, per_machine: int, ranks_per_file: int, tensors: int, with_dcp: bool) -> Iterator[Row]:
-    """Of one number of ranks."""
+    """Yield the rows for one number of ranks."""
     mine, kept = _in_folder(partial(ours, ranks_per_file=ranks_per_file), world_size, per_machine, tensors)
     its = _in_folder(theirs, world_size, per_machine, tensors)[0] if with_dcp else []
     cores = len(os.sched_getaffinity(0))
@@ -231,7 +233,7 @@ def _in_folder(
 
 
 def main() -> int:
-    # torch looks up the name of each new connection to a store, all of them at once here: see docs/scale.md
+    # torch looks up the name of each new connection to a store, here all at once: see docs/scale.md
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
     parser = arguments(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 32, 64, 128, 256, 512])

@@ -1,12 +1,12 @@
-"""What a save and a load say between ranks, for more ranks than any machine has processes.
+"""The communication between ranks in a save and a load, for more ranks than a machine can run.
 
     python -m benchmarks.control_simulated [--ranks 1024 131072] [--verbs save load]
 
-131,072 ranks take 100 s of CPU time for each verb, and less than 12 GB.
+131,072 ranks take 100 s of CPU time for each operation, and less than 12 GB.
 
-The ranks are simulated, the control plane is not: the same groups, rounds, census and agreements as in `reshard.save`
-and `reshard.load`, in the same order, on a store in memory that counts. Tensors are described, and have no elements;
-files are neither written nor read. `benchmarks.control` shows at fewer ranks that the counts are those of real saves.
+The ranks are simulated, the control plane is not: it makes the same groups, rounds, global state, and agreements as
+`reshard.save` and `reshard.load`, in the same order, on a store in memory that counts. Tensors are only described,
+and no files are written or read. `benchmarks.control` shows with fewer ranks that the counts are those of real saves.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from tests.simulated_ranks import World
 
 PER_MACHINE = 8
 _TOLD_BYTES = 150
-"""What a rank tells of blocks that it shares with others."""
+"""Bytes that a rank reports about blocks that it shares with others."""
 _NO_PLAN: Any = None
-"""Nobody asks them: all fits."""
+"""Not used, because everything fits."""
 _PART = Partial((1, 2), 8)
 _RECORD = FileRecord("data-0192f3c1a800-5d2e6f7a8b9c/00000.safetensors", 1 << 30, 1 << 10, "0" * 32)
 
 _censuses: dict[bytes, GlobalState] = {}
-"""What all ranks hold is frozen, and the same for all that were told the same: simulated ranks have one in common."""
+"""Global states by encoded content. They are frozen and equal on all ranks, so simulated ranks share them."""
 
 
 @dataclass(frozen=True)
 class Described:
-    """What the census asks a live tensor."""
+    """A tensor's description, in place of a live tensor."""
 
     key: str
     spec: TensorSpec
@@ -62,10 +62,10 @@ class Described:
 
 
 def save(group: Group, state: Any, ranks_per_file: int = 1) -> None:
-    """The collective steps of `reshard.save`, in their order."""
+    """Make the collective steps of `reshard.save`, in order."""
     with group.together("save"):
         holdings = LocalState.of(state)
-        met = repeated.agree_before_save(holdings, group, SaveOptions(), None, None)  # nobody has kept a plan
+        met = repeated.agree_before_save(holdings, group, SaveOptions(), None, None)  # no rank has kept a plan
         answers = group.distinct_answers(holdings.description, known=met.pool)
         key = msgspec.msgpack.encode([(said, len(ranks), ranks[0], ranks[-1]) for said, ranks in answers])
         if key not in _censuses:
@@ -87,7 +87,7 @@ def save(group: Group, state: Any, ranks_per_file: int = 1) -> None:
 
 
 def load(group: Group, match: Any) -> None:
-    """Those of `reshard.load`."""
+    """Make the collective steps of `reshard.load`, in order."""
     with group.together("load"):
         group.same_options("load", LoadOptions().shared())
         machine = f"machine {group.rank // PER_MACHINE}"
@@ -99,7 +99,7 @@ def load(group: Group, match: Any) -> None:
 
 
 def simulate(name: str, world_size: int, tensors: int) -> None:
-    """One verb, and a line about it."""
+    """Simulate one operation, and print a line about it."""
     form = ProductForm.make(Mesh({"dp": world_size}), (Shard(0),))
     names = [f"layers.{i}.weight" for i in range(tensors)]
     held = {key: Described(key, TensorSpec(key, (2 * world_size, 4), "float32"), form) for key in names}

@@ -1,13 +1,14 @@
-"""`dcp_to_torch_save`'s work against torch's own: one file out of a checkpoint folder, each in a fresh process.
+"""`dcp_to_torch_save` compared with torch's own: one file from a checkpoint folder, each in a new process.
 
     python -m benchmarks.convert [--quick] [--folder /dev/shm] [--repeats 3]
     python -m benchmarks.convert --parts
 
-torch writes the checkpoint with four processes; then both convert it in turn. The seconds and CPU time of the
-call, and by how much the peak of the process's memory lies above its start. The floor is a plain write of as many bytes
-into one file, by a buffer: none of them is read. Where isal is installed, there are rows with it. The cases are rows,
-whose checksums torch has written already, and columns, whose checksums are taken anew. With `--parts`: the CPU time of
-what a conversion is made of.
+torch writes the checkpoint with four processes. Then, both convert it in turns. Measures the seconds and CPU time of
+the call, and by how much the peak of the process's memory exceeds its start. The floor is a plain buffered write of
+the same number of bytes into one file, without reading them. If isal is installed, there are rows with it.
+
+The cases are rows, whose checksums torch has already written, and columns, whose checksums must be computed. With
+`--parts`: the CPU time of each step of a conversion.
 """
 
 from __future__ import annotations
@@ -57,18 +58,18 @@ _MODULES = {
     "torch": ("torch.distributed.checkpoint.format_utils", "import torch.serialization"),
     "reshard": ("reshard.dcp", f"import reshard.api.convert, {_READERS}"),
 }
-"""Where the function is, and what it needs besides."""
+"""Module of the function, and the modules that it imports on first use."""
 WITH_ISAL = " with the extra crc32"
-"""Behind the name of such a row. The other rows use zlib, as without that extra."""
+"""Suffix of rows measured with isal. Other rows use zlib."""
 if find_spec("isal") is not None:
     _MODULES[f"reshard{WITH_ISAL}"] = _MODULES["reshard"]
 _WITHOUT_ISAL = "import sys; sys.modules['isal'] = None\n"
 CASES = {"rows by 4": 0, "columns by 4": 1}
-"""The dim that was cut."""
+"""The sharded dim."""
 
 
 def save(folder: str, tensors: int, size: int, dim: int) -> None:
-    """Square float32 tensors, cut along a dim over all ranks, as torch writes them."""
+    """Save square float32 tensors with torch, sharded along a dim over all ranks."""
     mesh = init_device_mesh("cpu", (4,))
     state = {}
     for i in range(tensors):
@@ -79,7 +80,7 @@ def save(folder: str, tensors: int, size: int, dim: int) -> None:
 
 
 def convert(name: str, source: Path, target: Path) -> dict[str, float]:
-    """One conversion by `name`, in a process of its own."""
+    """Run one conversion by `name` in a new process."""
     module, also = _MODULES[name]
     code = ("" if name.endswith(WITH_ISAL) else _WITHOUT_ISAL) + _CHILD.format(module=module, also=also)
     done = subprocess.run(
@@ -90,7 +91,7 @@ def convert(name: str, source: Path, target: Path) -> dict[str, float]:
 
 
 def plain_copy(nbytes: int, target: Path) -> dict[str, float]:
-    """As many bytes into one file, and on to stable storage, as a conversion does."""
+    """Write the same number of bytes into one file, durably, as a conversion does."""
     block = bytearray(os.urandom(1 << 20))
     start, cpu = time.perf_counter(), time.process_time()
     with open(target, "wb", buffering=0) as file:
@@ -101,7 +102,7 @@ def plain_copy(nbytes: int, target: Path) -> dict[str, float]:
 
 
 def rows(what: str, tensors: int, size: int, parent: str | None, repeats: int) -> Iterator[Row]:
-    """Seconds, CPU time and memory for one of `CASES`."""
+    """Yield seconds, CPU time, and memory for one of `CASES`."""
     folder = Path(tempfile.mkdtemp(dir=parent))
     rounds: list[dict[str, dict[str, float]]] = []
     try:
@@ -126,7 +127,7 @@ def rows(what: str, tensors: int, size: int, parent: str | None, repeats: int) -
 
 
 def parts(parent: str | None, nbytes: int = 256 << 20, piece: int = 2 << 20) -> None:
-    """What each step costs for a gigabyte, one thread, the best of a few times."""
+    """Return the CPU time of each step per gigabyte on one thread, the best of a few runs."""
     folder = Path(tempfile.mkdtemp(dir=parent))
     buffer, many = bytearray(os.urandom(piece)), range(nbytes // piece)
     (folder / "there").write_bytes(bytes(buffer) * len(many))
@@ -146,7 +147,7 @@ def parts(parent: str | None, nbytes: int = 256 << 20, piece: int = 2 << 20) -> 
 
     def from_mapping(file: int, at: int) -> None:
         os.pwrite(file, mapped[at : at + piece], at)
-        mapping.madvise(mmap.MADV_DONTNEED, at, piece)  # memory stays flat, so each page is mapped anew
+        mapping.madvise(mmap.MADV_DONTNEED, at, piece)  # keeps memory flat, so that each page is mapped again
 
     def into_mapping(file: int, at: int) -> None:
         os.ftruncate(file, at + piece)

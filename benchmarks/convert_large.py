@@ -1,13 +1,14 @@
-"""A large checkpoint into one file of `torch.save`, and into Hugging Face shards: seconds, and the peak of memory.
+"""A large checkpoint to one file of `torch.save`, and to Hugging Face shards: seconds, and peak memory.
 
     python -m benchmarks.convert_large [--folder FOLDER] [--gigabytes 10]
 
-Four processes write the checkpoint as torch does; all its tensors have the same values, which nobody looks at. Each
-conversion runs once, in a new process, from a disk onto the same disk, and on to stable storage there; before it, the
-page cache of the checkpoint is emptied. The floor of seconds is a plain copy: the checkpoint's files are read, with an
-empty cache, too, and written into one file by a buffer, and on to stable storage. The floor of memory is that of a
-checkpoint of a quarter of the size: what comes to it is flat. torch has no conversion into shards, and the other one
-holds the whole checkpoint in memory, so that it is omitted.
+Four processes write the checkpoint with torch. All of its tensors have the same values, which do not matter here.
+Each conversion runs once, in a new process, from a disk to the same disk, durably, after the checkpoint was dropped
+from the page cache. The floor of seconds is a plain copy: the checkpoint's files are read, also from a cold cache,
+and written into one file by a buffer, durably. The floor of memory is that for a checkpoint of a quarter of the size,
+because memory should not grow.
+
+torch has no conversion to shards, and its other one keeps the full checkpoint in memory, so it is omitted.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ TARGETS = {"torch.save": ("torch_save", "out.pt"), "Hugging Face shards": ("safe
 
 
 def save(folder: str, tensors: int) -> None:
-    """Rows by four; the processes hold one tensor between them."""
+    """Save rows by four ranks. The processes hold one tensor between them."""
     mesh = init_device_mesh("cpu", (4,))
     local = torch.rand(SIZE // 4, SIZE)
     state = {f"layer{i}.weight": DTensor.from_local(local, mesh, [Shard(0)], run_check=False) for i in range(tensors)}
@@ -61,7 +62,7 @@ def save(folder: str, tensors: int) -> None:
 
 
 def convert(source: Path, target: Path, format: str) -> dict[str, float]:
-    """What a new process measured."""
+    """Return what a new process measured."""
     command = [sys.executable, "-c", _CHILD, str(source), str(target), format]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -69,7 +70,7 @@ def convert(source: Path, target: Path, format: str) -> dict[str, float]:
 
 
 def plain_copy(source: Path, target: Path) -> dict[str, float]:
-    """The bytes of the checkpoint's files into one file, and on to stable storage."""
+    """Copy the bytes of the checkpoint's files into one file, durably."""
     block = memoryview(bytearray(1 << 20))
     start, cpu = time.perf_counter(), time.process_time()
     with open(target, "wb", buffering=0) as out:
@@ -82,7 +83,7 @@ def plain_copy(source: Path, target: Path) -> dict[str, float]:
 
 
 def measure(tensors: int, folder: Path) -> dict[str, dict[str, float]]:
-    """What the floor and each conversion of a checkpoint of so many tensors took, in a new folder."""
+    """Return the cost of the floor and of each conversion of a checkpoint with `tensors` tensors, in a new folder."""
     folder.mkdir()
     saved = folder / "saved"
     run(save, 4, str(saved), tensors)
@@ -94,13 +95,13 @@ def measure(tensors: int, folder: Path) -> dict[str, dict[str, float]]:
         found[what] = convert(saved, target, format) if format else plain_copy(saved, target)
         print(f"    {what}: {found[what]}", file=sys.stderr, flush=True)
         shutil.rmtree(target) if target.is_dir() else target.unlink()
-        os.sync()  # what is left to be done for one is not done during the next one
+        os.sync()  # so that pending writes of one run do not slow down the next
     shutil.rmtree(folder)
     return found
 
 
 def rows(gigabytes: float, parent: str | None) -> Iterator[Row]:
-    """Seconds, CPU time and memory of each conversion."""
+    """Yield seconds, CPU time, and memory of each conversion."""
     tensors = max(4, round(gigabytes * 1e9 / (SIZE * SIZE * 4)))
     folder = Path(tempfile.mkdtemp(dir=parent))
     try:

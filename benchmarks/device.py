@@ -1,9 +1,9 @@
-"""To a device and from it, beside a raw pinned copy, a copy on the device and DCP: `python -m benchmarks.device`.
+"""Copies to and from a device, compared with raw pinned copies and DCP: `python -m benchmarks.device`.
 
-Of any accelerator that torch knows. Without one it says so and does nothing. `--suites` first runs the tests of the
-device path on it, and then the suites of engine, live transfers and state dicts with all their tensors there: with
-several devices between ranks by their own backend as well, with one by gloo. `--device=sim` walks through all of it on
-the simulated device of the tests: what it prints then are no figures.
+Works with any accelerator that torch supports. Without one, prints so and does nothing. `--suites` first runs the
+tests of the device path, and then the suites of engine, live transfers, and state dicts with all tensors on the
+device: with several devices, also between ranks by their own backend, and with one, by gloo. `--device=sim` runs
+everything on the tests' simulated device. What it prints then are not measurements.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from reshard.live import copy_streams
 
 REPEATS = 2
 COLUMNS = 4096
-"""Of a matrix, as in a large model."""
+"""Columns of a matrix, as in a large model."""
 TALL_COLUMNS = 256
 SIMULATED = "sim"
 ROWS = ("fingerprint", "async_save", "load", "save")
@@ -39,18 +39,18 @@ SUITES = (
     "tests/stories/test_training_on_a_device.py",
     "tests/reshard/api/test_live_device.py",
 )
-"""Of the device path itself."""
+"""Tests of the device path."""
 EVERYWHERE = (
     *(f"tests/stories/test_{name}.py" for name in ("engine", "engine_limits", "engine_ranks", "roundtrip", "types")),
     *(f"tests/reshard/api/test_{name}.py" for name in ("background_saves", "tied_state", "live", "live_differences")),
     "tests/stories/test_incremental.py",
     "tests/reshard/state_dict",
 )
-"""What runs with all tensors on the device, as `pytest --device=KIND` does it."""
+"""Tests that run with all tensors on the device, as with `pytest --device=KIND`."""
 
 
 class Row(NamedTuple):
-    """One line of the table: ours and a peer in bytes a second, and the share of the peer's speed that is wanted."""
+    """One line of the table: our bytes per second and a peer's, and the wanted share of the peer's speed."""
 
     what: str
     ours: float
@@ -65,7 +65,7 @@ class Row(NamedTuple):
 
 
 def best_s(run: Callable[[], object], device: torch.device) -> float:
-    """The shortest of some runs, in seconds, after one to warm up; each ends when the device has done all of it."""
+    """Return the seconds of the fastest of some runs, after a warm-up. Each ends when the device is done."""
     module, times = torch.get_device_module(device), []
     for _ in range(REPEATS + 1):
         module.synchronize()
@@ -77,7 +77,7 @@ def best_s(run: Callable[[], object], device: torch.device) -> float:
 
 
 def state_of(nbytes: int, device: torch.device, columns: int = COLUMNS) -> dict[str, torch.Tensor]:
-    """Eight matrices in bfloat16 of so many bytes together, and one that lies transposed."""
+    """Return eight bfloat16 matrices of `nbytes` in total, and a transposed one."""
     rows = max(nbytes // (9 * 2 * columns), 1)
     words = torch.arange(rows * columns, dtype=torch.int32, device=device).to(torch.bfloat16).view(rows, columns)
     state = {f"layers.{i}.weight": words + i for i in range(8)}
@@ -86,7 +86,7 @@ def state_of(nbytes: int, device: torch.device, columns: int = COLUMNS) -> dict[
 
 
 def copies(device: torch.device, nbytes: int) -> dict[str, float]:
-    """Bytes a second of plain copies: to the device and from it through pinned memory, and on the device."""
+    """Return the bytes per second of plain copies: to and from the device through pinned memory, and on the device."""
     host, here = copy_streams.pinned(nbytes), torch.zeros(nbytes, dtype=torch.uint8, device=device)
     there = torch.empty_like(here)
     return {
@@ -97,7 +97,7 @@ def copies(device: torch.device, nbytes: int) -> dict[str, float]:
 
 
 def read_speed(path: Path, device: torch.device) -> float:
-    """Bytes a second of reading the data files of a checkpoint into pinned memory, with nothing checked."""
+    """Return the bytes per second of reading a checkpoint's data files into pinned memory, without checks."""
     files = sorted(path.rglob("*.safetensors"))
     room = copy_streams.pinned(max(file.stat().st_size for file in files))
 
@@ -110,10 +110,10 @@ def read_speed(path: Path, device: torch.device) -> float:
 
 
 def one_process(device: torch.device, nbytes: int, folder: Path, only: Sequence[str]) -> Iterator[Row]:
-    """Rows for what one process does with one device; `only`: "save", "async_save", "load", "fingerprint"."""
+    """Yield rows for one process with one device. `only`: "save", "async_save", "load", or "fingerprint"."""
     raw = copies(device, nbytes)
     yield from _rows(state_of(nbytes, device), raw, device, folder, only)
-    # a quarter as large, since their rows, and not their bytes, are what may take time
+    # a quarter of the size: their rows, not their bytes, may take time
     rest = [what for what in only if what != "save"]
     for row in _rows(state_of(nbytes // 4, device, TALL_COLUMNS), raw, device, folder, rest):
         yield row._replace(what=f"{row.what}, {TALL_COLUMNS} columns, a quarter of the bytes")
@@ -125,7 +125,7 @@ def _rows(
     total = sum(value.nbytes for value in state.values())
     speed = lambda run: total / best_s(run, device)  # noqa: E731
     ours, theirs = folder / "ours", folder / "theirs"
-    has_peer = device.type != SIMULATED  # DCP takes pinned memory from the device's library, and that one has none
+    has_peer = device.type != SIMULATED  # DCP needs pinned memory of the device's library
     if "fingerprint" in only:
         yield Row("fingerprint", speed(lambda: reshard.fingerprint(state)), "copy on the device", raw["on"], 1 / 3)
     if "async_save" in only:
@@ -151,7 +151,7 @@ def _rows(
 
 
 def _blocked_s(start_save: Callable[[], Any], device: torch.device) -> float:
-    """Seconds until a save in the background has returned; the second one finds memory of the host."""
+    """Return the seconds until `async_save` returns, for a second save, which finds memory on the host."""
     times = []
     for _ in range(REPEATS + 1):
         torch.get_device_module(device).synchronize()
@@ -174,7 +174,7 @@ def _dcp_load(state: dict[str, torch.Tensor], folder: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what DCP says of being alone."""
+    """Suppress DCP's messages about a single process."""
     import warnings
 
     with warnings.catch_warnings():
@@ -183,7 +183,7 @@ def _quiet() -> Iterator[None]:
 
 
 def live(kind: str, nbytes: int, folder: str) -> list[Row]:
-    """Rows for what ranks with a device each do: rows into columns, and rows into copies on all."""
+    """Return rows for ranks with a device each: rows to columns, and rows to copies on all."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _know(kind)
     module = torch.get_device_module(kind)
@@ -214,7 +214,7 @@ def live(kind: str, nbytes: int, folder: str) -> list[Row]:
 
 
 def _plain_send(nbytes: int, rank: int, size: int, device: torch.device) -> float:
-    """Bytes a second of one message to the next rank while one comes from the one before."""
+    """Return the bytes per second of sending a message to the next rank while one arrives from the previous."""
     out, back = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
 
     def send() -> None:
@@ -264,7 +264,7 @@ def _accelerator() -> str | None:
 
 
 def _know(kind: str) -> None:
-    """Have torch know the simulated device and its backend, if it is that."""
+    """Register the simulated device and its backend with torch, if `kind` is that device."""
     if kind == SIMULATED:
         from tests import simulated
         from tests.simulated import messages
@@ -274,7 +274,7 @@ def _know(kind: str) -> None:
 
 
 def _suites(kind: str, named: Sequence[str]) -> bool:
-    """Whether tests fail on the device."""
+    """Run tests on the device. Return True if some fail."""
     pytest = [sys.executable, "-m", "pytest", "-q"]
     ends = [subprocess.run([*pytest, f"--device={kind}", *(named or EVERYWHERE)], check=False)]
     if not named:
@@ -284,7 +284,7 @@ def _suites(kind: str, named: Sequence[str]) -> bool:
 
 
 def _fast_folder() -> str | None:
-    """Storage that does not set the limit, where there is some."""
+    """Return a folder in fast storage, if there is one."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 

@@ -1,9 +1,10 @@
-"""Weights that travel as differences, beside the whole replay: `python -m benchmarks.differences [--quick]`.
+"""Weights sent as differences, compared with sending all: `python -m benchmarks.differences [--quick]`.
 
-Six gloo processes: four trainers hold rows, two engine ranks want columns of the same bf16 tensors, as at each step of
-reinforcement learning. A share of the elements changes between runs, scattered or in rows together. Ours is a prepared
-transfer with `delta=True`, the peer one without, which moves all: bytes that crossed, and seconds. Both must be right.
-On one machine a link is as fast as memory: what is gained in seconds shows only where it is slower.
+Six gloo processes: four trainers hold rows, and two engine ranks want columns of the same bf16 tensors, as in each
+step of reinforcement learning. Between runs, a share of the elements changes, scattered or in consecutive rows. Ours
+is a prepared transfer with `delta=True`, and the peer is one without, which sends everything. Measures transferred
+bytes, and seconds, and checks both results. On one machine, a link is as fast as memory: the gain in seconds only
+shows on slower links.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ CASES = [("scattered", 0.001), ("scattered", 0.01), ("scattered", 0.1), ("togeth
 
 
 def change(tensor: torch.Tensor, how: str, share: float, seed: int) -> None:
-    """In place: flip the lowest bit of a share of the elements."""
+    """Flip the lowest bit of a share of the elements, in place."""
     bits = tensor.view(torch.int16)
     if how == "together":
         bits[: max(int(len(bits) * share), 1)] ^= 1
@@ -34,7 +35,7 @@ def change(tensor: torch.Tensor, how: str, share: float, seed: int) -> None:
 
 
 def case(rows: int, tensors: int, repeats: int) -> list[list[tuple[float, ...]]]:
-    """For each case, of each repeat: megabytes and seconds with differences, and without."""
+    """Return, for each case and repeat, megabytes and seconds with differences, and without."""
     rank, trains = dist.get_rank(), dist.get_rank() < TRAINERS
     specs = [TensorSpec(f"layers.{i}.weight", (rows, rows), "bfloat16") for i in range(tensors)]
     before = {s.fqn: TensorLayout(s, Mesh({"dp": TRAINERS}), [Shard(0)]) for s in specs}
@@ -67,7 +68,7 @@ def case(rows: int, tensors: int, repeats: int) -> list[list[tuple[float, ...]]]
 
 
 def rows(size: tuple[int, int, int]) -> Iterator[Row]:
-    """Of `case`, with the same arguments."""
+    """Yield the rows. Arguments are those of `case`."""
     for (how, share), times in zip(CASES, run(case, TRAINERS + ENGINES, *size)[0], strict=True):
         mine, mine_s, whole, whole_s = zip(*times, strict=True)
         yield Row("differences", f"{share:.1%} of the elements, {how}", "MB moved", mine, {"all": whole})

@@ -1,8 +1,9 @@
-"""Saving to a disk of this machine against torch.distributed.checkpoint: `python -m benchmarks.disk [--folder DIR]`.
+"""Saving to a local disk, compared with DCP: `python -m benchmarks.disk [--folder DIR]`.
 
-Each saves the same tensors in its own format until all bytes are on stable storage. The floor is the disk itself: as
-many processes write as many bytes from aligned memory past the page cache (`O_DIRECT`), 8 MiB at a time, and sync. What
-earlier rounds left in the cache is written before the clock starts. The folder must be on a disk of this machine.
+Each saves the same tensors in its own format until all bytes are durable. The floor is the disk itself: the same
+number of processes write the same number of bytes from aligned memory, bypassing the page cache (`O_DIRECT`), 8 MiB
+at a time, and sync. What earlier rounds left in the cache is written before the clock starts. The folder must be on a
+local disk.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ CASES = {"one rank": 1, "rows by 4": 4}
 
 
 def save(folder: str, world: int, count: int, rows: int) -> list[dict[str, tuple[float, ...]]]:
-    """What this rank measured, by contestant, of each round."""
+    """Return what this rank measured in each round, by contestant."""
     state = make((world,), [Shard(0)], count, rows, seed=1)
 
     def timed(work: Callable[[str], Any]) -> tuple[float, ...]:
@@ -64,11 +65,11 @@ def save(folder: str, world: int, count: int, rows: int) -> list[dict[str, tuple
                 "floor": timed(lambda path: write_raw(path, list(state.values()))),
             }
         )
-    return found[1:]  # the first round warmed the imports
+    return found[1:]  # the first round warmed up the imports
 
 
 def write_raw(folder: str, tensors: list[DTensor]) -> None:
-    """As many bytes as this rank holds, past the page cache and on to stable storage."""
+    """Write the same number of bytes as this rank holds, durably, bypassing the page cache."""
     os.makedirs(folder, exist_ok=True)
     left = sum(tensor.to_local().nbytes for tensor in tensors)
     buffer = mmap.mmap(-1, WRITE_BYTES)
@@ -81,7 +82,7 @@ def write_raw(folder: str, tensors: list[DTensor]) -> None:
 
 
 def rows(names: list[str], size: tuple[int, int], folder: str) -> Iterator[Row]:
-    """The rows of these cases."""
+    """Yield the rows of these cases."""
     for name in names:
         here = tempfile.mkdtemp(dir=folder)
         try:
@@ -93,7 +94,7 @@ def rows(names: list[str], size: tuple[int, int], folder: str) -> Iterator[Row]:
 
 
 def is_on_a_disk(folder: str) -> bool:
-    """Whether the folder is on a block device of this machine."""
+    """Return True if the folder is on a block device of this machine."""
     device = os.stat(folder).st_dev
     return os.path.exists(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
 

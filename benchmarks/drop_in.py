@@ -1,11 +1,11 @@
-"""The face of DCP against DCP itself: the calls of one program, with the planner objects that it passes, both sides.
+"""`reshard.dcp` compared with DCP: the same calls, with the same planner objects, on both sides.
 
     python -m benchmarks.drop_in [--quick] [--folder /dev/shm]
 
-Every rank holds the state of a training job: parameters cut along dim 0, two moments of each, counters and plain
-values, in a nest. Prints the CPU seconds of all ranks together and the seconds until the last rank is done: of a
-save and a load with torch's `DefaultSavePlanner` and `DefaultLoadPlanner`, of a save whose plan torch has cached, and
-of saves in the background by a thread and by a process, until the call returns and until all is written.
+Every rank holds the nested state of a training job: parameters sharded along dim 0, two moments of each, counters,
+and plain values. Prints the CPU seconds of all ranks together, and the seconds until the last rank is done, of a save
+and a load with torch's `DefaultSavePlanner` and `DefaultLoadPlanner`, of a save whose plan torch has cached, and of
+background saves by a thread and by a process (until the call returns, and until everything is written).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ CASES = {
 }
 
 Measured = dict[str, list[tuple[float, float]]]
-"""(seconds, CPU seconds) of each round, by call."""
+"""By call: (seconds, CPU seconds) of each round."""
 
 
 def state_of(count: int, rows: int, columns: int, seed: int) -> dict[str, Any]:
-    """Parameters and both moments of each, as AdamW has them, all cut along dim 0."""
+    """Return parameters and both moments of each, as AdamW has them, all sharded along dim 0."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     generator = torch.Generator().manual_seed(seed * 1000 + dist.get_rank())
 
@@ -63,10 +63,10 @@ def state_of(count: int, rows: int, columns: int, seed: int) -> dict[str, Any]:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of its live children, which save for it."""
+    """Return the CPU seconds of this process and of its live children, which save for it."""
     total, tick = time.process_time(), os.sysconf("SC_CLK_TCK")
     for path in glob.glob("/proc/self/task/*/children"):
-        with suppress(FileNotFoundError):  # the thread, or the child, has ended meanwhile
+        with suppress(FileNotFoundError):  # the thread or child has just ended
             for child in Path(path).read_text().split():
                 fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
                 total += (int(fields[11]) + int(fields[12])) / tick
@@ -74,7 +74,7 @@ def cpu_seconds() -> float:
 
 
 def timed(out: Measured, name: str, work: Callable[[], Any]) -> Any:
-    """Run `work` on all ranks together, and note its times."""
+    """Run `work` on all ranks together, and record its times."""
     dist.barrier()
     begin, used = time.perf_counter(), cpu_seconds()
     value = work()
@@ -84,19 +84,19 @@ def timed(out: Measured, name: str, work: Callable[[], Any]) -> Any:
 
 
 def measure(folder: str, count: int, rows: int, columns: int) -> dict[str, Measured]:
-    """What one rank measured, by contestant."""
+    """Return what one rank measured, by contestant."""
     sides = {"torch": theirs, "ours": ours}
     out: dict[str, Measured] = {who: {} for who in sides}
     jobs = {who: _Job(dcp, f"{folder}/{who}", (count, rows, columns), out[who]) for who, dcp in sides.items()}
     for _ in range(ROUNDS + 1):
         for job in jobs.values():
             job.round()
-    # the first round warmed the imports of both
+    # the first round warmed up the imports of both
     return {who: {name: rounds[1:] for name, rounds in of.items()} for who, of in out.items()}
 
 
 class _Job:
-    """A program that saves and loads by `dcp`, whichever it is."""
+    """A program that saves and loads by the given `dcp` module."""
 
     def __init__(self, dcp: Any, folder: str, sizes: tuple[int, int, int], out: Measured) -> None:
         self.dcp, self.folder, self.out = dcp, folder, out
@@ -145,7 +145,7 @@ class _Job:
 
 
 def rows(names: list[str], folder: str) -> Iterator[Row]:
-    """The rows of these cases: a call by CPU time and by seconds."""
+    """Yield the rows of these cases: each call by CPU time and by seconds."""
     for name in names:
         world, count, size, columns = CASES[name]
         here = tempfile.mkdtemp(dir=folder)

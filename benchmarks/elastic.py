@@ -1,13 +1,13 @@
-"""Recovery from the memory of hosts, beside a load: `python -m benchmarks.elastic [--quick] [--folder F]`.
+"""Recovery from hosts' memory, compared with a load: `python -m benchmarks.elastic [--quick] [--folder F]`.
 
-Four gloo processes on two simulated hosts keep a state cut by rows; then one host's memory is lost, and four new
-processes, on the host that is left and on a new one, want columns. Beside `keep` and `recover` are `reshard.save` and
-`reshard.load` of the same state in a folder; the floor of a host's memory is what was planned. On one machine the
-network is memory, and the folder is in the page cache: a real storage is slower, and so is a real network.
+Four gloo processes on two simulated hosts keep a state that is sharded by rows. Then the memory of one host is lost,
+and four new processes, on the remaining host and on a new one, want columns. `keep` and `recover` are compared with
+`reshard.save` and `reshard.load` of the same state in a folder. The floor of a host's memory is the planned size. On
+one machine, the network is memory, and the folder is in the page cache: real storage and real networks are slower.
 
-Then 2 and 4 processes on two hosts keep in the background. How long they wait in `async_save` is beside `save`; the
-floor is one copy of the same bytes, into memory that is there. A loop of training (a product of matrices, and a sum
-over all ranks) goes on beside copies at a bounded pace; the peer has no bound, and the floor is the loop alone.
+Then, 2 and 4 processes on two hosts keep in the background. The time that they wait in `async_save` is compared with
+`save`. The floor is one copy of the same bytes, into existing memory. A training loop (a product of matrices, and a
+sum over all ranks) runs beside copies at a bounded pace. The peer has no bound, and the floor is the loop alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RANKS, TENSORS, STEPS = 4, 8, 80
 
 
 def cut(rows: int, dim: int, value: float) -> dict[str, Any]:
-    """Square matrices, cut along a dim."""
+    """Return square matrices, sharded along a dim."""
     mesh = init_device_mesh("cpu", (RANKS,))
     shape = (rows // RANKS, rows) if dim == 0 else (rows, rows // RANKS)
     local = {i: torch.full(shape, float(value + dist.get_rank() * (dim == 0))) for i in range(TENSORS)}
@@ -42,7 +42,7 @@ def cut(rows: int, dim: int, value: float) -> dict[str, Any]:
 
 
 def keep(memory: str, stored: str, rows: int, repeats: int) -> list[tuple[float, float, int, int]]:
-    """Seconds of `keep` and `save`; bytes planned for a host, and there."""
+    """Return the seconds of `keep` and `save`, and the planned and actual bytes on a host."""
     rank, found = dist.get_rank(), []
     tier = reshard.elastic.Tier(memory, host="ab"[rank // 2])
     for step in range(repeats):
@@ -55,7 +55,7 @@ def keep(memory: str, stored: str, rows: int, repeats: int) -> list[tuple[float,
 
 
 def recover(memory: str, stored: str, rows: int, repeats: int) -> list[tuple[float, float]]:
-    """Seconds of `recover` and `load`; both must be right."""
+    """Return the seconds of `recover` and `load`. Checks both results."""
     rank, found = dist.get_rank(), []
     tier = reshard.elastic.Tier(memory, host="an"[rank // 2])
     for _ in range(repeats):
@@ -69,7 +69,7 @@ def recover(memory: str, stored: str, rows: int, repeats: int) -> list[tuple[flo
 
 
 def of_rows(nbytes: int) -> dict[str, Any]:
-    """So many bytes on each rank."""
+    """Return rows of `nbytes` on each rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     local = torch.ones(nbytes // TENSORS // 4096, 1024)
     return {f"layers.{i}": DTensor.from_local(local.clone(), mesh, [Shard(0)], run_check=False) for i in range(TENSORS)}
@@ -80,7 +80,7 @@ def of_two_hosts(memory: str) -> Any:
 
 
 def waits(memory: str, nbytes: int, repeats: int) -> list[tuple[float, float, float]]:
-    """Seconds in `async_save`, in `save`, and of one copy; the first round is for nothing."""
+    """Return the seconds in `async_save`, in `save`, and of one copy, after a warm-up round."""
     tier, state, found = of_two_hosts(memory), of_rows(nbytes), []
     rooms = [torch.ones_like(tensor.to_local()) for tensor in state.values()]
     for step in range(repeats + 1):
@@ -93,7 +93,7 @@ def waits(memory: str, nbytes: int, repeats: int) -> list[tuple[float, float, fl
 
 
 def loop() -> tuple[float, float]:
-    """Seconds of a loop of training, and of its slowest step."""
+    """Return the seconds of a training loop, and of its slowest step."""
     weights, gradients, steps = torch.ones(384, 384), torch.ones(1 << 18), []
     for _ in range(STEPS):
         took, _ = timed(lambda: (weights @ weights, dist.all_reduce(gradients)))
@@ -102,11 +102,11 @@ def loop() -> tuple[float, float]:
 
 
 def beside(memory: str, nbytes: int, repeats: int) -> list[tuple[tuple[float, float], ...]]:
-    """Of loops beside copies that are bounded and not, and of one alone."""
+    """Return results of loops beside bounded and unbounded copies, and of one alone."""
     tier, state, found = of_two_hosts(memory), of_rows(nbytes), []
     for step in range(repeats + 1):
         one = []
-        for number, bound in enumerate((2 * nbytes, 1e15)):  # for 1 s, or as long as it must
+        for number, bound in enumerate((2 * nbytes, 1e15)):  # for 1 s, or for as long as it takes
             pending = tier.async_save(state, 2 * step + number, bytes_per_s=bound)
             one.append(loop())
             pending.result()
@@ -119,7 +119,7 @@ def waits_and_loops(memory: str, nbytes: int, repeats: int) -> tuple[list[Any], 
 
 
 def background(megabytes: int, repeats: int) -> Iterator[Row]:
-    """Rows of keeping in the background; of loops where each rank may have a processor."""
+    """Yield rows of keeping in the background, with a core for each rank's loop."""
     shm, nbytes = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None, megabytes << 20
     for ranks in (2, 4):
         name = f"{ranks} ranks, {megabytes} MiB each"
@@ -133,7 +133,7 @@ def background(megabytes: int, repeats: int) -> Iterator[Row]:
 
 
 def rows(size: int, repeats: int, folder: str | None) -> Iterator[Row]:
-    """`size`: rows of the matrices; `folder`: where the checkpoint lies."""
+    """Yield all rows. `size`: rows of the matrices; `folder`: location of the checkpoint."""
     shm = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=shm) as memory, tempfile.TemporaryDirectory(dir=folder) as stored:
         keeps, saves, planned, there = zip(*run(keep, RANKS, memory, stored, size, repeats)[0], strict=True)

@@ -1,15 +1,17 @@
-"""A conversion and a verification by one process, two, Dask and Ray; and what 64 machines would take for 6 TB.
+"""A conversion and a verification by one process, two processes, Dask, and Ray, and an estimate for 64 machines.
 
     python -m benchmarks.engines [--quick] [--folder /dev/shm]
 
-Our format to DCP's, in files of 128 MiB, in memory that looks like a disk; then the source is verified. Each engine has
-a driver of its own, in a new process, and two workers of one thread each, which have done the same with a little
-checkpoint before; and it gets a quarter of the size first. CPU time is that of the driver and of its workers,
-without that of Dask's nannies and Ray's daemons. Memory is a process's own, without files that are mapped: the peak
-above what it had at its beginning. What the driver reads are bytes of its calls for files and pipes, and all that goes
-over the machine's loopback meanwhile: the most that it can have been. The simulation gives tasks as long as those that
-one process took, in their order, to the first worker that is free, by a driver that needs for each as long as an engine
-for a task that does nothing. Storage and network, which machines would share, are as fast as here for each worker.
+A conversion from our format to DCP's, in files of 128 MiB, in memory that looks like a disk. Then, the source is
+verified. Each engine has a driver in a new process, and two workers of one thread each, which have done the same with
+a small checkpoint before, and it first runs a quarter of the size. CPU time is that of the driver and its workers,
+without Dask's nannies and Ray's daemons. Memory is that of a process without mapped files: its peak minus its initial
+value. The driver's bytes are those that it read from files and pipes, plus all traffic on the machine's loopback
+device in that time: an upper bound.
+
+The simulation takes the durations of one process's tasks, and assigns them in order to the first free worker. Its
+driver takes as long per task as an engine does for a task that does nothing. Storage and network, which machines
+would share, are as fast for each worker as here.
 """
 
 from __future__ import annotations
@@ -42,21 +44,21 @@ from reshard.api.tasks import Processes, run_tasks
 
 ONE = "one process"
 MODULES = {ONE: "reshard", "2 processes": "reshard", "Dask": "distributed", "Ray": "ray"}
-"""What each engine needs."""
+"""Modules that each engine requires."""
 WORKERS = 2
 LITTLE = "little"
-"""A checkpoint to warm up with."""
+"""Size of a checkpoint for warm-up."""
 FILE_BYTES = 128 << 20
 NOTHING = 200
 MACHINES = (64, 512)
 """Workers of the simulation: one on each of 64 machines, and eight."""
 
 Figures = dict[str, float]
-"""By what was measured and its unit, with a bar between them."""
+"""By measurement and unit, separated by a bar."""
 
 
 class Watch(threading.Thread):
-    """Looks every few milliseconds how much memory this process has of its own: files that are mapped do not count."""
+    """Samples this process's memory every few milliseconds, without mapped files."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -64,12 +66,12 @@ class Watch(threading.Thread):
 
     @staticmethod
     def now_mb() -> float:
-        """The kernel keeps no peak of it."""
+        """The kernel records no peak of it."""
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 / 1e6 for line in lines if line.startswith("RssAnon"))
 
     def run(self) -> None:
-        """Until the process ends."""
+        """Sample until the process ends."""
         while True:
             self.peak_mb = max(self.peak_mb, self.now_mb())
             time.sleep(0.005)
@@ -80,17 +82,17 @@ _watch = Watch()
 
 @dataclass(frozen=True)
 class Said:
-    """By a process, of itself."""
+    """What a process reports about itself."""
 
     pid: int
     processor_s: float
     now_mb: float
     peak_mb: float
-    """Since it was last asked."""
+    """Since the last report."""
 
     @classmethod
     def here(cls) -> Said:
-        """Of this process; its peak begins anew."""
+        """Return the report of this process, and reset its peak."""
         if not _watch.is_alive():
             _watch.start()
         now_mb = Watch.now_mb()
@@ -100,18 +102,18 @@ class Said:
 
 @dataclass(frozen=True)
 class Nothing:
-    """Tasks that do nothing but say how their process is. No two are equal, so that no engine knows an answer."""
+    """Tasks that only report on their process. No two are equal, so that engines cannot cache results."""
 
     made_ns: int = field(default_factory=time.monotonic_ns)
 
     def begin(self) -> Callable[[int], Said]:
-        """Imports what conversions and verifications import."""
-        reshard.convert, reshard.verify  # noqa: B018  # imported when they are first named
+        """Import what conversions and verifications import."""
+        reshard.convert, reshard.verify  # noqa: B018  # imported on first access
         return lambda number: Said.here()
 
 
 def asked(executor: Executor | None, count: int) -> dict[int, Said]:
-    """What so many workers say, by their numbers: the last of each, with the highest peak."""
+    """Return the last report of each of `count` workers, with the highest peak, by process ID."""
     last: dict[int, Said] = {}
 
     def on_done(number: int, said: Said) -> None:
@@ -124,14 +126,14 @@ def asked(executor: Executor | None, count: int) -> dict[int, Said]:
 
 
 def read_bytes() -> int:
-    """What this process has read by calls, and what has come over loopback for whomever."""
+    """Return the bytes that this process has read by calls, plus all bytes received on loopback."""
     rows = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     loopback = [line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:")]
     return int(rows["rchar"]) + sum(int(line.split(":")[1].split()[0]) for line in loopback)
 
 
 def measured(what: str, call: Callable[[], object], executor: Executor | None, idle: dict[int, Said]) -> Figures:
-    """Of a call; `idle` is what driver and workers said at their beginning."""
+    """Measure a call. `idle` has the initial reports of driver and workers."""
     count, pid = len(idle) - 1, os.getpid()
     before = asked(executor, count)
     before[pid] = Said.here()
@@ -154,7 +156,7 @@ def measured(what: str, call: Callable[[], object], executor: Executor | None, i
 
 @contextmanager
 def engine(name: str) -> Iterator[Executor | None]:
-    """By its name."""
+    """Start an engine, and end it after the block."""
     if name == ONE:
         yield None
     elif name == "2 processes":
@@ -178,8 +180,8 @@ def engine(name: str) -> Iterator[Executor | None]:
 
 
 def drive(name: str, folder: Path, sizes: list[str]) -> dict[str, Any]:
-    """All that is measured of one engine, on sources of these sizes, and what it took for each task: one process for
-    those of the last conversion, an engine for some that do nothing."""
+    """Return all measurements of one engine, on sources of these sizes, and the duration of each task: for one
+    process those of the last conversion, for an engine those of tasks that do nothing."""
     tasks_s: list[float] = []
     write = FileTasks.__call__
 
@@ -199,8 +201,8 @@ def drive(name: str, folder: Path, sizes: list[str]) -> dict[str, Any]:
         def verify(source: Path) -> None:
             reshard.verify(source, executor=executor)
 
-        idle = asked(executor, 0 if executor is None else WORKERS)  # they start
-        for call in (partial(convert, file_bytes=1 << 16), verify):  # and import what these need
+        idle = asked(executor, 0 if executor is None else WORKERS)  # starts the workers
+        for call in (partial(convert, file_bytes=1 << 16), verify):  # and imports what these need
             call(folder / LITTLE)
         shutil.rmtree(folder / "to")
         started = time.perf_counter()
@@ -217,7 +219,7 @@ def drive(name: str, folder: Path, sizes: list[str]) -> dict[str, Any]:
 
 
 def driven(name: str, folder: Path, sizes: list[str]) -> dict[str, Any] | None:
-    """`drive` in a new process; None where the engine is not installed."""
+    """Call `drive` in a new process. Returns None if the engine is not installed."""
     if importlib.util.find_spec(MODULES[name]) is None:
         return None
     out = folder / "found.json"
@@ -234,7 +236,7 @@ def driven(name: str, folder: Path, sizes: list[str]) -> dict[str, Any] | None:
 
 
 def simulated_s(tasks_s: Iterable[float], workers: int, each_s: float) -> float:
-    """When the last of the tasks ends, each given to the first worker that is free, one after another."""
+    """Return when the last task ends, if each is assigned in order to the first free worker."""
     free, now = [0.0] * workers, 0.0
     for seconds in tasks_s:
         now = max(now + each_s, free[0])
@@ -243,7 +245,8 @@ def simulated_s(tasks_s: Iterable[float], workers: int, each_s: float) -> float:
 
 
 def save_all(folder: Path, *, quick: bool) -> list[str]:
-    """Checkpoints of tensors of 64 MiB, and a little one; the names of the former, which say their sizes."""
+    """Save checkpoints of tensors of 64 MiB, and a small one. Return the names of the former, which contain their
+    sizes."""
     reshard.save({f"w{i}": torch.ones(1 << 14) for i in range(32)}, folder / LITTLE)
     names, part = [], torch.randn(16 << 20)
     for count in (1, 4) if quick else (16, 64):
@@ -253,7 +256,7 @@ def save_all(folder: Path, *, quick: bool) -> list[str]:
 
 
 def measure(parent: str | None, *, quick: bool) -> dict[str, dict[str, Any] | None]:
-    """What `drive` found for each engine, by its name."""
+    """Return the results of `drive` by engine."""
     folder = Path(tempfile.mkdtemp(prefix="reshard-engines-", dir=parent))
     try:
         sizes = save_all(folder, quick=quick)
@@ -263,7 +266,7 @@ def measure(parent: str | None, *, quick: bool) -> dict[str, dict[str, Any] | No
 
 
 def rows(found: dict[str, Any]) -> Iterator[Row]:
-    """Ours is one process, and peers are the engines."""
+    """Yield the rows. Ours is one process, and the peers are the engines."""
     figures = {name: one["figures"] if one else None for name, one in found.items()}
     for workers in MACHINES:
         for name, theirs in figures.items():

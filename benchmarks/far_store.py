@@ -1,11 +1,11 @@
-"""An object store that is far away: files of a folder by S3's protocol, with a latency and a bandwidth.
+"""A distant object store: the files of a folder by S3's protocol, with a latency and a bandwidth.
 
     with serving(folder, latency_s=0.02, bytes_per_s=40e6) as store:
         ...  # s3://bucket/... at store.url; or store.url + "/bucket/..." by plain HTTP
 
-It can be read only: GET with or without a range, HEAD, and ListObjectsV2. Each request waits for `latency_s` before the
-first byte of its answer, and each connection gets `bytes_per_s`, as single connections to real stores do. The server is
-a process of its own. It counts what it was asked for.
+It is read-only: GET with or without a range, HEAD, and ListObjectsV2. Each request waits for `latency_s` before the
+first byte of its response, and each connection has the bandwidth `bytes_per_s`, as single connections to real stores
+do. The server is a separate process. It counts requests.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ __all__ = ["Asked", "FarStore", "serving"]
 BUCKET = "bucket"
 _TALLY = "/-/tally"
 _PIECE_BYTES = 64 << 10
-"""So much is sent at once; the pace is held between."""
+"""Bytes that are sent at once. The pace is kept between pieces."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the server was asked for so far."""
+    """The requests to the server so far."""
 
     requests: tuple[str, ...]
-    """In the order of their coming, each as "GET name [first, last]", "HEAD name" or "LIST prefix"."""
+    """In order of arrival: "GET name [first, last]", "HEAD name", or "LIST prefix"."""
     nbytes: int
-    """Of objects, sent."""
+    """Bytes of objects that were sent."""
 
     def since(self, before: Asked) -> Asked:
-        """What was asked after that."""
+        """Return the requests since an earlier state."""
         return Asked(self.requests[len(before.requests) :], self.nbytes - before.nbytes)
 
 
 @dataclass(frozen=True)
 class FarStore:
-    """A server that runs."""
+    """A running server."""
 
     url: str
 
     @property
     def environ(self) -> dict[str, str]:
-        """What clients of S3 find it by."""
+        """Environment variables by which S3 clients find the server."""
         return {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ALLOW_HTTP": "true",
@@ -69,7 +69,7 @@ class FarStore:
         }
 
     def asked(self) -> Asked:
-        """Up to now; asking this takes no latency, and does not count."""
+        """The requests so far. This call has no latency, and is not counted."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(self.url + _TALLY, timeout=60) as answer:
             found = json.load(answer)
@@ -85,7 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: what was asked is counted."""
+        """Log nothing: requests are counted."""
 
     def do_HEAD(self) -> None:
         self._object(body=False)
@@ -197,7 +197,7 @@ def _serve(folder: str, latency_s: float, bytes_per_s: float, ready: Any) -> Non
 
 @contextmanager
 def serving(folder: str, *, latency_s: float, bytes_per_s: float) -> Iterator[FarStore]:
-    """A server of the files in `folder`, now and later, until the end of the context."""
+    """Serve the current and later files in `folder` until the end of the block."""
     context = get_context("spawn")
     ready = context.SimpleQueue()
     process = context.Process(target=_serve, args=(folder, latency_s, bytes_per_s, ready), daemon=True)

@@ -1,10 +1,10 @@
-"""How fast fingerprints are taken: `python -m benchmarks.fingerprint [--quick]`.
+"""The speed of fingerprints: `python -m benchmarks.fingerprint [--quick]`.
 
-The milliseconds for 256 MiB (32 with `--quick`) on one core of the host, in several dtypes and shapes, the usual ones
-first, and for the first tensor of a shape, of which no numbers are at hand. The peer is a SHA-256 of the same bytes,
-which says nothing of parts and layouts. The floor is a copy of them. Then a tensor that is not worth its bytes, such as
-a norm's weight, alone and among many. Where the compiled kernel is installed, each has a row with it and one without.
-With `--cuda`, the same on a device, beside its copy bandwidth.
+Milliseconds for 256 MiB (32 with `--quick`) on one CPU core, for several dtypes and shapes, the usual ones first, and
+for the first tensor of a shape, whose keys are not cached. The peer is a SHA-256 of the same bytes, which is not
+independent of the layout. The floor is a copy of them. Then small tensors, such as a norm's weight, alone and among
+many. If the compiled kernel is installed, each has a row with it and one without. With `--cuda`, the same on a
+device, compared with its copy bandwidth.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FIRST_CASE = "bfloat16, rows of 4096"
 
 
 def best_s(run: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """The shortest of some runs, in seconds, after one to warm up."""
+    """Return the seconds of the fastest of some runs, after a warm-up."""
     times = []
     for _ in range(repeats + 1):
         _wait(device)
@@ -45,7 +45,7 @@ def _wait(device: torch.device) -> None:
 
 
 def cases(nbytes: int, device: torch.device) -> list[tuple[str, torch.Tensor, list[list[tuple[int, int]]] | None]]:
-    """(name, tensor, positions): the targets first, then what is harder."""
+    """Return (name, tensor, positions): the targets first, then harder cases."""
     words = torch.randint(-(2**62), 2**62, (nbytes // 8,), dtype=torch.int64, device=device)
     bf16, f32, u8 = words.view(torch.bfloat16), words.view(torch.float32), words.view(torch.uint8)
     n = bf16.numel()
@@ -68,7 +68,7 @@ def cases(nbytes: int, device: torch.device) -> list[tuple[str, torch.Tensor, li
 
 
 def first_time_s(tensor: torch.Tensor) -> float:
-    """The same for a process that has no numbers at hand: keys are made anew."""
+    """Return the seconds for a process without cached keys."""
     fingerprint_arithmetic._kept.clear()
     start = time.perf_counter()
     partial(tensor, key=Key(str(start).encode()))
@@ -77,7 +77,7 @@ def first_time_s(tensor: torch.Tensor) -> float:
 
 
 def rows(nbytes: int, repeats: int, device: torch.device) -> Iterator[Row]:
-    """A row for each case, and those of small tensors."""
+    """Yield a row for each case, and those of small tensors."""
     memory = torch.randint(-(2**62), 2**62, (nbytes // 8,), dtype=torch.int64, device=device)
     target = torch.empty_like(memory)
     name = "" if device.type == "cpu" else f"{device.type}, "

@@ -1,9 +1,9 @@
-"""The first calls of a process, beside torch's: `python -m benchmarks.first_calls [--quick]`.
+"""The first calls of a process, compared with torch's: `python -m benchmarks.first_calls [--quick]`.
 
-A process of its own for each: it imports torch, makes a state of 50 MB (parameters in bfloat16 and both moments of
-each, some hundred tensors), and then imports us, or DCP, and saves or loads once. The CPU time and the seconds of
-the import and of the call together, with the bytecode of all modules cached, and of the import alone without any. The
-floor is the second such call of ours in the same process: what lies above it is paid once.
+Each runs in a new process, which imports torch, creates a state of 50 MB (bfloat16 parameters and both moments of
+each, some hundred tensors), then imports reshard or DCP, and saves or loads once. Measures the CPU time and the
+seconds of import and call together, with cached bytecode of all modules, and of the import alone without any. The
+floor is our second call in the same process: everything above it is paid once.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ print(json.dumps([first, second]))
 
 
 def child(who: str, what: str, path: Path, *, bytecode: bool = True) -> tuple[list[float], list[float]]:
-    """(seconds, CPU seconds) of the first call and of the second one."""
-    # one place for all bytecode, whether the environment lets any be written or not: else that of torch, which was
-    # there before, might be found, and ours not. An empty place is as after an installation that did not compile
+    """Return (seconds, CPU seconds) of the first call and of the second."""
+    # one place for all bytecode, whether or not the environment allows writing it: otherwise, torch's older bytecode
+    # might be found, and ours not. An empty place is as after an installation that compiled nothing
     place = str(path.parent / "bytecode") if bytecode else tempfile.mkdtemp(dir=path.parent)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment["PYTHONPYCACHEPREFIX"] = place
@@ -62,12 +62,12 @@ def child(who: str, what: str, path: Path, *, bytecode: bool = True) -> tuple[li
 
 
 def rows(rounds: int) -> Iterator[Row]:
-    """A row for each call by seconds and by CPU time."""
+    """Yield a row for each call, by seconds and by CPU time."""
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     try:
         for who in ("ours", "DCP"):
             for call in ("save", "load"):
-                child(who, call, folder / who)  # which write bytecode
+                child(who, call, folder / who)  # these write bytecode
         for what, call, bytecode in (
             ("import", "import", True),
             ("import, no bytecode", "import", False),

@@ -1,8 +1,8 @@
-"""What was aimed at, beside what was reached: a table that is made of the rows of the page, and never of words.
+"""Goals and results: a table that is computed from the rows of the page.
 
-A goal is a ratio, of a peer or of the floor to us, in the same rounds. It is reached in every round, in the median, or
-not; why not, the sections of the page say. Where `benchmarks.limits` measured the bare passes over the bytes, the most
-that can be reached stands beside it.
+A goal is the ratio of a peer, or of the floor, to ours, in the same rounds. It is reached in every round, in the
+median, or not. The sections of the page say why not. If `benchmarks.limits` measured the bare passes over the bytes,
+the table also shows the best ratio that can be reached.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ HEADER = ("table", "row", "against", "wanted", "median", "lowest round", "reache
 
 @dataclass(frozen=True)
 class Goal:
-    """That in a row of the page something is at least so many times ours."""
+    """That something in a row of the page is at least `wanted` times ours."""
 
     section: str
     what: str
-    """The row; with a star at its end all rows that begin so and have the contestant, of which the worst is told."""
+    """The row. With a star at its end: all rows that begin so and have the contestant. The worst is reported."""
     unit: str
     against: str
-    """A peer, "floor", or "limit": then `wanted` is the most that ours may be, in the row's own unit."""
+    """A peer, "floor", or "limit". With "limit", `wanted` is an upper bound for ours, in the row's unit."""
     wanted: float
     may_lack: bool = False
-    """Whether the row is there only if an extra is installed."""
+    """Whether the row only exists if an extra is installed."""
     limit: str = ""
     """The row of `benchmarks.limits`, if there is one, with the passes that no implementation can omit."""
 
     def ratios(self, row: Row) -> tuple[float, ...]:
-        """Of each round; where there is a limit, ours. Empty if the row lacks the contestant."""
+        """Return the ratio of each round, or ours if there is a limit. Empty if the row lacks the contestant."""
         if self.against == "limit":
             return row.ours
         others = row.floor if self.against == "floor" else row.peers.get(self.against, ())
         return tuple(other / ours for other, ours in zip(others, row.ours))
 
     def cells(self, rows: Sequence[Row]) -> tuple[str, ...]:
-        """As in `HEADER`. Raises ValueError if there is no such row."""
+        """Return the cells for `HEADER`. Raises ValueError if there is no such row."""
         found = self.rows(rows)
         worst = max if self.against == "limit" else min
         if not found:
@@ -60,7 +60,7 @@ class Goal:
         return self.section, name, against, wanted, f"{middle:.2g}", f"{worst(ratios):.2g}", self._verdict(ratios), most
 
     def rows(self, rows: Iterable[Row]) -> list[tuple[Row, tuple[float, ...]]]:
-        """Those that it is about, each with its ratios."""
+        """Return the rows of this goal, each with its ratios."""
         return [(row, ratios) for row in rows if self._names(row) and (ratios := self.ratios(row))]
 
     def _names(self, row: Row) -> bool:
@@ -124,11 +124,11 @@ GOALS = (
     Goal("convert_large", "*", "s", "floor", 0.8),
     Goal("drop_in", "*", _CPU, "torch", 1),
 )
-"""What this project aims at."""
+"""This project's goals."""
 
 
 def table(rows: Sequence[Row], goals: Iterable[Goal] = GOALS) -> str:
-    """All goals of measured tables, in Markdown. Raises ValueError if a goal names a row that is not there."""
+    """Return a Markdown table of all goals for measured tables. Raises ValueError if a goal names an unknown row."""
     measured = {row.section for row in rows}
     asked = [goal for goal in goals if goal.section in measured and not (goal.may_lack and not goal.rows(rows))]
     found = [goal.cells(rows) for goal in asked]

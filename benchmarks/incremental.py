@@ -1,9 +1,9 @@
-"""Saves that write what changed, beside whole ones: `python -m benchmarks.incremental [--quick]`.
+"""Incremental saves compared with full ones: `python -m benchmarks.incremental [--quick]`.
 
-Three trainings: AdamW over everything, where nothing can be gained; LoRA on a frozen base; experts with AdamW, of which
-a third got no token. Each state is saved with `base="auto"` (ours) and without (the peer), one step apart: the second
-saves are compared, now the one first and now the other. One process, tmpfs where there is one. What is read back must
-be right.
+Three trainings: AdamW on all parameters, where nothing can be gained; LoRA on a frozen base; and experts with AdamW,
+of which a third received no token. Each state is saved with `base="auto"` (ours) and without (the peer), one step
+apart. The second saves are compared, in alternating order. One process, on tmpfs if there is one. What is read back
+is checked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ State = dict[str, torch.Tensor]
 
 
 def adamw(mega: int) -> tuple[State, Callable[[State], None]]:
-    """Parameters and both moments, all of which every step changes."""
+    """Return parameters and both moments, all of which change in every step."""
     names = [f"{kind}.{i}" for kind in ("model", "exp_avg", "exp_avg_sq") for i in range(8)]
     state = {name: torch.randn(mega << 15, 4) for name in names}
 
@@ -37,7 +37,7 @@ def adamw(mega: int) -> tuple[State, Callable[[State], None]]:
 
 
 def lora(mega: int) -> tuple[State, Callable[[State], None]]:
-    """A frozen base and adapters of a hundredth of it, with their moments."""
+    """Return a frozen base, adapters of a hundredth of its size, and their moments."""
     state = {f"base.{i}": torch.randn(mega << 17, 4).bfloat16() for i in range(12)}
     state |= {f"{kind}.{i}": torch.randn(mega << 10, 4) for kind in ("lora", "exp_avg", "exp_avg_sq") for i in range(4)}
 
@@ -50,7 +50,7 @@ def lora(mega: int) -> tuple[State, Callable[[State], None]]:
 
 
 def experts(mega: int) -> tuple[State, Callable[[State], None]]:
-    """Stacked experts with both moments; of twelve, four are as they were."""
+    """Return stacked experts with both moments. Four of twelve do not change."""
     state = {
         f"{kind}.{i}": torch.randn(12, mega << 12, 16) for kind in ("w", "exp_avg", "exp_avg_sq") for i in range(4)
     }
@@ -65,7 +65,8 @@ def experts(mega: int) -> tuple[State, Callable[[State], None]]:
 def compare(
     make: Callable[[int], tuple[State, Callable[[State], None]]], mega: int, folder: Path, *, turned: bool
 ) -> tuple[float, ...]:
-    """Bytes written and CPU seconds of the second save, whole and on a base, which is first if `turned`."""
+    """Return the bytes written and CPU seconds of the second save, full and incremental. If `turned`, the incremental
+    one is first."""
     state, step = make(mega)
     whole, based = folder / "whole", folder / "based"
     reshard.save(state, whole / "step-1")
@@ -85,7 +86,7 @@ def compare(
 
 
 def rows(mega: int, repeats: int) -> Iterator[Row]:
-    """`mega`: how large the states are."""
+    """Yield the rows. `mega`: size of the states."""
     where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     for make, what in ((adamw, "AdamW over everything"), (lora, "LoRA"), (experts, "a third of experts idle")):
         with tempfile.TemporaryDirectory(dir=where) as folder:

@@ -1,4 +1,4 @@
-"""With the compiled kernel and without: all figures are without it, but for those of rows that name it."""
+"""Turns the compiled kernel on or off. Rows are measured without it, unless they name it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from reshard.live.compiled_kernel import kernel
 __all__ = ["NAMED", "compiled_kernel", "is_installed"]
 
 NAMED = ", compiled kernel"
-"""Behind the name of such a row."""
+"""Suffix of the names of rows with the kernel."""
 _SWITCH = "RESHARD_KERNELS"
 
 
 @contextmanager
 def compiled_kernel(wanted: bool = True) -> Iterator[None]:
-    """This process uses the kernel meanwhile, if it is installed, or does not."""
+    """Use the kernel within the block, if it is installed and wanted."""
     before = os.environ.get(_SWITCH)
     os.environ[_SWITCH] = "1" if wanted else "0"
     kernel.cache_clear()
@@ -31,6 +31,6 @@ def compiled_kernel(wanted: bool = True) -> Iterator[None]:
 
 
 def is_installed() -> bool:
-    """Whether there is one that works."""
+    """Return True if the kernel is installed and works."""
     with compiled_kernel():
         return kernel() is not None

@@ -1,20 +1,20 @@
-"""The most that goals can reach: bare passes over bytes, beside what the goal compares with.
+"""The best that goals can reach: bare passes over bytes, compared with the same peers and floors.
 
     python -m benchmarks.limits [--quick] [--folder /dev/shm]
 
-Each row does the passes that a call cannot omit, and nothing else: no plan, no messages, no metadata.
-What a goal compares with runs in the same rounds, so peer / ours, or floor / ours, is a ratio that no code around these
-passes can exceed. CPU time, and for conversions seconds too.
+Each row makes the passes that a call cannot omit, and nothing else: no plan, no messages, no metadata. The peer or
+floor runs in the same rounds, so no code around these passes can exceed the ratio peer / ours or floor / ours. Rows
+are CPU time, and for conversions also seconds.
 
-- A load of the same layout that checks first hashes a mapped file and copies from it. One that checks during the
-  load reads each block and hashes it. The floor reads only; the peer is torch's load.
+- A load of the same layout that checks first hashes a mapped file, and copies from it. One that checks during the
+  load reads each block and hashes it. The floor only reads. The peer is torch's load.
 - A load of copies hashes a rank's share of the files, and then each rank copies all of them.
-- Of a load of columns, only the compiled loop counts, which reads, hashes, copies, and waits for other ranks. The floor
-  is that of the table of loads: one read, one hash, and one strided copy, by ranks that do not share what they read.
-- A save hashes and writes each block. By default it computes fingerprints, too, by numpy or by the compiled kernel. The
-  floor writes only; the peer is torch's save.
-- A conversion reads pieces in one thread, with their CRC-32, and writes them in another. Columns take a second
-  CRC-32, of the new file. The peer is torch's conversion.
+- For a load of columns, only the compiled loop counts, which reads, hashes, copies, and waits for other ranks. The
+  floor is that of the table of loads: one read, one hash, and one strided copy, by ranks that do not share reads.
+- A save hashes and writes each block. By default, it also computes fingerprints, by numpy or by the compiled kernel.
+  The floor only writes. The peer is torch's save.
+- A conversion reads pieces in one thread, with their CRC-32, and writes them in another. For columns, it computes a
+  second CRC-32, that of the new file. The peer is torch's conversion.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ warnings.filterwarnings("ignore")
 
 ROUNDS = 3
 BLOCK, WRITE, PIECE = 64 << 10, 512 << 10, 2 << 20
-"""Bytes of a block of checksums, of a write of a save, and of a piece of a conversion."""
+"""Sizes in bytes: a block of checksums, a write of a save, and a piece of a conversion."""
 LOADS_LIMITED = {
     "rows by 4 to columns by 8": "the compiled loop",
     "rows by 4 to columns by 4": "the compiled loop",
@@ -72,14 +72,14 @@ Array = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 def hashed(data: Any) -> None:
-    """By blocks, as checksums are kept."""
+    """Hash the blocks of `data`, as for checksums."""
     view = memoryview(data)
     for start in range(0, len(view), BLOCK):
         xxhash.xxh3_64_intdigest(view[start : start + BLOCK])
 
 
 def read(path: Path, target: Array, *, hashes: bool = False) -> None:
-    """The file into memory, with a hash of each piece while it is in the cache or without."""
+    """Read the file into memory. With `hashes`, hash each piece while it is in a cache."""
     with open(path, "rb", buffering=0) as file:
         for start in range(0, len(target), 1 << 20):
             file.readinto(memoryview(target[start : start + (1 << 20)]))
@@ -88,7 +88,7 @@ def read(path: Path, target: Array, *, hashes: bool = False) -> None:
 
 
 def hash_and_copy(path: Path, target: Array, *, hashes: bool = True) -> None:
-    """The mapped file into memory, once all of it was hashed, or without."""
+    """Copy the mapped file into memory. With `hashes`, hash all of it first."""
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         with suppress(OSError):  # Linux before 5.14
             mapped.madvise(_MADV_POPULATE_READ)
@@ -102,24 +102,24 @@ def hash_and_copy(path: Path, target: Array, *, hashes: bool = True) -> None:
 
 
 def write(path: Path, source: Array, *, hashes: bool = False) -> None:
-    """Memory into a new file."""
+    """Write memory into a new file."""
     with open(path, "wb", buffering=0) as file:
         for start in range(0, len(source), WRITE):
             piece = source[start : start + WRITE]
             file.write(memoryview(piece))
             if hashes:
-                hashed(piece)  # from a cache
+                hashed(piece)  # while it is in a cache
         os.fsync(file.fileno())
 
 
 def write_with_fingerprints(path: Path, source: Array, state: Mapping[str, torch.Tensor]) -> None:
-    """What a save does by default."""
+    """Write and compute fingerprints, as saves do by default."""
     partials((tensor, None, None) for tensor in state.values())
     write(path, source, hashes=True)
 
 
 def passes_of_rank(folder: str, shape: tuple[int, ...], count: int, rows: int) -> Any:
-    """Seconds and CPU time of this rank, by round and pass, over what it holds of square tensors."""
+    """Return this rank's seconds and CPU time, by round and pass, for its shards of square tensors."""
     state, here = make(shape, [Shard(0)], count, rows, seed=1), Path(folder, str(dist.get_rank()))
     other = make(shape, [Shard(0)], count, rows, seed=None)
     mine = {name: tensor.to_local() for name, tensor in state.items()}
@@ -141,7 +141,7 @@ def passes_of_rank(folder: str, shape: tuple[int, ...], count: int, rows: int) -
     def took(name: str) -> tuple[float, float]:
         seconds, cpu, _ = measured(passes[name])
         new.unlink(missing_ok=True)
-        if dist.get_rank() == 0 and name != "DCP":  # what it saved is loaded next
+        if dist.get_rank() == 0 and name != "DCP":  # its checkpoint is loaded next
             shutil.rmtree(f"{folder}/dcp", ignore_errors=True)
         return seconds, cpu
 
@@ -151,11 +151,11 @@ def passes_of_rank(folder: str, shape: tuple[int, ...], count: int, rows: int) -
         if is_installed():
             with compiled_kernel():
                 found[-1][f"default{NAMED}"] = took("default")
-    return found[1:]  # the first round warmed the imports
+    return found[1:]  # the first round warmed up the imports
 
 
 def loads_and_saves(folder: Path, size: tuple[int, int]) -> Iterator[Row]:
-    """Of the ranks that the tables of loads and saves have."""
+    """Yield passes for the ranks of the tables of loads and saves."""
     for case, (world, shape, _) in list(SAVES.items())[:3]:
         here = folder / str(world)
         here.mkdir()
@@ -170,7 +170,7 @@ def loads_and_saves(folder: Path, size: tuple[int, int]) -> Iterator[Row]:
 
 
 def passes_of_load(folder: str, shape: tuple[int, ...], placements: list[Placement], count: int, rows: int) -> Any:
-    """Seconds and CPU time of this rank, by round and pass, of a load of other shards than were saved."""
+    """Return this rank's seconds and CPU time, by round and pass, for a load of other shards than were saved."""
     ours, theirs = (make(shape, placements, count, rows, seed=None) for _ in range(2))
     files = sorted(Path(folder, "reshard").glob("data-*/*.safetensors"))
     nbytes = sum(tensor.to_local().nbytes for tensor in ours.values())
@@ -202,7 +202,7 @@ def passes_of_load(folder: str, shape: tuple[int, ...], placements: list[Placeme
 
 
 def loads(folder: Path, size: tuple[int, int]) -> Iterator[Row]:
-    """Of loads into other layouts, by the names that these have in the table of loads."""
+    """Yield passes of loads to other layouts, by their names in the table of loads."""
     for case, what in LOADS_LIMITED.items():
         world, saved_shape, saved, shape, placements = LOADS[case]
         here = folder / case
@@ -216,7 +216,7 @@ def loads(folder: Path, size: tuple[int, int]) -> Iterator[Row]:
 
 
 def bare_conversion(sources: list[Path], target: Path, sums: int, crc32: Callable[[Any], int]) -> dict[str, float]:
-    """All bytes of some files into one, with so many CRC-32s of each piece: seconds and CPU time."""
+    """Copy the bytes of some files into one, with `sums` CRC-32s of each piece. Return seconds and CPU time."""
     start, cpu = time.perf_counter(), time.process_time()
     buffers = [bytearray(PIECE) for _ in range(3)]
 
@@ -243,7 +243,7 @@ def bare_conversion(sources: list[Path], target: Path, sums: int, crc32: Callabl
 
 
 def conversions(folder: Path, size: tuple[int, int]) -> Iterator[Row]:
-    """Of a checkpoint that torch saved on four ranks."""
+    """Yield passes of converting a checkpoint that torch saved on four ranks."""
     for sums, (what, dim) in enumerate(CASES.items(), 1):
         saved, out = folder / f"saved{dim}", folder / "out.pt"
         run(save_for_convert, 4, str(saved), *size, dim)
@@ -261,7 +261,7 @@ def conversions(folder: Path, size: tuple[int, int]) -> Iterator[Row]:
 
 
 def rows(folder: str, size: tuple[int, int]) -> Iterator[Row]:
-    """All of them, of so many square tensors of so many rows."""
+    """Yield all rows. `size`: number of square tensors, and their rows."""
     here = Path(tempfile.mkdtemp(dir=folder))
     try:
         yield from loads_and_saves(here, size)

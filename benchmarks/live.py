@@ -1,8 +1,8 @@
-"""Live resharding beside what one would do without it: `python -m benchmarks.live`.
+"""Live resharding compared with alternatives: `python -m benchmarks.live`.
 
-At 8 gloo processes, at most 4 MiB in flight: against gathering each tensor and slicing it, and against
-`DTensor.redistribute` where it applies; CPU time is that of all ranks together, for memory the rank counts that
-needs most. At scale, by planning alone (`--scale` prints more of it): a trillion parameters from 256 trainers to 128
+On 8 gloo processes, with at most 4 MiB in flight: compared with gathering each tensor and slicing it, and with
+`DTensor.redistribute` where it applies. CPU time is that of all ranks together, and memory that of the rank that
+needs most. At scale, only plans (`--scale` prints more about them): a trillion parameters from 256 trainers to 128
 inference ranks.
 """
 
@@ -45,7 +45,7 @@ from planners.plans.relay import bytes_between, rank_groups
 WORLD = 8
 BUDGET_BYTES = 4 << 20
 NIC_BYTES_PER_S = 50e9
-"""400 Gbit/s for each rank."""
+"""400 Gbit/s per rank."""
 Place = tuple[tuple[int, ...], list[Placement]]
 CASES: dict[str, tuple[Place, Place]] = {
     "one axis: S(0) -> S(1)": (((8,), [Shard(0)]), ((8,), [Shard(1)])),
@@ -59,7 +59,7 @@ CASES: dict[str, tuple[Place, Place]] = {
 
 
 def make(place: Place, count: int, rows: int, *, fill: bool) -> dict[str, DTensor]:
-    """`count` square bf16 tensors; element (i, j) of each is known everywhere."""
+    """Return `count` square bf16 tensors, whose element (i, j) is known on all ranks."""
     shape, placements = place
     mesh = init_device_mesh("cpu", shape)
     out = {}
@@ -80,10 +80,10 @@ def make(place: Place, count: int, rows: int, *, fill: bool) -> dict[str, DTenso
 
 
 def peak_bytes(fn: Callable[[], Any]) -> int:
-    """By how much the memory of this process rises above what it was, at most, while `fn` runs."""
+    """Return by how much the peak of this process's memory while `fn` runs exceeds its start, in bytes."""
     gc.collect()
     with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the highest resident size starts anew
+        file.write("5")  # resets the peak of the resident size
     before = _status("VmRSS")
     fn()
     return _status("VmHWM") - before
@@ -95,7 +95,7 @@ def _status(name: str) -> int:
 
 
 def gather_and_slice(source: dict[str, DTensor], target: dict[str, DTensor]) -> None:
-    """What one writes by hand: tensor by tensor, all of it on every rank, and then the part that is wanted."""
+    """Reshard as one would by hand: gather each tensor on every rank, then slice it."""
     for key, tensor in source.items():
         whole = tensor.full_tensor()
         wanted = target[key]
@@ -104,21 +104,21 @@ def gather_and_slice(source: dict[str, DTensor], target: dict[str, DTensor]) -> 
 
 
 def torch_redistribute(source: dict[str, DTensor], target: dict[str, DTensor]) -> None:
-    """DTensor's own, tensor by tensor; its results are new tensors."""
+    """Reshard each DTensor by its own method. The results are new tensors."""
     for key, tensor in source.items():
         tensor.redistribute(placements=target[key].placements)
 
 
 def case(name: str, count: int, rows: int, repeats: int) -> dict[str, Any]:
-    """One case on this rank: by way the seconds and CPU seconds of each round, and memory in bytes."""
+    """Run one case on this rank. Return, by way, the seconds and CPU seconds of each round, and memory in bytes."""
     before, after = CASES[name]
     source = make(before, count, rows, fill=True)
     target, known = make(after, count, rows, fill=False), make(after, count, rows, fill=True)
     options: dict[str, Any] = {"max_inflight_bytes": BUDGET_BYTES, "check_replicas": False}
-    reshard.redistribute(source, target, **options)  # connections of all pairs, and imports
+    reshard.redistribute(source, target, **options)  # warms up connections of all pairs, and imports
     for tensor in target.values():
         tensor.to_local().zero_()
-    prepared._cache.clear()  # so that the next one plans
+    prepared._cache.clear()  # so that the next one plans again
     planning, plan = timed(lambda: reshard.prepare(source, target, **options))
     moving, moved = timed(plan.run)
     assert all(
@@ -133,13 +133,13 @@ def case(name: str, count: int, rows: int, repeats: int) -> dict[str, Any]:
     out: dict[str, Any] = {name: [run[name] for run in rounds] for name in ways}
     del plan, ways
     rise = peak_bytes(lambda: timed(lambda: reshard.redistribute(source, target, **options)))
-    peaks = {"ours": max(rise, moved.buffer_bytes)}  # buffers may lie in memory that was there before
+    peaks = {"ours": max(rise, moved.buffer_bytes)}  # buffers may be in memory that existed before
     peaks["gather"] = peak_bytes(lambda: timed(lambda: gather_and_slice(source, target)))
     return {"rounds": out, "peaks": peaks, "first": planning + moving}
 
 
 def rows(count: int, size: int, repeats: int, names: list[str]) -> Iterator[Row]:
-    """Of the cases with these names, with `count` tensors of `size` squared."""
+    """Yield the rows of the cases with these names, for `count` square tensors of `size` rows."""
     for name in names:
         ranks = run(case, WORLD, name, count, size, repeats)
         for i, (unit, over_ranks) in enumerate((("s", max), ("CPU s", sum))):
@@ -153,11 +153,12 @@ def rows(count: int, size: int, repeats: int, names: list[str]) -> Iterator[Row]
         yield Row("live", f"{name}, memory", "MiB", peaks.pop("ours"), peaks)
 
 
-# --- at scale, by planning only ---
+# Plans at scale.
 
 
 def trillion() -> dict[str, TensorSpec]:
-    """A mixture-of-experts model of a trillion parameters: 61 layers, 384 experts, hidden 7168, experts 2048 wide."""
+    """Return the specs of a trillion-parameter mixture of experts: 61 layers, 384 experts, hidden 7168, experts 2048
+    wide."""
     hidden, inner, heads, experts, layers = 7168, 2048, 64, 384, 61
     rows: dict[str, tuple[int, ...]] = {"embed": (163840, hidden), "head": (163840, hidden), "norm": (hidden,)}
     for i in range(layers):
@@ -170,14 +171,15 @@ def trillion() -> dict[str, TensorSpec]:
 
 
 def trainer(spec: TensorSpec) -> TensorLayout:
-    """256 ranks: experts over 32 and FSDP over 8 within; everything else FSDP over all."""
+    """Return a layout on 256 ranks: experts over 32, with FSDP over 8 in each; everything else with FSDP over all."""
     if ".experts." in spec.fqn:
         return TensorLayout(spec, Mesh({"ep": 32, "fsdp": 8}), [S(0), S(1)])
     return TensorLayout(spec, Mesh({"fsdp": 256}), [S(0)])
 
 
 def engine(spec: TensorSpec) -> TensorLayout:
-    """128 other ranks: 4 replicas of 32; experts over 32, attention and head TP 8, norms everywhere."""
+    """Return a layout on 128 other ranks: 4 replicas of 32; experts over 32, attention and head TP 8, norms
+    replicated."""
     mesh = Mesh({"replica": 4, "dp": 4, "tp": 8}, range(256, 384))
     if ".experts." in spec.fqn:
         return TensorLayout(spec, mesh, [R(), S(0), S(0)])
@@ -194,7 +196,7 @@ Steps = tuple[TransferPlan, ...]
 
 
 def ways_of_a_trillion() -> dict[str, Callable[[], Steps]]:
-    """From 256 trainers to 128 inference ranks, by how the four replicas get theirs."""
+    """Return plans from 256 trainers to 128 inference ranks, by how the four replicas get their tensors."""
     specs = trillion()
     before = StateLayout({fqn: trainer(spec) for fqn, spec in specs.items()}, 384)
     after = StateLayout({fqn: engine(spec) for fqn, spec in specs.items()}, 384)
@@ -205,7 +207,7 @@ def ways_of_a_trillion() -> dict[str, Callable[[], Steps]]:
 
 
 def rows_at_scale() -> Iterator[Row]:
-    """CPU time of planning, for all ranks; once."""
+    """Yield the CPU time of planning for all ranks, once."""
     for how, make_steps in ways_of_a_trillion().items():
         begun = time.process_time()
         steps = make_steps()
@@ -220,7 +222,7 @@ def rows_at_scale() -> Iterator[Row]:
 
 
 def print_scale() -> None:
-    """What these plans carry, and what the network that is described allows."""
+    """Print what these plans send, and what a described network allows."""
     specs = trillion()
     parameters = sum(spec.numel for spec in specs.values())
     print(f"{parameters / 1e12:.2f}T parameters in {len(specs)} bf16 tensors, 256 trainers -> 128 inference ranks")

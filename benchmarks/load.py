@@ -1,14 +1,16 @@
-"""Loading against torch.distributed.checkpoint: each from its own checkpoint of the same tensors, in one process tree.
+"""Loading compared with DCP: each loads its own checkpoint of the same tensors, in the same processes.
 
     python -m benchmarks.load [--quick] [--folder /dev/shm] [--case TEXT] [--size 4096] [--unchecked]
 
-Of both, and of a raw copy of as many bytes from the same files into the same memory: the seconds until the last rank is
-done, and the CPU time of all ranks together, which depends less on what else the machine does. For columns the
-floor is not the raw copy but what cannot be omitted: one read, one hash and one strided copy of each byte. Then the
-bytes read for each byte needed. What the peer reads is counted by the kernel; we read through mappings, too, which the
-kernel does not count, so ours is the larger of what the load reports and what the kernel counted. Where the compiled
-kernel is installed, there is a row with it, of the same rounds. For the same layout there are rows that compare each
-block right after it was read into its target, too (`check="during"`).
+Measures both, and a raw copy of the same number of bytes from the same files to the same memory: the seconds until
+the last rank is done, and the CPU time of all ranks together, which depends less on other load of the machine. For
+columns, the floor is not a raw copy but what cannot be omitted: one read, one hash, and one strided copy of each
+byte.
+
+Also reports bytes read per byte needed. The kernel counts the peer's reads. It does not count reads through mappings,
+so ours is the larger of the load's report and the kernel's count. If the compiled kernel is installed, there is a row
+with it, from the same rounds. For the same layout, there are also rows with `check="during"`, which compare each
+block right after it was read into its target.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ warnings.filterwarnings("ignore")
 
 ROUNDS = 4
 DURING = ", check during"
-"""Behind the name of a row of loads that compare what is in its target already."""
+"""Suffix of rows of loads that compare data in its target."""
 
 CASES: dict[str, tuple[int, tuple[int, ...], list[Placement], tuple[int, ...], list[Placement]]] = {
     # name: (processes, mesh and placements of the save, mesh and placements of the load)
@@ -59,7 +61,7 @@ CASES: dict[str, tuple[int, tuple[int, ...], list[Placement], tuple[int, ...], l
 def make(
     shape: tuple[int, ...], placements: list[Placement], count: int, rows: int, seed: int | None
 ) -> dict[str, Any]:
-    """`count` square bf16 tensors placed over the first ranks; random if there is a seed, else zeros."""
+    """Return `count` square bf16 tensors on the first ranks: random with a seed, otherwise zeros."""
     mesh = init_device_mesh("cpu", shape)
     out = {}
     for i in range(count):
@@ -85,12 +87,12 @@ def save(folder: str, shape: tuple[int, ...], placements: list[Placement], count
 def load(
     folder: str, shape: tuple[int, ...], placements: list[Placement], count: int, rows: int, ours_at: str, check: bool
 ) -> dict[str, Any]:
-    """What this rank measured, round by round, and whether both loaded the same."""
+    """Return what this rank measured, round by round, and whether both loaded the same."""
     theirs, ours, raw = (make(shape, placements, count, rows, seed=None) for _ in range(3))
     for t in (*theirs.values(), *ours.values(), *raw.values()):
-        t.to_local().add_(1)  # the memory is there before the clock starts
+        t.to_local().add_(1)  # allocates the memory before the clock starts
     needed = sum(t.to_local().nbytes for t in ours.values())
-    # all files' names, this rank's own first, so that the copies of all ranks cover all files
+    # names of all files, this rank's own first, so that the copies of all ranks cover all files
     files = sorted(glob.glob(f"{folder}/reshard/data-*/*.safetensors"))
     turn = dist.get_rank() % len(files)
     files = files[turn:] + files[:turn]
@@ -121,12 +123,12 @@ def load(
     pairs = [
         (a.to_local().view(torch.int16), b.to_local().view(torch.int16)) for a, b in zip(theirs.values(), ours.values())
     ]
-    # the first round warmed the page cache and the imports of both
+    # the first round warmed up the page cache and the imports of both
     return {"rounds": rounds[1:], "read": read, "equal": all(torch.equal(a, b) for a, b in pairs)}
 
 
 def copy_raw(files: list[str], targets: list[DTensor]) -> None:
-    """Fill the targets with as many bytes from the front of the files, one after the other."""
+    """Fill the targets, one after another, with the first bytes of the files."""
     at = 0
     handles = [os.open(file, os.O_RDONLY) for file in files]
     sizes = [os.fstat(handle).st_size for handle in handles]
@@ -146,17 +148,17 @@ def copy_raw(files: list[str], targets: list[DTensor]) -> None:
 
 @functools.cache
 def place_of_columns(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Memory that is there before the clock starts, from the second round on, as the targets of a load are."""
+    """Return memory that exists before the clock starts, from the second round on, as the targets of a load do."""
     target = np.empty(nbytes, np.uint8)
     target.fill(0)
     return target
 
 
 def work_of_columns(files: list[str], nbytes: int) -> None:
-    """What every loader has to do for columns that checks what it reads, and nothing else: read this rank's share of
-    the bytes once, hash them, and copy them once as narrow columns."""
+    """Do what any loader of columns that checks its reads must do: read this rank's share of the bytes once, hash
+    them, and copy them once as narrow columns."""
     world, mib = dist.get_world_size(), 1 << 20
-    # whole pages: where a copy's ends lie a few bytes apart within their pages, it takes three times as long
+    # complete pages: a copy takes three times as long if its ends are a few bytes apart within their pages
     buffer, target = np.frombuffer(mmap.mmap(-1, mib), np.uint8), place_of_columns(64 * mib)
     rows = buffer.reshape(-1, 1024 * world) if mib % (1024 * world) == 0 else buffer.reshape(-1, 1024)
     columns = [rows[:, start : start + 1024] for start in range(0, rows.shape[1], 1024)]
@@ -173,7 +175,7 @@ def work_of_columns(files: list[str], nbytes: int) -> None:
 
 
 def rows(names: list[str], size: tuple[int, int], folder: str, ours_at: str, check: bool) -> Iterator[Row]:
-    """The rows of these cases."""
+    """Yield the rows of these cases."""
     for name in names:
         world, saved_shape, saved, wanted_shape, wanted = CASES[name]
         here = tempfile.mkdtemp(dir=folder)

@@ -1,13 +1,12 @@
-"""Where the CPU time of a load goes: what each part of it takes, of all ranks together.
+"""The CPU time of the parts of a load, of all ranks together.
 
     python -m benchmarks.load_parts [--folder /dev/shm] [--size 4096]
 
-The same cases as in `benchmarks.load`. A part is what the functions named here take, without what they call of other
-parts, by the clock of the thread that runs them; the clock itself adds some hundred nanoseconds to each call. Beside
-the parts of the bytes stands what the floor takes for the same. For columns that is one `pread`, one XXH3 and one
-strided copy of each byte. For the same layout it is what a load cannot leave out that writes nothing before all is
-checked: it hashes the mapped files, and copies from the mapping; a raw copy, which checks nothing, stands in the table
-of `benchmarks.load`.
+The cases are those of `benchmarks.load`. A part is the thread time of the functions named here, without the other
+parts that they call. The clock itself adds some hundred nanoseconds to each call. Parts that process bytes are
+compared with the floor. For columns, that is one `pread`, one XXH3, and one strided copy of each byte. For the same
+layout, it is what a load that checks everything before it writes cannot omit: it hashes the mapped files, and copies
+from the mapping. The table of `benchmarks.load` has a raw copy, which checks nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Clock:
         self._within = threading.local()
 
     def timed(self, part: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn`, whose time counts for the part, without that of other timed functions that it calls."""
+        """Return `fn`, with its time counted for the part, without other timed functions that it calls."""
 
         @functools.wraps(fn)
         def wrapper(*args: Any, **options: Any) -> Any:
@@ -83,7 +82,7 @@ class Clock:
             setattr(owner, name, classmethod(timed) if isinstance(found, classmethod) else timed)
 
     def watch_load(self) -> None:
-        """Count what a load calls."""
+        """Count the functions that a load calls."""
         from reshard.api import load as loading
         from reshard.execute import fetch as load_bytes, host_reading, work_list
         from reshard.live.compiled_kernel import kernel
@@ -109,23 +108,23 @@ class Clock:
         self.watch(COPY, load_bytes, "run_copies")
 
     def watch_floor(self) -> None:
-        """Count what `work_of_columns` calls."""
+        """Count the functions that `work_of_columns` calls."""
         from benchmarks import load
 
         class Os:
-            """What it uses of `os`, with reading counted."""
+            """The functions of `os` that the floor uses, with reads counted."""
 
             O_RDONLY, open, close, fstat = load.os.O_RDONLY, load.os.open, load.os.close, load.os.fstat
             preadv = staticmethod(self.timed(READ, load.os.preadv))
 
         class Numpy:
-            """What it uses of `numpy`, with copying counted."""
+            """The functions of `numpy` that the floor uses, with copies counted."""
 
             uint8, empty, frombuffer = np.uint8, np.empty, np.frombuffer
             copyto = staticmethod(self.timed(COPY, np.copyto))
 
         class Xxhash:
-            """What it uses of `xxhash`, counted."""
+            """The functions of `xxhash` that the floor uses, counted."""
 
             xxh3_64_intdigest = staticmethod(self.timed(HASH, xxhash.xxh3_64_intdigest))
 
@@ -137,7 +136,7 @@ def save(folder: str, shape: tuple[int, ...], placements: list[Placement], count
 
 
 def load(folder: str, shape: tuple[int, ...], placements: list[Placement], count: int, rows: int) -> Any:
-    """Seconds by part of each round, of a load and of the floor."""
+    """Return the seconds by part of each round, of a load and of the floor."""
     ours, raw = (make(shape, placements, count, rows, seed=None) for _ in range(2))
     for tensor in (*ours.values(), *raw.values()):
         tensor.to_local().add_(1)
@@ -167,7 +166,7 @@ def load(folder: str, shape: tuple[int, ...], placements: list[Placement], count
 
 
 def copy_checked(clock: Clock, files: Sequence[str], targets: Sequence[torch.Tensor]) -> None:
-    """Hash as many bytes of the files as the targets have, in a mapping, and then copy them from there."""
+    """Hash the files' first bytes in a mapping, as many as the targets have, and then copy them from it."""
     views = [target.view(torch.int16).reshape(-1).numpy().view(np.uint8) for target in targets]
     left, mapped = sum(view.nbytes for view in views), []
     hash_all, copy_all = clock.timed(HASH, hash_by_blocks), clock.timed(COPY, copy_in_turn)
@@ -182,13 +181,13 @@ def copy_checked(clock: Clock, files: Sequence[str], targets: Sequence[torch.Ten
 
 
 def hash_by_blocks(data: memoryview) -> None:
-    """As checksums are kept: for each MiB."""
+    """Hash each MiB, as for checksums."""
     for start in range(0, len(data), 1 << 20):
         xxhash.xxh3_64_intdigest(data[start : start + (1 << 20)])
 
 
 def copy_in_turn(sources: Sequence[np.ndarray[Any, Any]], targets: Sequence[np.ndarray[Any, Any]]) -> None:
-    """The bytes of the sources, one after another, into the targets, which hold as many."""
+    """Copy the bytes of the sources, one after another, into the targets, which have the same total size."""
     sources = list(sources)
     for target in targets:
         done = 0
@@ -201,12 +200,12 @@ def copy_in_turn(sources: Sequence[np.ndarray[Any, Any]], targets: Sequence[np.n
 
 
 def of_all(ranks: Sequence[Any], contestant: int, part: str) -> tuple[float, ...]:
-    """Milliseconds of all ranks by round."""
+    """Return the milliseconds of all ranks by round."""
     return tuple(1e3 * sum(rank[contestant].get(part, 0.0) for rank in rounds) for rounds in zip(*ranks, strict=True))
 
 
 def rows(folder: str, size: tuple[int, int]) -> Iterator[Row]:
-    """A row for each part of each case."""
+    """Yield a row for each part of each case."""
     for name in THE_CASES:
         world, saved_shape, saved, wanted_shape, wanted = CASES[name]
         here = tempfile.mkdtemp(dir=folder)
@@ -217,7 +216,7 @@ def rows(folder: str, size: tuple[int, int]) -> Iterator[Row]:
             shutil.rmtree(here)
         for part in (READ, HASH, COPY, WAIT, CUT, PLAN, AGREE, REST):
             ours, floor = (of_all(found, contestant, part) for contestant in (0, 1))
-            if not any(ours):  # nobody reads for others where each has its own
+            if not any(ours):  # no rank reads for others if each has its own part
                 continue
             yield Row("load_parts", f"{name}: {part}", "CPU ms", ours, floor=floor if min(floor) else ())
 

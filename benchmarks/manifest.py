@@ -1,9 +1,9 @@
-"""What the manifest of a large checkpoint costs: Llama-3.1-405B with Adam, saved by 16,384 ranks.
+"""The cost of a large checkpoint's manifest: Llama-3.1-405B with Adam, saved by 16,384 ranks.
 
     python -m benchmarks.manifest [--ranks 16384] [--layers 126]
 
-One process makes, writes and opens the manifest as the first rank of a save and any rank of a load would, with the
-records of all files, and no data: bytes, CPU time, and the memory that decoding takes. There is no peer.
+One process creates, writes, and opens the manifest as the first rank of a save and any rank of a load would, with the
+records of all files, but without data. Measures bytes, CPU time, and the memory for decoding. There is no peer.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from reshard.stored.source import Files
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """What it gives, and the seconds of CPU time that it took."""
+    """Return the result of `work`, and its CPU seconds."""
     begin = time.process_time()
     value = work()
     return value, time.process_time() - begin
 
 
 def rows(ranks: int, layers: int) -> Iterator[Row]:
-    """Of one run."""
+    """Yield the rows of one run."""
 
     def row(what: str, unit: str, figure: float) -> Row:
         return Row("manifest", f"{ranks:,} ranks: {what}", unit, (figure,))

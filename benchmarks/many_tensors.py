@@ -1,9 +1,9 @@
-"""Many tensors beside torch.distributed.checkpoint: `python -m benchmarks.many_tensors [N] [--quick]`.
+"""Many small tensors, compared with DCP: `python -m benchmarks.many_tensors [N] [--quick]`.
 
-A state of N tensors of four elements (200,000 by default, 20,000 with `--quick`), so that what is measured is the work
-per tensor: saved, opened and loaded by one process, each side in its own format and we in theirs, too; then looked at
-and compared by the command. CPU time, which what else the machine does cannot change much, in one round, since a
-call takes long. The floor is twice the time of half as many tensors: what comes to it is linear.
+A state of N tensors of four elements (200,000 by default, 20,000 with `--quick`), so that this measures the work per
+tensor. One process saves, opens, and loads it, each side in its own format and ours also in DCP's, and the
+command-line tool inspects and compares it. CPU time, which other load hardly changes, in one round, because a call
+takes long. The floor is twice the time for half the tensors: everything above it is more than linear.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FIRST_LINE = "inspect, until its first line"
 
 
 def state_of(count: int, fill: float | None = None) -> dict[str, Any]:
-    """Expert weights by number, each of its own value unless `fill` is given."""
+    """Return expert weights by number, each with its own value unless `fill` is given."""
     return {
         "model": {
             f"layers.{i // 256}.experts.{i % 256}.weight": torch.full((4,), float(i) if fill is None else fill)
@@ -42,7 +42,7 @@ def state_of(count: int, fill: float | None = None) -> dict[str, Any]:
 
 
 def seconds(what: str, call: Callable[[], object]) -> float:
-    """CPU time of all threads of this process; once, since a call takes long. It is told when it has ended."""
+    """Measure the CPU time of all threads once, because a call takes long. Prints when it has ended."""
     gc.collect()
     start = time.process_time()
     call()
@@ -52,7 +52,7 @@ def seconds(what: str, call: Callable[[], object]) -> float:
 
 
 def command(*words: str | os.PathLike[str]) -> tuple[float, float]:
-    """CPU time of a command in a process of its own, and seconds until it has written a line."""
+    """Measure the CPU time of a command in a new process, and the seconds until it has written a line."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     start = time.perf_counter()
     with subprocess.Popen([sys.executable, "-m", "reshard", *words], stdout=subprocess.PIPE) as child:
@@ -68,7 +68,8 @@ def command(*words: str | os.PathLike[str]) -> tuple[float, float]:
 def measure(
     state: dict[str, Any], target: dict[str, Any], folder: Path, *, peers: bool
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Our figure and torch's of every call, in an order in which each finds what it reads. `target` becomes `state`."""
+    """Return our figure and torch's for every call, in an order in which each finds what it reads. Loads
+    make `target` equal to `state`."""
     folder.mkdir()
     ours, theirs = folder / "ours", folder / "theirs"
     mine = {
@@ -92,19 +93,19 @@ def measure(
 
 
 def scratch() -> tempfile.TemporaryDirectory[str]:
-    """A folder in memory, where there is such."""
+    """Return a folder in memory, if possible."""
     memory = Path("/dev/shm")
     return tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None)
 
 
 def rows(count: int) -> Iterator[Row]:
-    """A row for each call."""
+    """Yield a row for each call."""
 
     def of(number: int, *, peers: bool) -> tuple[dict[str, float], dict[str, float]]:
         return measure(state_of(number), state_of(number, 0.0), Path(folder, str(number)), peers=peers)
 
     with scratch() as folder:
-        of(min(count, 100), peers=True)  # first calls import much
+        of(min(count, 100), peers=True)  # the first calls import much
         half, _ = of(count // 2, peers=False)
         found, other = of(count, peers=True)
     for name, mine in found.items():

@@ -1,14 +1,15 @@
 """Hundreds of thousands of tensors of a mixture of experts with Adam: `python -m benchmarks.many_tensors_large`.
 
-The parameters, moments and step counts of a model, about 200,000 tensors in all and a million, taken out of it, put
-back, saved and loaded by one process, and looked at by the command. CPU time in one round, and by how much the
-peak of the process's memory lies above its start. What ends is told at once on stderr. The floor is what a tenth (of
-200,000) or a fifth (of a million) as many tensors took, ten or five times: what comes to it is linear. Commands have
-none, since of a few tensors they mostly start. Each number of tensors has a process of its own, two of them at a time.
+One process gets the parameters, moments, and step counts of a model (about 200,000 tensors in total, and a million),
+sets them, saves, and loads them. The command-line tool inspects them. Measures the CPU time in one round, and by how
+much the peak of the process's memory exceeds its start. Results are printed at once on stderr. The floor is ten or
+five times the cost for a tenth (of 200,000) or a fifth (of a million) of the tensors: everything above it is more
+than linear. Commands have no floor, because for few tensors they mostly start up. Each number of tensors has its own
+process, two of them at a time.
 
-It takes many minutes, most of them torch's, so it is measured on request: by `python -m benchmarks --write
-many_tensors_large`. Of more than `ALL_OF_TORCH_UP_TO` tensors torch does only what is in `TORCH_AT_ANY_SIZE`, and
-whatever is under way is stopped after `LIMIT_S` seconds of CPU time. With `--full` torch does all.
+It takes many minutes, most of them in torch, so it only runs by name: `python -m benchmarks --write
+many_tensors_large`. With more than `ALL_OF_TORCH_UP_TO` tensors, torch only runs `TORCH_AT_ANY_SIZE`, and every call
+is stopped after `LIMIT_S` seconds of CPU time. With `--full`, torch runs everything.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from benchmarks.page import Row, arguments, report
 from benchmarks.state_dict import build
 
 COUNTS = (20_000, 200_000, 1_000_000)
-"""The smallest has no rows: it is the floor of the next one, as that is of the largest."""
+"""The smallest has no rows: it is the floor of the next one, which is the floor of the largest."""
 PER_EXPERT, PER_TENSOR_OF_MODEL = 6, 4
 LAYERS = 64
 TORCH_AT_ANY_SIZE = ("get",)
@@ -50,33 +51,33 @@ LIMIT_S = 600
 
 @dataclass(frozen=True)
 class Taken:
-    """What one call took."""
+    """The cost of one call."""
 
     seconds: float
-    """Of the processor, of all threads of the process."""
+    """CPU seconds of all threads of the process."""
     megabytes: float
-    """From the resident memory before to its peak."""
+    """Peak minus the resident memory before."""
     ended: bool = True
 
 
 class _Stopped(BaseException):
-    """A call took longer than it may."""
+    """A call exceeded its time limit."""
 
 
 def _memory(which: str) -> float:
-    """A line of what the kernel tells of this process's memory, in MB."""
+    """Return an entry of this process's memory in /proc, in MB."""
     with open("/proc/self/status") as status:
         return next((int(line.split()[1]) << 10) / 1e6 for line in status if line.startswith(which))
 
 
 def taken(what: str, call: Callable[[], object]) -> Taken:
-    """Once, since a call takes long; stopped after `LIMIT_S`. It is told when it has ended."""
+    """Measure a call once, because it takes long. Stops it after `LIMIT_S`. Prints when it has ended."""
 
     def stop(*_: object) -> None:
         raise _Stopped
 
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # so that what earlier calls have freed is not this one's already
+    ctypes.CDLL(None).malloc_trim(0)  # so that this call cannot reuse memory that earlier ones freed
     with open("/proc/self/clear_refs", "w") as reset:
         reset.write("5")
     before = _memory("VmRSS")
@@ -85,7 +86,7 @@ def taken(what: str, call: Callable[[], object]) -> Taken:
     signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
     try:
         call()
-    except BaseException:  # torch makes another error of it
+    except BaseException:  # torch replaces the error by another
         if time.process_time() - start < LIMIT_S:
             raise
         ended = False
@@ -102,7 +103,7 @@ def taken(what: str, call: Callable[[], object]) -> Taken:
 
 
 def built(count: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """A model and its optimizer with about so many tensors in all: each parameter, its two moments, its step."""
+    """Return a model and its optimizer with about `count` tensors: each parameter, its two moments, and its step."""
     layers = min(LAYERS, max(1, count // 1000))
     return build(layers, max(1, (count // PER_TENSOR_OF_MODEL // layers - 10) // PER_EXPERT))
 
@@ -110,7 +111,7 @@ def built(count: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 def get_and_set(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], api: Any, names: tuple[str, ...]
 ) -> dict[str, Taken]:
-    """Taking the state out, and putting `state` in, if they are among `names`."""
+    """Get the state, and set `state`, if they are among `names`."""
     given = {"model_state_dict": dict(state["model"]), "optim_state_dict": copy.deepcopy(state["optimizer"])}
     calls: dict[str, Callable[[], object]] = {
         "get": lambda: api.get_state_dict(model, optimizer),
@@ -121,17 +122,18 @@ def get_and_set(
 
 @dataclass(frozen=True)
 class Measured:
-    """All calls with one number of tensors."""
+    """All calls for one number of tensors."""
 
     tensors: int
     ours: dict[str, Taken]
     torch: dict[str, Taken]
     commands: dict[str, float]
-    """Seconds: of the processor, but for `FIRST_LINE`."""
+    """CPU seconds, except for `FIRST_LINE`."""
 
 
 def measure(count: int, folder: Path, *, with_torch: bool) -> Measured:
-    """In an order in which each call finds what it reads. Without torch, only `TORCH_AT_ANY_SIZE` are its."""
+    """Measure all calls, in an order in which each finds what it reads. Without torch, it only runs
+    `TORCH_AT_ANY_SIZE`."""
     both, its_own = ("get", "set"), ("get", "set") if with_torch else TORCH_AT_ANY_SIZE
     folder.mkdir()
     mine, its = folder / "ours", folder / "torch's"
@@ -164,7 +166,7 @@ def measure(count: int, folder: Path, *, with_torch: bool) -> Measured:
 
 
 def rows_of(found: Measured, fewer: Measured) -> Iterator[Row]:
-    """Time and memory of each call, then the commands."""
+    """Yield the time and memory of each call, then the commands."""
     times = found.tensors / fewer.tensors
     for name, one in found.ours.items():
         what, few, other = f"{name}, {found.tensors:,} tensors", fewer.ours.get(name), found.torch.get(name)
@@ -179,7 +181,7 @@ def rows_of(found: Measured, fewer: Measured) -> Iterator[Row]:
 
 
 def measured(count: int, folder: str, with_torch: bool) -> Measured:
-    """In a process of its own, whose first calls, which import much, are of a few tensors."""
+    """Measure in a new process. Its first calls, which import much, use few tensors."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     measure(1000, Path(folder, f"before {count}"), with_torch=True)
@@ -187,7 +189,7 @@ def measured(count: int, folder: str, with_torch: bool) -> Measured:
 
 
 def rows(counts: Sequence[int], *, full: bool) -> Iterator[Row]:
-    """Those of all counts but the first. The largest begins, since it takes longest."""
+    """Yield the rows of all counts but the first. The largest starts first, because it takes longest."""
     with scratch() as folder, ProcessPoolExecutor(2, get_context("spawn"), max_tasks_per_child=1) as pool:
         begun = {
             count: pool.submit(measured, count, folder, full or count <= ALL_OF_TORCH_UP_TO)
@@ -202,7 +204,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("counts", type=int, nargs="*", default=COUNTS, help="numbers of tensors, about")
     parser.add_argument("--full", action="store_true", help="torch saves and loads any number")
     options = parser.parse_args(argv)
-    # as many with --quick: fewer are in the table of many_tensors
+    # the same number with --quick: the table of many_tensors has fewer
     return report(rows(options.counts, full=options.full), options.rows)
 
 

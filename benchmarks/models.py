@@ -1,4 +1,4 @@
-"""Names, shapes and layouts of large models, for planning without weights."""
+"""Names, shapes, and layouts of large models, for planning without weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def llama(layers: int = 126) -> Shapes:
-    """Parameters of Llama-3.1-405B (of as many layers as asked)."""
+    """Return the parameters of Llama-3.1-405B with this number of layers."""
     hidden, ffn, kv, vocab = 16384, 53248, 1024, 128256
     out: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
     for layer in range(layers):
@@ -31,7 +31,8 @@ def llama(layers: int = 126) -> Shapes:
 
 
 def moe(layers: int = 61, experts: int = 256) -> Shapes:
-    """Parameters of a 671B mixture of experts: the first three layers are dense, the others have `experts` each."""
+    """Return the parameters of a 671B mixture of experts. The first three layers are dense, the others have `experts`
+    each."""
     hidden, ffn, expert_ffn, vocab = 7168, 18432, 2048, 129280
     out: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
     for layer in range(layers):
@@ -66,7 +67,7 @@ def _mlp(prefix: str, hidden: int, ffn: int) -> Shapes:
 
 
 def with_adam(shapes: Shapes) -> dict[str, TensorSpec]:
-    """The model in bfloat16 and Adam's two moments of every parameter in float32."""
+    """Return the bfloat16 model, and Adam's two float32 moments of every parameter."""
     specs = [TensorSpec(f"model.{fqn}", shape, "bfloat16") for fqn, shape in shapes.items()]
     for name in ("exp_avg", "exp_avg_sq"):
         specs += [TensorSpec(f"optim.state.{fqn}.{name}", shape, "float32") for fqn, shape in shapes.items()]
@@ -74,18 +75,19 @@ def with_adam(shapes: Shapes) -> dict[str, TensorSpec]:
 
 
 def laid_out(specs: Mapping[str, TensorSpec], form_of: Callable[[TensorSpec], ProductForm]) -> StateLayout:
-    """The layout in which every tensor has the form that is found for it."""
+    """Return the layout in which each tensor has the form that `form_of` returns."""
     return StateLayout({fqn: TensorLayout.of(spec, form_of(spec)) for fqn, spec in specs.items()})
 
 
 def fsdp(ranks: int) -> Callable[[TensorSpec], ProductForm]:
-    """Every tensor cut by rows."""
+    """Shard every tensor by rows."""
     form = ProductForm.make(Mesh({"fsdp": ranks}), [Shard(0)])
     return lambda spec: form
 
 
 def fsdp_tp(ranks: int, tp: int = 8) -> Callable[[TensorSpec], ProductForm]:
-    """FSDP2 over tensor parallelism: rows of column-parallel weights are cut by tp first, then by fsdp."""
+    """Shard with FSDP2 over tensor parallelism: rows of column-parallel weights are sharded by tp first, then by
+    fsdp."""
     mesh = Mesh({"fsdp": ranks // tp, "tp": tp})
     column = ProductForm.make(mesh, [StridedShard(0, tp), Shard(0)])
     row = ProductForm.make(mesh, [Shard(0), Shard(1)])
@@ -100,12 +102,13 @@ def fsdp_tp(ranks: int, tp: int = 8) -> Callable[[TensorSpec], ProductForm]:
 
 
 def expert_fsdp(ranks: int, ep: int, experts: int = 256) -> Callable[[TensorSpec], ProductForm]:
-    """Experts dealt to `ep` groups of ranks and cut by rows there; all else cut by rows over all ranks."""
+    """Distribute experts over `ep` groups of ranks, sharded by rows in each. Shard all else by rows over all ranks."""
     return _expert_parallel(ranks, ep, experts, fsdp(ranks), [Shard(0)], [Shard(0)])
 
 
 def expert_tp(ranks: int, ep: int, tp: int = 8, experts: int = 256) -> Callable[[TensorSpec], ProductForm]:
-    """Experts dealt to `ep` groups of ranks, and cut by columns or rows there; all else by tp, copied over the rest."""
+    """Distribute experts over `ep` groups of ranks, sharded by columns or rows in each. Shard all else by tp, and
+    replicate it over the rest."""
     mesh = Mesh({"dp": ranks // tp, "tp": tp})
     forms: dict[bool, list[Placement]] = {True: [Replicate(), Shard(1)], False: [Replicate(), Shard(0)]}
     made = {key: ProductForm.make(mesh, placements) for key, placements in forms.items()}

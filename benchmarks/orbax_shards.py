@@ -1,13 +1,13 @@
-"""Reading Orbax's checkpoints, however their arrays were cut, beside Orbax itself.
+"""Reading Orbax's checkpoints, compared with Orbax: `python -m benchmarks.orbax_shards`.
 
     python -m benchmarks.orbax_shards [--quick] [--folder /dev/shm] [--packages FOLDER]
 
-One process has eight devices of JAX, as Orbax is made for, and saves an array in each regular sharding of one, two and
-three dims. Orbax restores it in the sharding in which it was saved, which suits it best; we open the checkpoint and
-read the whole array, or the second half of its last dim. Orbax restores no parts, so beside that stands its whole
-restore.
+One process has eight JAX devices, as Orbax is made for, and saves an array in each regular sharding of one, two, and
+three dims. Orbax restores it in the sharding in which it was saved, which suits Orbax best. We open the checkpoint,
+and read the full array, or the second half of its last dim. Orbax restores no parts, so this is compared with its
+full restore.
 
-Orbax and JAX are better not installed beside torch: `--packages` is a folder of them, which is looked at last.
+Orbax and JAX should not be installed beside torch: `--packages` is a folder with them, which is searched last.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHAPES = {1: (1 << 22,), 2: (2048, 2048), 3: (128, 128, 256)}
 
 
 def meshes(dims: int) -> list[tuple[int, ...]]:
-    """Each way to divide the devices among the dims."""
+    """Return each way to divide the devices among the dims."""
     return [mesh for mesh in itertools.product((1, 2, 4, 8), repeat=dims) if math.prod(mesh) == DEVICES]
 
 
@@ -57,9 +57,10 @@ def seconds(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def measured(path: Path, restore: Callable[[], Any], values: np.ndarray[Any, Any]) -> tuple[float, float, float]:
-    """Seconds of Orbax's restore, of our read of all, and of a half; raises AssertionError for other values."""
+    """Return the seconds of Orbax's restore, of our full read, and of reading a half. Raises AssertionError for other
+    values."""
     half = (..., slice(values.shape[-1] // 2, None))
-    theirs, restored = seconds(restore)  # which waits for its arrays
+    theirs, restored = seconds(restore)  # waits for its arrays
     whole, all_of_it = seconds(lambda: reshard.open(path)["x"][...])
     part, half_of_it = seconds(lambda: reshard.open(path)["x"][half])
     assert np.array_equal(np.asarray(restored["x"]), values)
@@ -69,7 +70,7 @@ def measured(path: Path, restore: Callable[[], Any], values: np.ndarray[Any, Any
 
 
 def rows(folder: str, quick: bool) -> Iterator[Row]:
-    """Two rows for each sharding."""
+    """Yield two rows for each sharding."""
     jax, orbax = importlib.import_module("jax"), importlib.import_module("orbax.checkpoint")
     checkpointer = orbax.StandardCheckpointer()
     for dims, shape in SHAPES.items():
@@ -82,7 +83,7 @@ def rows(folder: str, quick: bool) -> Iterator[Row]:
             restore = partial(checkpointer.restore, path, like)
             figures = [measured(path, restore, values) for _ in range(ROUNDS + 1)]
             shutil.rmtree(path)
-            theirs, whole, part = zip(*figures[1:], strict=True)  # the first round warmed the imports
+            theirs, whole, part = zip(*figures[1:], strict=True)  # the first round warmed up the imports
             name = f"16 MiB cut {' by '.join(map(str, mesh))}"
             yield Row("orbax_shards", f"{name}, whole", "s", whole, {"Orbax": theirs})
             yield Row("orbax_shards", f"{name}, half of the last dim", "s", part, {"Orbax, whole": theirs})
@@ -90,7 +91,7 @@ def rows(folder: str, quick: bool) -> Iterator[Row]:
 
 
 def many_arrays(jax: Any, checkpointer: Any, path: Path, count: int) -> Row:
-    """CPU seconds of a load of many arrays in small chunks, beside Orbax's restore."""
+    """Return the CPU seconds of loading many arrays in small chunks, and of Orbax's restore."""
     sharding = cut(jax, (2, 4))
     values = {f"a{n}": np.random.default_rng(n).random((256, 256), dtype=np.float32) for n in range(count)}
     checkpointer.save(path, {name: jax.device_put(array, sharding) for name, array in values.items()})

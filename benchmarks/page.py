@@ -1,8 +1,8 @@
 """The rows that benchmarks measure, and the pages that show them.
 
-A benchmark yields rows. `python -m benchmarks` collects the rows of all benchmarks and prints their tables. With
-`--write` it stores the rows in `benchmarks/results.json`, fills the tables into `benchmarks/RESULTS.md`, and single
-figures into `docs/speed.md` and `README.md`, between their marks.
+A benchmark yields rows. `python -m benchmarks` collects the rows of all benchmarks, and prints their tables. With
+`--write`, it stores the rows in `benchmarks/results.json`, and fills the tables into `benchmarks/RESULTS.md`, and
+single figures into `docs/speed.md` and `README.md`, between their marks.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ README = Path(__file__).parents[1] / "README.md"
 SPEED = Path(__file__).parents[1] / "docs" / "speed.md"
 
 Rounds = tuple[float, ...]
-"""A figure of each round. The contestants take turns, so those of one place were measured close to one another."""
+"""A figure per round. Contestants run in turns, so figures at the same index were measured close to each other."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that was measured, of all contestants in the same rounds."""
+    """One measurement of all contestants in the same rounds."""
 
     section: str
     """Name of the benchmark."""
     what: str
     unit: str
-    """"s", "CPU s", or what else is counted, such as "MB"; less is better."""
+    """"s", "CPU s", or another unit, such as "MB". Less is better."""
     ours: Rounds
     peers: dict[str, Rounds] = field(default_factory=dict)
-    """No rounds: it was not installed."""
+    """A peer without rounds was not installed."""
     floor: Rounds = ()
-    """What the work takes at the very least: which work, the section's text says."""
+    """The minimum that the work needs. The section's text says which work."""
 
     def __post_init__(self) -> None:
         others = [rounds for rounds in (*self.peers.values(), self.floor) if rounds]
@@ -67,7 +67,7 @@ class Row:
         return cls(**{**row, "ours": tuple(row["ours"]), "peers": peers, "floor": tuple(row["floor"])})
 
     def cells(self) -> tuple[str, ...]:
-        """As in the header of `Results.table`."""
+        """Return the cells for the header of `Results.table`."""
         ratios = [f"{_ratio(rounds, self.ours)} {name}" for name, rounds in self.peers.items() if rounds]
         return (
             self.what,
@@ -84,12 +84,12 @@ class Row:
 
 
 def _figure(rounds: Rounds) -> str:
-    """The median."""
+    """Return the median."""
     return f"{statistics.median(rounds):.3g}"
 
 
 def _ratio(above: Rounds, below: Rounds) -> str:
-    """The median of the rounds' own ratios, with the lowest and the highest."""
+    """Return the median of the rounds' ratios, with the lowest and the highest."""
     ratios = sorted(a / b for a, b in zip(above, below, strict=True) if b)
     if not ratios:
         return ""
@@ -107,25 +107,25 @@ class Results:
     """The rows of one run of all benchmarks."""
 
     where: str
-    """On what, in words."""
+    """A description of the machine."""
     rows: tuple[Row, ...]
 
     @property
     def sections(self) -> tuple[str, ...]:
-        """In order of first mention."""
+        """The sections, in the order in which they first occur."""
         return tuple(dict.fromkeys(row.section for row in self.rows))
 
     def table(self, section: str) -> str:
-        """The rows of a section in Markdown."""
+        """Return the rows of a section in Markdown."""
         lines = [HEADER, tuple("---" for _ in HEADER), *(row.cells() for row in self.rows if row.section == section)]
         return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
     def parts(self) -> dict[str, str]:
-        """What stands on the page, by the name of its place: where all was measured, and the tables."""
+        """Return the parts of the page by the names of their places: the machine, and the tables."""
         return {"where": self.where, **{section: self.table(section) for section in self.sections}}
 
     def to_json(self) -> str:
-        """For `RESULTS`: a line a row."""
+        """Return the text of `RESULTS`, with one row per line."""
         rows = ",\n".join(f"  {json.dumps(_rounded(asdict(row)))}" for row in self.rows)
         return f'{{"where": {json.dumps(self.where)}, "rows": [\n{rows}\n]}}\n'
 
@@ -137,7 +137,7 @@ class Results:
 
 
 def _rounded(row: dict[str, Any]) -> dict[str, Any]:
-    """With four digits of each figure."""
+    """Return the row with figures of four digits."""
 
     def short(rounds: Iterable[float]) -> list[float]:
         return [float(f"{x:.4g}") for x in rounds]
@@ -147,7 +147,7 @@ def _rounded(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def merged(kept: Results, found: Sequence[Row], order: Sequence[str]) -> Results:
-    """What was kept, with sections that were measured again in place of theirs, in the order of the page."""
+    """Return the kept results, with sections that were measured again replaced, in the order of the page."""
     again = {row.section for row in found}
     rows = [*(row for row in kept.rows if row.section not in again), *found]
     return Results(kept.where, tuple(sorted(rows, key=lambda row: order.index(row.section))))
@@ -157,7 +157,7 @@ _MARKS = re.compile(r"(<!-- measured: (\w+) -->\n).*?(\n?<!-- end -->)", re.DOTA
 
 
 def filled(text: str, parts: Mapping[str, str]) -> str:
-    """A page with each part between its marks. Raises ValueError unless it has exactly one place for each."""
+    """Return a page with each part between its marks. Raises ValueError unless each has exactly one place."""
     places = [mark[1] for mark in _MARKS.findall(text)]
     if sorted(places) != sorted(parts):
         raise ValueError(f"the page has places for {', '.join(places)}; there are {', '.join(parts)}")
@@ -170,10 +170,10 @@ _BOLD = re.compile(r"\*\*.*?\*\*")
 
 
 def with_figures(text: str, rows: Iterable[Row]) -> str:
-    """A text with single figures of the page. A comment before a table or paragraph names those that are in bold there,
-    in their order, a line each, such as "load: DCP / ours of columns, s"; the comment "end" follows.
+    """Return a text with single figures of the page. A comment before a table or paragraph names its bold figures in
+    order, one per line, such as "load: DCP / ours of columns, s". The comment "end" follows.
 
-    Raises ValueError if a line names what no row has, or if there are more or fewer figures than lines.
+    Raises ValueError if a line names no row, or if there are more or fewer figures than lines.
     """
     named = {(row.section, row.what, row.unit): row for row in rows}
 
@@ -198,8 +198,8 @@ def with_figures(text: str, rows: Iterable[Row]) -> str:
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
-    """The options that all benchmarks have. From here on figures are those of the wheel alone, but for the rows that
-    name the compiled kernel (`benchmarks.kernels`)."""
+    """Return the parser with the options of all benchmarks. From here on, the compiled kernel is off, except in rows
+    that name it (`benchmarks.kernels`)."""
     os.environ["RESHARD_KERNELS"] = "0"
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="smaller or fewer cases")
@@ -208,7 +208,7 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
 
 
 def report(rows: Iterator[Row], file: Path | None) -> int:
-    """Print rows as they come, and keep them. 0, for the exit code."""
+    """Print rows as they come, and keep them. Return the exit code 0."""
     found: list[Row] = []
     for row in rows:
         if not found:

@@ -1,16 +1,16 @@
-"""Saving and resharding beside other libraries, each in its own format: the same tensors, in the same rounds.
+"""Saving and resharding, compared with other libraries: the same tensors in the same rounds, each in its own format.
 
     python -m benchmarks.peers [--quick] [--folder /dev/shm] [--packages FOLDER]
 
-Four ranks save rows, eight ranks load columns. The peers: torch_checkpointing with its resharder; TensorStore, whose
-arrays are cut into chunks as they are saved; safetensors, a file a rank, from which slices are read by `safe_open`; and
-Orbax, which is made for one process a host with many devices, so that rank 0 has as many devices as there are ranks,
-and the others wait. We write checksums and fingerprints and compare the checksums, as is our default; safetensors,
-torch_checkpointing and the arrays of TensorStore have none that is compared. The floor of a save is a raw write of the
-same bytes by the same ranks; that of a load is one read, one hash and one strided copy of each byte.
+Four ranks save rows, eight ranks load columns. The peers are torch_checkpointing with its resharder; TensorStore,
+whose arrays are chunked when they are saved; safetensors, with a file per rank, from which `safe_open` reads slices;
+and Orbax, which is made for one process per host with many devices, so that rank 0 has a device for each rank, and
+the others wait. By default, we write checksums and fingerprints, and compare the checksums. safetensors,
+torch_checkpointing, and TensorStore's arrays have none that are compared. The floor of a save is a raw write of the
+same bytes by the same ranks. That of a load is one read, one hash, and one strided copy of each byte.
 
-A peer that is not installed is named as such. Peers that are better not installed beside torch may be in a folder of
-packages of their own, which is looked at last: `--packages`, or RESHARD_PEERS in the environment.
+A peer that is not installed is reported so. Peers that should not be installed beside torch can be in a separate
+folder of packages, which is searched last: `--packages`, or RESHARD_PEERS in the environment.
 """
 
 from __future__ import annotations
@@ -42,31 +42,31 @@ from benchmarks.processes import measured, over_ranks, run
 warnings.filterwarnings("ignore")
 
 SAVING, LOADING = 4, 8
-"""Ranks."""
+"""Number of ranks."""
 ROUNDS = 3
 
 State = dict[str, DTensor]
 
 
 def value(number: int, size: int) -> torch.Tensor:
-    """A whole tensor, of which no part equals another."""
+    """Return a full tensor without equal parts."""
     start = number * size * size
     return torch.arange(start, start + size * size, dtype=torch.int32).view(size, size)
 
 
 def local(tensor: DTensor) -> Any:
-    """A rank's own elements, as an array that shares their memory."""
+    """Return a rank's own elements, as an array that shares their memory."""
     return tensor.to_local().numpy()
 
 
 class Contestant:
-    """Who saves and loads; all ranks call all of it."""
+    """A library that saves and loads. All ranks call all of its methods."""
 
     def prepare(self, state: State) -> None:
-        """What comes before a save, and is not timed."""
+        """Do what precedes a save and is not timed."""
 
     def save(self, state: State, folder: str) -> None:
-        """Save into a folder that is not there yet."""
+        """Save into a folder that does not exist yet."""
         raise NotImplementedError
 
     def load(self, state: State, folder: str) -> None:
@@ -75,7 +75,7 @@ class Contestant:
 
 
 class Ours(Contestant):
-    """Checksums and fingerprints, as is the default."""
+    """reshard, with checksums and fingerprints, as by default."""
 
     def save(self, state: State, folder: str) -> None:
         reshard.save(state, folder, overwrite=True)
@@ -87,7 +87,7 @@ class Ours(Contestant):
 class TorchCheckpointing(Contestant):
     """Its manager, which saves before it returns, and its own resharder.
 
-    Release 0.1.1 exchanges metadata by tensors on "cuda", whatever the process group: here they go through gloo.
+    Release 0.1.1 exchanges metadata by tensors on "cuda", whatever the process group. Here, they are sent over gloo.
     """
 
     package = "torch_checkpointing"
@@ -112,7 +112,7 @@ class TorchCheckpointing(Contestant):
         return manager.CheckpointManager(config)
 
     def prepare(self, state: State) -> None:
-        """A new manager: a second save of one writes no metadata, so that its checkpoint cannot be resharded."""
+        """Create a new manager: a second save of one writes no metadata, so that its checkpoint cannot be resharded."""
         self.manager = self._new()
 
     def save(self, state: State, folder: str) -> None:
@@ -123,14 +123,14 @@ class TorchCheckpointing(Contestant):
 
 
 def _everybody_s(_: Any, data: Any, process_group: Any = None) -> dict[int, Any]:
-    """What each rank has, by rank."""
+    """Return what each rank has, by rank."""
     found = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(found, data, group=process_group)
     return dict(enumerate(found))
 
 
 class TensorStore(Contestant):
-    """Uncompressed zarr arrays, a chunk for each rank that saves; all of a rank's tensors at once."""
+    """Uncompressed zarr arrays, with a chunk for each saving rank. All of a rank's tensors are written at once."""
 
     package = "tensorstore"
 
@@ -166,7 +166,7 @@ class TensorStore(Contestant):
 
 
 class Safetensors(Contestant):
-    """A file of each rank's rows; what loads knows by itself how they were cut."""
+    """A file with each rank's rows. The loader knows how they were sharded."""
 
     package = "safetensors"
 
@@ -192,7 +192,7 @@ class Safetensors(Contestant):
 
 
 class Orbax(Contestant):
-    """Arrays of JAX that rank 0 has on as many devices as there are ranks."""
+    """JAX arrays, for which rank 0 has a device per rank."""
 
     package = "orbax"
 
@@ -210,7 +210,7 @@ class Orbax(Contestant):
         return sharding.NamedSharding(mesh, sharding.PartitionSpec(*dims))
 
     def prepare(self, state: State) -> None:
-        """The arrays that are to be saved."""
+        """Create the arrays to save."""
         if dist.get_rank() == 0:
             cut = self._cut("ranks", None)
             for number, (name, tensor) in enumerate(state.items()):
@@ -228,7 +228,7 @@ class Orbax(Contestant):
             self.values = self.jax.block_until_ready(self.checkpointer.restore(Path(folder), like))
 
     def equal(self, state: State) -> bool:
-        """Whether what was loaded is what was saved."""
+        """Return True if what was loaded equals what was saved."""
         found = self.values.items()
         return all(np.array_equal(np.asarray(a), value(i, len(a)).numpy()) for i, (_, a) in enumerate(sorted(found)))
 
@@ -242,7 +242,7 @@ PEERS: dict[str, Any] = {
 
 
 def contestants(packages: str | None) -> dict[str, Any]:
-    """We, and the peers that are installed."""
+    """Return reshard, and the installed peers."""
     if packages:
         sys.path.append(packages)
     found = {name: peer() for name, peer in PEERS.items() if importlib.util.find_spec(peer.package) is not None}
@@ -250,7 +250,7 @@ def contestants(packages: str | None) -> dict[str, Any]:
 
 
 def make(dim: int, count: int, size: int, *, filled: bool) -> State:
-    """Square tensors, cut along a dim over all ranks."""
+    """Return square tensors, sharded along a dim over all ranks."""
     world, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (world,))
     state = {}
@@ -262,7 +262,7 @@ def make(dim: int, count: int, size: int, *, filled: bool) -> State:
 
 
 def save(folder: str, count: int, size: int, packages: str | None) -> list[dict[str, tuple[float, ...]]]:
-    """What this rank measured, round by round; the last round's checkpoints stay."""
+    """Return what this rank measured, round by round. The last round's checkpoints stay."""
     state, who = make(0, count, size, filled=True), contestants(packages)
     rounds: list[dict[str, tuple[float, ...]]] = []
     for _ in range(ROUNDS + 1):
@@ -276,11 +276,11 @@ def save(folder: str, count: int, size: int, packages: str | None) -> list[dict[
         _clear(f"{folder}/floor")
         *figures, _ = measured(lambda: _write_raw(f"{folder}/floor", state))
         rounds[-1]["floor"] = tuple(figures)
-    return rounds[1:]  # the first round warmed the imports
+    return rounds[1:]  # the first round warmed up the imports
 
 
 def load(folder: str, count: int, size: int, packages: str | None) -> list[dict[str, tuple[float, ...]]]:
-    """What this rank measured, round by round. Raises AssertionError if somebody loaded something else."""
+    """Return what this rank measured, round by round. Raises AssertionError if a library loaded other values."""
     who, rank = contestants(packages), dist.get_rank()
     states = {name: make(1, count, size, filled=False) for name in who}
     wanted = make(1, count, size, filled=True)
@@ -323,7 +323,7 @@ def _write_raw(folder: str, state: State) -> None:
 
 
 def rows(count: int, size: int, parent: str | None, packages: str | None) -> Iterator[Row]:
-    """A row of seconds and one of CPU time, for saving and for loading."""
+    """Yield a row of seconds and one of CPU time, for saving and for loading."""
     folder = tempfile.mkdtemp(dir=parent)
     try:
         saved = run(save, SAVING, folder, count, size, packages)

@@ -1,10 +1,10 @@
-"""Planning against torch.distributed.checkpoint: one rank's plan of theirs, all ranks' plan and proof of ours.
+"""Planning, compared with DCP: one rank's plan of theirs, and all ranks' plan and proof of ours.
 
     python -m benchmarks.plan [--quick]
 
-Every case runs in a fresh process, so that memory and caches are its own. No weights, no devices, no files: the peers
-get their metadata ready made, in memory. `--quick` takes a tenth of the layers. What stands beside one rank's plan of
-theirs is ours for all ranks, from ready layouts, with its proof.
+Every case runs in a new process, so that memory and caches are its own. There are no weights, devices, or files: the
+peers get their metadata in memory. `--quick` uses a tenth of the layers. One rank's plan of theirs is compared with
+ours for all ranks, from existing layouts, including the proof.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Clock:
 
 
 def ours(specs: dict[str, TensorSpec], before: Any, after: Any) -> Figures:
-    """Plan and proof for all ranks, from two rules to the items of one rank."""
+    """Plan and prove for all ranks, from two rules to the items of one rank."""
     clock = Clock()
     saved: StateLayout = clock.time("layout saved", lambda: models.laid_out(specs, before))
     wanted: StateLayout = clock.time("layout wanted", lambda: models.laid_out(specs, after))
@@ -72,7 +72,7 @@ def ours(specs: dict[str, TensorSpec], before: Any, after: Any) -> Figures:
 
 
 def ours_transfers(specs: dict[str, TensorSpec], before: Any, after: Any) -> Figures:
-    """The same change between running ranks: plan, proof, and rounds."""
+    """Plan the same change between running ranks: plan, proof, and rounds."""
     clock = Clock()
     old, new = models.laid_out(specs, before), models.laid_out(specs, after)
     plan = clock.time("plan", lambda: plan_transfers(old, new, ranks_per_host=8))
@@ -84,7 +84,7 @@ def ours_transfers(specs: dict[str, TensorSpec], before: Any, after: Any) -> Fig
 
 
 def growth(specs: dict[str, TensorSpec]) -> Figures:
-    """Layouts, plan and proof from n ranks to three quarters as many, for growing n."""
+    """Measure layouts, plan, and proof from n ranks to three quarters of n, for growing n."""
     out: Figures = {}
     for power in range(7, 18):
         ranks = 1 << power
@@ -97,7 +97,7 @@ def growth(specs: dict[str, TensorSpec]) -> Figures:
 
 
 def dcp_one_rank(specs: dict[str, TensorSpec]) -> Figures:
-    """torch's default local load plan for one of 768 ranks, from metadata of 1,024 chunks a tensor."""
+    """Make torch's default local load plan for one of 768 ranks, from metadata with 1,024 chunks per tensor."""
     import torch
     from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
     from torch.distributed.checkpoint.metadata import (
@@ -128,7 +128,7 @@ def dcp_one_rank(specs: dict[str, TensorSpec]) -> Figures:
 
 
 def torch_checkpointing_one_rank(specs: dict[str, TensorSpec]) -> Figures:
-    """The plan of one of 768 ranks by the package torch_checkpointing, from metadata of 1,024 ranks."""
+    """Make torch_checkpointing's plan for one of 768 ranks, from metadata of 1,024 ranks."""
     if importlib.util.find_spec("torch_checkpointing") is None:
         return {"absent": "torch_checkpointing is not installed"}
     from types import SimpleNamespace
@@ -157,7 +157,7 @@ def torch_checkpointing_one_rank(specs: dict[str, TensorSpec]) -> Figures:
 
 
 def fake_mesh(ranks: int, rank: int) -> Any:
-    """A device mesh of a job that does not run."""
+    """Return a device mesh of a job that does not run."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -167,7 +167,7 @@ def fake_mesh(ranks: int, rank: int) -> Any:
 
 
 def meta_dtensor(spec: TensorSpec, mesh: Any, rank: int) -> Any:
-    """One rank's rows of a tensor, without memory for them."""
+    """Return one rank's rows of a tensor, without memory."""
     import torch
     from torch.distributed.tensor import DTensor, Shard
 
@@ -178,19 +178,19 @@ def meta_dtensor(spec: TensorSpec, mesh: Any, rank: int) -> Any:
 
 
 def row_boxes(shape: tuple[int, ...], ranks: int) -> list[Box]:
-    """The rows of each rank as torch.chunk cuts them."""
+    """Return the rows of each rank, divided as by torch.chunk."""
     step = -(-shape[0] // ranks)
     starts = [min(rank * step, shape[0]) for rank in range(ranks + 1)]
     return [Box((a, *(0,) * (len(shape) - 1)), (b - a, *shape[1:])) for a, b in pairwise(starts)]
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides in elements."""
+    """Return row-major strides in elements."""
     return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
 
 
 def cases(quick: bool) -> dict[str, Callable[[], Figures]]:
-    """By name, what to run in a process of its own."""
+    """Return what to run in separate processes, by name."""
 
     def dense() -> dict[str, TensorSpec]:
         return models.with_adam(models.llama(12 if quick else 126))
@@ -214,7 +214,7 @@ def cases(quick: bool) -> dict[str, Callable[[], Figures]]:
 
 
 def alone(name: str, quick: bool) -> Figures:
-    """One case, in a process of its own."""
+    """Run one case in a new process."""
     command = [sys.executable, "-m", "benchmarks.plan", "--case", name, *(["--quick"] if quick else [])]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     figures: Figures = json.loads(out.splitlines()[-1])
@@ -225,7 +225,7 @@ _STEPS = {"items of one rank": "read items of one rank", "scheduling": "rounds",
 
 
 def rows(quick: bool, rounds: int) -> Iterator[Row]:
-    """Contestants take turns, `rounds` times; what has no peer runs once."""
+    """Yield the rows. Contestants run in turns, `rounds` times. Cases without a peer run once."""
     mine, *peers = list(cases(quick))[:3]
     turns = [{name: alone(name, quick) for name in (mine, *peers)} for _ in range(rounds)]
     ready = tuple(turn[mine]["plan"] + turn[mine]["proof"] for turn in turns)

@@ -1,4 +1,4 @@
-"""Runs one function on several gloo processes: the process tree in which both contestants are timed."""
+"""Runs a function on several gloo processes, in which both contestants are timed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 def run(fn: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """`fn(*args)` on every rank; the results in rank order."""
+    """Call `fn(*args)` on every rank, and return the results in rank order."""
     context = get_context("spawn")
     queue = context.SimpleQueue()
     with socket.socket() as probe:
@@ -51,7 +51,7 @@ def _child(fn: Callable[..., Any], rank: int, world_size: int, port: int, queue:
 
 
 def timed(fn: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds from when all ranks start to when all are done, and what `fn` returned."""
+    """Return the seconds from when all ranks start to when all are done, and the result of `fn`."""
     dist.barrier()
     start = time.perf_counter()
     value = fn()
@@ -60,8 +60,8 @@ def timed(fn: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def measured(fn: Callable[[], Any]) -> tuple[float, float, Any]:
-    """Like `timed`, with the seconds of CPU time of this process, all threads, in between: they hardly depend on
-    what else the machine does."""
+    """Like `timed`, with the CPU seconds of all threads of this process, which hardly depend on other load of the
+    machine."""
     dist.barrier()
     start, cpu = time.perf_counter(), time.process_time()
     value = fn()
@@ -71,9 +71,9 @@ def measured(fn: Callable[[], Any]) -> tuple[float, float, Any]:
 
 
 def over_ranks(ranks: Sequence[Sequence[Mapping[str, Sequence[float]]]]) -> dict[str, dict[str, tuple[float, ...]]]:
-    """By unit and contestant the figures of the rounds: the slowest rank's seconds, and all ranks' CPU time.
+    """Return the figures of the rounds by unit and contestant: the slowest rank's seconds, and all ranks' CPU time.
 
-    `ranks` has for each rank and round (seconds, CPU seconds) by contestant.
+    `ranks` has, for each rank and round, (seconds, CPU seconds) by contestant.
     """
     rounds = list(zip(*ranks, strict=True))
     return {
@@ -83,6 +83,6 @@ def over_ranks(ranks: Sequence[Sequence[Mapping[str, Sequence[float]]]]) -> dict
 
 
 def read_chars() -> int:
-    """Bytes that this process asked the kernel for with read calls so far; a mapping does not count."""
+    """Return the bytes that this process has read by calls so far, without mappings."""
     with open("/proc/self/io") as file:
         return int(file.readline().split()[1])

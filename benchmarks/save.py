@@ -1,14 +1,16 @@
-"""Saving against torch.distributed.checkpoint: each in its own format, the same tensors, in one process tree.
+"""Saving, compared with DCP: each in its own format, the same tensors, in the same processes.
 
     python -m benchmarks.save [--quick] [--folder /dev/shm]
     python -m benchmarks.save --planning
 
-The seconds until the last rank is done and the CPU time of all ranks together, of a save with checksums and
-fingerprints, as is the default, and of one with checksums only, beside the peer's, which writes neither; the floor is a
-raw write of the same bytes by the same processes. Where the compiled kernel is installed, the default has a row with it
-and one without. Then how long the call of `async_save` blocks the slowest rank, which does not wait for what goes on
-behind it, and the CPU time of the threads that call; its floor is a copy of as many bytes in memory. With
-`--planning`: the time in which one rank plans a save, for 8 to 8,192 ranks.
+Measures the seconds until the last rank is done, and the CPU time of all ranks together, of a save with checksums and
+fingerprints (the default), of one with checksums only, and of the peer's, which writes neither. The floor is a raw
+write of the same bytes by the same processes. If the compiled kernel is installed, the default has a row with it and
+one without.
+
+Also measures how long the call of `async_save` blocks the slowest rank, and the CPU time of the calling threads. Its
+floor is a copy of the same number of bytes in memory. With `--planning`: the time in which one rank plans a save, for
+8 to 8,192 ranks.
 """
 
 from __future__ import annotations
@@ -51,10 +53,10 @@ WAYS = ("default", f"default{NAMED}", "without fingerprints", "async, the call")
 
 
 def save(folder: str, shape: tuple[int, ...], placements: list[Placement], count: int, rows: int) -> Any:
-    """What this rank measured, by way and round."""
+    """Return what this rank measured, by way and round."""
     state = make(shape, placements, count, rows, seed=1)
     copies = [tensor.to_local().clone() for tensor in state.values()]
-    behind = dist.new_group(backend="gloo")  # in which torch's thread talks, while the ranks meet in the other one
+    behind = dist.new_group(backend="gloo")  # for torch's thread, while the ranks use the other group
 
     def clear(name: str) -> None:
         dist.barrier()
@@ -97,11 +99,11 @@ def save(folder: str, shape: tuple[int, ...], placements: list[Placement], count
         ours = blocked("later", lambda path: reshard.async_save(state, path), lambda pending: pending.result())
         copy = blocked("none", lambda _: [a.copy_(b.to_local()) for a, b in zip(copies, state.values())], len)
         ways["async, the call"].append({"ours": ours, "DCP": theirs, "floor": copy})
-    return {way: rounds[1:] for way, rounds in ways.items() if rounds}  # the first round warmed the imports
+    return {way: rounds[1:] for way, rounds in ways.items() if rounds}  # the first round warmed up the imports
 
 
 def write_raw(folder: str, tensors: list[DTensor]) -> None:
-    """Each rank's own share of the bytes into one file, and on to stable storage."""
+    """Write each rank's share of the bytes into one file, durably."""
     os.makedirs(folder, exist_ok=True)
     copies = 2 if any(isinstance(p, Replicate) for p in tensors[0].placements) else 1
     mine = tensors[dist.get_rank() // 4 % copies :: copies]
@@ -114,9 +116,9 @@ def write_raw(folder: str, tensors: list[DTensor]) -> None:
 
 
 def planning() -> None:
-    """A Llama-like state of 3,000 tensors, all cut along dim 0."""
+    """Measure planning for a Llama-like state of 3,000 tensors, all sharded along dim 0."""
     print(f"{'ranks':>6} {'our plan of one rank, ms':>26} {'DCP, rank 0, ms':>16}")
-    _their_planning(1)  # it imports at first use
+    _their_planning(1)  # it imports on first use
     for ranks in (8, 64, 512, 8192):
         mesh = Mesh({"dp": ranks})
         specs = [TensorSpec(f"layers.{i}.w", (8192 + 1024 * (i % 4), 256), "float32") for i in range(3000)]
@@ -128,7 +130,7 @@ def planning() -> None:
 
 
 def _their_planning(ranks: int) -> str:
-    """What the peer's coordinator does with everybody's plans; of many ranks, for a tenth of the tensors, times ten."""
+    """Do what the peer's coordinator does with all plans. For many ranks, measure a tenth of the tensors, times ten."""
     items = 3000 if ranks <= 64 else 300
     plans = []
     for rank in range(ranks):
@@ -149,7 +151,7 @@ def _their_planning(ranks: int) -> str:
 
 
 def rows(names: list[str], size: tuple[int, int], folder: str) -> Iterator[Row]:
-    """The rows of these cases."""
+    """Yield the rows of these cases."""
     for name in names:
         world, shape, placements = CASES[name]
         here = tempfile.mkdtemp(dir=folder)

@@ -1,8 +1,8 @@
-"""The get and set functions beside torch's own, in one process: `python -m benchmarks.state_dict [--quick]`.
+"""The functions that get and set state, compared with torch's: `python -m benchmarks.state_dict [--quick]`.
 
-A mixture-of-experts model of about 13,000 parameters and AdamW, on the CPU and with tiny tensors, so that what is
-measured is the work per parameter, in CPU time. The floor is twice the time of half the model: what comes to it
-is linear.
+One process, with a mixture-of-experts model of about 13,000 parameters and AdamW, on the CPU and with tiny tensors,
+so that this measures the CPU time per parameter. The floor is twice the time for half the model: everything above it
+is more than linear.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Expert(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention projections, norms, a router and experts."""
+    """Attention projections, norms, a router, and experts."""
 
     def __init__(self, dim: int, experts: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Layer(nn.Module):
 
 
 def build(layers: int, experts: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model and an optimizer that has stepped once."""
+    """Return the model, and an optimizer after one step."""
     model = nn.ModuleDict(
         {"layers": nn.ModuleList([Layer(4, experts) for _ in range(layers)]), "head": nn.Linear(4, 8)}
     )
@@ -57,7 +57,7 @@ def build(layers: int, experts: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def cases(model: nn.Module, optimizer: torch.optim.Optimizer, api: Any) -> dict[str, Callable[[], object]]:
-    """The calls to be timed; what is set are copies, since setting what is live already would be no work."""
+    """Return the calls to time. They set copies, because setting the live state would be no work."""
     flat = api.StateDictOptions(flatten_optimizer_state_dict=True)
     model_state = {name: value.clone() for name, value in api.get_model_state_dict(model).items()}
     nested = copy.deepcopy(api.get_optimizer_state_dict(model, optimizer))
@@ -73,7 +73,7 @@ def cases(model: nn.Module, optimizer: torch.optim.Optimizer, api: Any) -> dict[
 
 
 def shortest(run: Callable[[], object], repeats: int) -> float:
-    """CPU time of the shortest of some runs, of one thread: what else the machine does can only add to it."""
+    """Return the CPU time of the shortest of some runs, on one thread: other load can only add to it."""
     times = []
     for _ in range(repeats):
         start = time.process_time()
@@ -83,7 +83,7 @@ def shortest(run: Callable[[], object], repeats: int) -> float:
 
 
 def rows(layers: int, experts: int) -> Iterator[Row]:
-    """A row for each call."""
+    """Yield a row for each call."""
     whole, half = build(layers, experts), build(layers // 2, experts)
     mine, other, smaller = cases(*whole, ours), cases(*whole, theirs), cases(*half, ours)
     for name, run in mine.items():
@@ -101,7 +101,7 @@ def main() -> int:
     options = arguments(__doc__).parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    # as many parameters also with --quick: torch takes more time for each where there are more
+    # the same number of parameters with --quick: torch takes more time per parameter if there are more
     return report(rows(64, 32), options.rows)
 
 

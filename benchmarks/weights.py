@@ -1,8 +1,8 @@
-"""Weights for an inference engine, beside what engines do by themselves: `python -m benchmarks.weights [--quick]`.
+"""Weights for an inference engine, compared with what engines do: `python -m benchmarks.weights [--quick]`.
 
-Two gloo processes hold 104 MB of bfloat16 weights by rows; the first makes flat buckets of full tensors. Ours is
-`reshard.WeightSource.buckets`. The peer gathers each tensor on every rank (`DTensor.full_tensor`) and concatenates the
-gathered ones, as trainers for verl and SGLang's flattened buckets do.
+Two gloo processes hold 104 MB of bfloat16 weights by rows. The first builds flat buckets of full tensors. Ours is
+`reshard.WeightSource.buckets`. The peer gathers each tensor on every rank (`DTensor.full_tensor`) and concatenates
+the gathered ones, as trainers for verl and SGLang's flattened buckets do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BUCKETS = {"64 KiB": 64 << 10, "16 MiB": 16 << 20, "1 GiB": 1 << 30}
 
 
 def made() -> dict[str, DTensor]:
-    """This rank's part, and the connections of all pairs."""
+    """Return this rank's part, and open the connections of all pairs."""
     mesh = init_device_mesh("cpu", (WORLD,))
     dist.all_reduce(torch.zeros(1))
     torch.manual_seed(0)
@@ -39,7 +39,7 @@ def made() -> dict[str, DTensor]:
 
 
 def gathered(state: dict[str, DTensor], bucket_bytes: int) -> Iterator[torch.Tensor]:
-    """The flat buckets, on the first rank."""
+    """Build the flat buckets on the first rank."""
     waiting: list[torch.Tensor] = []
     held_bytes = 0
     for tensor in state.values():
@@ -56,7 +56,7 @@ def gathered(state: dict[str, DTensor], bucket_bytes: int) -> Iterator[torch.Ten
 
 
 def passes(bucket_bytes: int, repeats: int) -> list[dict[str, tuple[float, float]]]:
-    """Both ways in turns, once each has run."""
+    """Run both ways in turns, after a warm-up of each."""
     state = made()
     source = reshard.WeightSource(state, bucket_bytes=bucket_bytes)
     ways: dict[str, Any] = {
@@ -68,7 +68,7 @@ def passes(bucket_bytes: int, repeats: int) -> list[dict[str, tuple[float, float
 
 
 def first(bucket_bytes: int, way: str) -> float:
-    """Seconds of the first pass in new processes, with all that is prepared for it."""
+    """Return the seconds of the first pass in new processes, including its preparation."""
     state = made()
 
     def ours() -> None:
@@ -84,7 +84,7 @@ def rows(repeats: int) -> Iterator[Row]:
             ours = by_way.pop("ours")
             yield Row("weights", f"buckets of {name}", unit, ours, by_way)
         if bucket_bytes == 16 << 20:
-            continue  # its first pass is as those of the others
+            continue  # its first pass is like those of the others
         starts = [{way: max(run(first, WORLD, bucket_bytes, way)) for way in ("ours", "full_tensor")} for _ in range(3)]
         theirs = tuple(one["full_tensor"] for one in starts)
         yield Row(

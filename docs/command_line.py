@@ -11,8 +11,8 @@ __all__ = ["as_page"]
 
 EXIT_CODES = """| exit code | meaning |
 |---|---|
-| 0 | success, or the answer is yes |
-| 1 | the answer is no: damage, differences, or a failed proof |
+| 0 | success |
+| 1 | a check failed: damage, differences, or a failed proof |
 | 2 | the command line is wrong |
 | 3 | an error: stderr gives the reason and the fix |
 | 130 | interrupted |"""

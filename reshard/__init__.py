@@ -62,7 +62,7 @@ _ELSEWHERE = {
     "state_dict": "reshard.get_model_state_dict makes the state dict of a model",
     "load_checkpoint": "reshard.load fills a state dict, reshard.open reads without one",
     "save_checkpoint": "reshard.save writes a checkpoint",
-    "async_load": "reshard.load fills a state dict; none loads in the background",
+    "async_load": "reshard.load fills a state dict; there is no asynchronous load",
     "restore": "reshard.load fills a state dict from a checkpoint",
     "resume": "CheckpointManager(root, every=...).restore(state) resumes a run",
     "save_file": "reshard.save writes a checkpoint, reshard.convert one file of another format",
@@ -146,7 +146,7 @@ if TYPE_CHECKING:
     from reshard.version import __version__ as __version__
 
 
-if not TYPE_CHECKING:  # which would take any name for one of ours
+if not TYPE_CHECKING:  # type checkers would accept any attribute
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME and name not in _MODULES:

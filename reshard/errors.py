@@ -236,5 +236,5 @@ def renamed_in(module: str, names: Mapping[str, str]) -> Callable[[str], Any]:
     return of_module
 
 
-if not TYPE_CHECKING:  # which would take any name for one of these
+if not TYPE_CHECKING:  # type checkers would accept any attribute
     __getattr__ = renamed_in(__name__, {"DamagedCheckpointError": "CorruptCheckpointError"})

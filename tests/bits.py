@@ -19,7 +19,7 @@ INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """A tensor of any bits at all, NaNs of all kinds among them; bools are 0 and 1."""
+    """Return a tensor of random bits, including all kinds of NaN. Bools are 0 and 1."""
     numel = math.prod(shape)
     if not numel:
         return torch.empty(math.prod((*shape, 0)), dtype=torch.uint8).view(dtype).view(shape)
@@ -28,7 +28,7 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Gen
 
 
 def select(tensor: torch.Tensor, dims: list[list[tuple[int, int]]]) -> torch.Tensor:
-    """The local tensor of a product of intervals. Bits are moved as ints, which no kernel would normalise."""
+    """Return the local tensor of a product of intervals. Copies bits as ints, which no kernel normalizes."""
     dtype, wide = tensor.dtype, tensor.itemsize == 16
     bits = torch.view_as_real(tensor).view(torch.int64) if wide else tensor.view(INTS[tensor.itemsize])
     for d, intervals in enumerate(dims):

@@ -1,11 +1,11 @@
-"""A page in headless Chromium, as a person sees it: drawn at a width, light or dark, and moved in by keys.
+"""A page in headless Chromium: drawn at a width, light or dark, and operated by keys.
 
     with Browser(folder) as browser:
         page = browser.open(path, width=400, dark=True)
         page.press("ArrowDown")
         assert page.ask("document.activeElement.id") == "tree"
 
-It is spoken to through its own pipe, so that nothing but the browser has to be installed: Debian's package `chromium`.
+It communicates with the browser by a pipe, so only the browser must be installed: Debian's package `chromium`.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _DEADLINE_S = 60.0
 
 
 class Browser:
-    """Headless Chromium. A context."""
+    """Headless Chromium, as a context manager."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder` is for its profile."""
+        """`folder` is for the browser's profile."""
         assert PATH is not None
         reads, self._writes = os.pipe()
         self._reads, writes = os.pipe()
         flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--hide-scrollbars")
         command = [PATH, *flags, f"--user-data-dir={folder}", "--remote-debugging-pipe", "about:blank"]
         self._process = subprocess.Popen(
-            ["bash", "-c", f'exec "$@" 3<&{reads} 4>&{writes}', "bash", *command],  # where it looks for its pipe
+            ["bash", "-c", f'exec "$@" 3<&{reads} 4>&{writes}', "bash", *command],  # where it expects its pipe
             pass_fds=(reads, writes),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -57,7 +57,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """What the browser answers."""
+        """Return the browser's response to a method."""
         self._number += 1
         session = {"sessionId": self._session} if hasattr(self, "_session") else {}
         message = {"id": self._number, "method": method, "params": params, **session}
@@ -69,7 +69,7 @@ class Browser:
         return result
 
     def wait(self, event: str) -> None:
-        """Until it has happened since the page was asked for."""
+        """Wait until an event has occurred since the page was requested."""
         while all(one.get("method") != event for one in self.events):
             self.events.append(self._next())
 
@@ -87,7 +87,7 @@ class Browser:
         return message
 
     def open(self, path: Path, *, width: int = 1400, height: int = 900, dark: bool = False) -> Page:
-        """A page from a file, when all of its scripts have run."""
+        """Open a page from a file, and wait until all of its scripts have run."""
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.call(
@@ -111,19 +111,19 @@ class Browser:
 
 
 class Page:
-    """What is open."""
+    """An open page."""
 
     def __init__(self, browser: Browser) -> None:
         self._browser = browser
 
     def ask(self, expression: str) -> Any:
-        """The value of an expression of JavaScript."""
+        """Return the value of a JavaScript expression."""
         answer = self._browser.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def press(self, *keys: str) -> None:
-        """Keys, one after another, by their names."""
+        """Press keys by name, one after another."""
         for key in keys:
             codes = {
                 "windowsVirtualKeyCode": {"Tab": 9, "Enter": 13}.get(key, 0),
@@ -134,18 +134,18 @@ class Page:
 
     @property
     def errors(self) -> list[Any]:
-        """What scripts have thrown."""
+        """Return the errors of scripts."""
         self.ask("1")
         return [e["params"] for e in self._browser.events if e.get("method") == "Runtime.exceptionThrown"]
 
     @property
     def fetched(self) -> list[str]:
-        """Every address that was asked for."""
+        """Return the addresses of all requests."""
         seen = [e["params"] for e in self._browser.events if e.get("method") == "Network.requestWillBeSent"]
         return [one["request"]["url"] for one in seen]
 
     def picture(self, path: Path, *, whole: bool = False) -> None:
-        """What is seen, or all of the page, in the format of the file's name."""
+        """Save a picture of the visible part, or of the full page, in the format of the file's name."""
         options: dict[str, Any] = {"captureBeyondViewport": whole}
         if whole:
             size = self._browser.call("Page.getLayoutMetrics")["cssContentSize"]

@@ -1,6 +1,6 @@
-"""`pytest --device=sim`, or cuda: the suites with their tensors on a device. See `tests/simulated/everywhere.py`.
+"""`pytest --device=sim` (or `cuda`) runs suites with their tensors on a device: see `tests/simulated/everywhere.py`.
 
-Samples of other frameworks are unpacked for each run: `tests/samples.py`.
+Samples of other frameworks are unpacked for each run: see `tests/samples.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if samples.begin():
         config.add_cleanup(samples.end)
     device = config.getoption("--device")
-    if device is not None:  # in the environment, for the processes that tests start
+    if device is not None:  # inherited by the processes that tests start
         os.environ["RESHARD_TESTS_ON_DEVICE"] = os.environ["RESHARD_TEST_DEVICE"] = device
         from tests import simulated
         from tests.simulated import everywhere
@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip, with the reason that stands on their line, what makes no sense on the device."""
+    """Skip tests that make no sense on the device, with the reason given for each."""
     device = config.getoption("--device")
     apart = {"host_only": device is not None, "not_simulated": device == "sim"}
     if device is not None:

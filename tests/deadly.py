@@ -1,4 +1,4 @@
-"""Tasks that end their worker. Imports little, as all workers import it."""
+"""Tasks that end their worker. Imports little, because all workers import it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Deadly:
-    """The task "die" ends the process, others say which one did them."""
+    """The task "die" ends the process. Other tasks return which process ran them."""
 
     def begin(self) -> Callable[[str], int]:
-        """Nothing to open."""
+        """Return a function that runs a task. There is nothing to open."""
 
         def do(task: str) -> int:
             if task == "die":

@@ -1,4 +1,4 @@
-"""Where the time of a test run goes, folder by folder, as the table of `tests/durations.md`.
+"""Where the time of a test run is spent, by folder, as the table of `tests/durations.md`.
 
 make test TESTFLAGS="-n 2 --dist worksteal --junitxml=report.xml"
 python -m tests.durations report.xml           # prints the table
@@ -23,7 +23,7 @@ _BLOCK = re.compile(r"(?<=<!-- durations -->\n).*?(?=<!-- end of durations -->)"
 
 @dataclass
 class Folder:
-    """What a run says of the tests of one folder."""
+    """The results of the tests in one folder."""
 
     tests: int = 0
     skipped: int = 0
@@ -40,18 +40,18 @@ class Folder:
 
 
 def read(report: Path) -> tuple[dict[str, Folder], float]:
-    """The folders of a JUnit report, and how long the whole run took, in seconds."""
+    """Return the folders of a JUnit report, and the duration of the run in seconds."""
     folders: dict[str, Folder] = defaultdict(Folder)
     suites = list(ElementTree.parse(report).getroot().iter("testsuite"))
     for case in (case for suite in suites for case in suite.iter("testcase")):
-        parts = (case.get("classname") or case.get("name") or "").split(".")  # of a module that is skipped, its name
+        parts = (case.get("classname") or case.get("name") or "").split(".")  # for a skipped module, only `name` is set
         module = next((part for part in parts if part.startswith("test_")), parts[-1])
         folders["/".join(parts[: parts.index(module)])].add(case, module)
     return dict(folders), sum(float(suite.get("time", "0")) for suite in suites)
 
 
 def table(folders: dict[str, Folder], wall_s: float) -> Iterator[str]:
-    """The lines of the table, longest first."""
+    """Yield the lines of the table, the longest duration first."""
     total = Folder()
     for one in folders.values():
         total.tests += one.tests
@@ -73,7 +73,7 @@ def table(folders: dict[str, Folder], wall_s: float) -> Iterator[str]:
 
 
 def put_on_page(lines: Iterable[str], page: Path = PAGE) -> None:
-    """Replace what stands between the two marks of the page."""
+    """Replace the text between the two marks of the page."""
     text, replaced = _BLOCK.subn(lambda _: "\n" + "\n".join(lines) + "\n\n", page.read_text(encoding="utf-8"))
     if replaced != 1:
         raise SystemExit(f"{page} needs the lines <!-- durations --> and <!-- end of durations -->, once each")

@@ -1,12 +1,13 @@
-"""A storage that misbehaves on command, over one that does not.
+"""A storage that fails on command, over one that does not.
 
     def fault(verb, name):                   # called before each operation
-        if verb == "write": raise StorageError("no space left")
+        if verb == "write":
+            raise StorageError("no space left")
 
     save(state, Faulty(open_storage(folder), fault))
 
-Verbs are the methods' names ("list", "size", "read", "read_into", "mapped", "create", "publish", "delete"), and for a
-writer "write" and "commit". `fault` may raise, sleep, end the process or damage what is stored.
+Verbs are method names ("list", "size", "read", "read_into", "mapped", "create", "publish", "delete"), and for a
+writer "write" and "commit". `fault` can raise, sleep, end the process, or damage what is stored.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Fault = Callable[[str, str], None]
 
 
 class Faulty(Storage):
-    """`inner`, with `fault(verb, name)` called before each operation."""
+    """The storage `inner`, with `fault(verb, name)` called before each operation."""
 
     def __init__(self, inner: Storage, fault: Fault) -> None:
         self.inner = inner
@@ -95,7 +96,7 @@ class _FaultyWriter(Writer):
 
 
 class Crash(BaseException):
-    """The process is gone: nothing that it would do on its way out is done."""
+    """The process is dead: none of its cleanup takes effect."""
 
 
 class SystemCalls:
@@ -141,7 +142,7 @@ class SystemCalls:
 
         def wrap(real: Callable[..., Any], name: str) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
-                if name != "open" or args[1] & os.O_CREAT:  # opening to read changes nothing
+                if name != "open" or args[1] & os.O_CREAT:  # opening a file to read it changes nothing
                     self.made += 1
                     fault(self.made)
                 return real(*args, **kwargs)
@@ -181,7 +182,7 @@ class FileCalls:
 
     @contextmanager
     def failing(self, at: int) -> Iterator[None]:
-        """The call of this number, counted from 1, fails."""
+        """Make call number `at`, counted from 1, fail."""
         self.made, self._at = 0, at
         self._files.clear()
         real = {name: getattr(os, name) for name in (*self.BY_PATH, *self.BY_FILE)}

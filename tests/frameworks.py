@@ -4,8 +4,9 @@
     python -m tests.frameworks torchao deepspeed     # some
     python -m tests.frameworks --write               # and put the table on tests/integrations.md
 
-`.venv-<name>` sees the packages of the environment that runs this, its torch above all, and adds the framework. Nothing
-there may bring another torch. A test that is skipped counts as skipped, so a framework that cannot be imported shows.
+`.venv-<name>` sees the packages of the environment that runs this, such as its torch, and adds the framework. Nothing
+there may install another torch. Skipped tests are reported as skipped, so a framework that cannot be imported is
+noticed.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ _HERE = "tests/reshard/integrations"
 
 
 class Framework(NamedTuple):
-    """What to install, and which tests need it."""
+    """What to install for a framework, and the tests that need it."""
 
     name: str
     tests: tuple[str, ...]
     packages: tuple[str, ...] = ()
-    """Requirements for pip. Without any, those of the extra `test` are enough, and no environment is made."""
+    """Requirements for pip. If empty, the extra `test` suffices, and no environment is created."""
     alone: tuple[str, ...] = ()
-    """Requirements to install without what they need, because that would bring another torch or GPU libraries."""
+    """Requirements to install without their dependencies, which would install another torch or GPU libraries."""
     shows: tuple[str, ...] = ()
-    """Distributions whose versions are shown; by default those of the requirements."""
+    """Distributions whose versions are shown. Default: those of the requirements."""
 
     @property
     def distributions(self) -> tuple[str, ...]:
@@ -55,7 +56,7 @@ FRAMEWORKS = (
     Framework(
         "torchtitan",
         (f"{_HERE}/test_torchtitan.py", f"{_HERE}/test_torchtitan_models.py"),
-        ("triton",),  # which its models import, also on CPUs
+        ("triton",),  # its models import it, also on CPUs
         shows=("torchtitan", "triton"),
     ),
     Framework("accelerate", (f"{_HERE}/test_accelerate.py",), shows=("accelerate",)),
@@ -92,7 +93,7 @@ FRAMEWORKS = (
 
 @dataclass(frozen=True)
 class Result:
-    """How the tests of one framework ended."""
+    """Results of the tests of one framework."""
 
     versions: tuple[str, ...]
     passed: int
@@ -102,12 +103,12 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether something ran, and all of it passed."""
+        """True if some tests ran and all of them passed."""
         return self.passed > 0 and not self.failed
 
 
 def environment(framework: Framework) -> Path:
-    """The Python that runs the framework's tests. Makes its environment on first use."""
+    """Return the Python that runs the framework's tests. Creates its environment on first use."""
     if not (framework.packages or framework.alone):
         return Path(sys.executable)
     folder = ROOT / f".venv-{framework.name}"
@@ -116,7 +117,7 @@ def environment(framework: Framework) -> Path:
         return python
     venv.create(folder, with_pip=True, clear=True)
     own = next(folder.glob("lib/python*/site-packages"))
-    # after its own packages, and with what editable installs put there
+    # after its own packages, with the paths of editable installs
     lines = [f"import site; site.addsitedir({path!r})" for path in site.getsitepackages()]
     (own / "base.pth").write_text("\n".join(lines) + "\n")
     limits = folder / "constraints.txt"
@@ -131,7 +132,7 @@ def environment(framework: Framework) -> Path:
 
 
 def run(framework: Framework, flags: Sequence[str]) -> Result:
-    """Run its tests. What fails is printed by pytest."""
+    """Run its tests. pytest prints failures."""
     began = time.monotonic()
     python = environment(framework)
     names = repr(framework.distributions)
@@ -149,7 +150,7 @@ def run(framework: Framework, flags: Sequence[str]) -> Result:
 
 
 def table(results: dict[str, Result]) -> Iterator[str]:
-    """The lines of the table."""
+    """Yield the lines of the table."""
     yield f"With torch {metadata.version('torch').partition('+')[0]} on CPUs and Python {sys.version.split()[0]}:"
     yield ""
     yield "| Framework | Versions | Passed/failed/skipped |"
@@ -160,7 +161,7 @@ def table(results: dict[str, Result]) -> Iterator[str]:
 
 
 def put_on_page(lines: Sequence[str], page: Path = PAGE) -> None:
-    """Replace what stands between the two marks of the page."""
+    """Replace the text between the two marks of the page."""
     text, replaced = _BLOCK.subn(lambda _: "\n" + "\n".join(lines) + "\n\n", page.read_text(encoding="utf-8"))
     if replaced != 1:
         raise SystemExit(f"{page} needs the lines <!-- frameworks --> and <!-- end of frameworks -->, once each")

@@ -38,20 +38,20 @@ _LIBRARY = (
     *("reshard.dcp", "reshard.api.load", "reshard.api.save", "reshard.api.redistribute", "hypothesis", "pytest"),
     *("torch._dynamo", "torch._inductor.utils", "transformers"),
 )
-"""What most children import, four times as long as what they then do: the last line, with optimizers and models. Not
-where a device is to be set up before."""
+"""Imports of most children, which take four times as long as what they then do. The last line is for optimizers and
+models. Not preloaded if a device must be set up first."""
 
 
 SOON_S = 8.0
-"""Within so many seconds ranks learn what happened to another."""
+"""Seconds within which ranks learn that another one failed."""
 
 _RESOLVER = "timeout:1 attempts:1"
-"""torch looks up the name of each new connection to a store, by default for 5 s and more where nobody answers."""
+"""torch looks up the name of each new connection to a store, by default for 5 s and more if there is no answer."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended: with a value, with an error and its traceback as text, or dead by `exitcode` with neither."""
+    """How one rank ended: with a value, with an error and its traceback as text, or dead by `exitcode`."""
 
     rank: int
     value: Any = None
@@ -59,22 +59,23 @@ class Outcome:
     trace: str = ""
     exitcode: int | None = None
     seconds: float = field(default=0.0, compare=False)
-    """From the start of the run to the moment the parent had this outcome."""
+    """From the start of the run to when the parent received this outcome."""
 
 
 def run(fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120.0, **kwargs: Any) -> list[Any]:
-    """Call `fn(*args)` on `world_size` processes with gloo as the default group; its return values, in rank order.
+    """Call `fn(*args)` on `world_size` processes with gloo as the default group, and return the results in rank
+    order.
 
-    `fn` is a module-level function; arguments and results are pickled (tensors by value). If ranks fail, the error of
-    the one that failed first is raised again here, with every rank's traceback in its notes.
+    `fn` is a module-level function. Arguments and results are pickled (tensors by value). If ranks fail, the error of
+    the first is raised again here, with the tracebacks of all in its notes.
 
     Raises:
-        whatever `fn` raised first; RuntimeError: a rank died without a word; TimeoutError: after `timeout_s` seconds.
+        whatever `fn` raised first; RuntimeError: a rank died; TimeoutError: after `timeout_s` seconds.
     """
     ends = outcomes(fn, world_size, *args, timeout_s=timeout_s, **kwargs)
     failed = sorted((end for end in ends if end.error is not None), key=lambda end: end.seconds)
     died = [end for end in ends if end.exitcode is not None]
-    # a rank that died is the cause of the errors that the others report, unless somebody killed it for lingering
+    # a dead rank is the cause of the other ranks' errors, unless it was killed for lingering
     if failed and not any(end.exitcode and end.exitcode > 0 for end in died):
         error = failed[0].error
         assert error is not None
@@ -96,18 +97,19 @@ def outcomes(
     store: str = "rank0",
     init: bool = True,
 ) -> list[Outcome]:
-    """Like `run`, but tells each rank's end and raises only when time is up.
+    """Like `run`, but return how each rank ended. Raises only when time is up.
 
     Args:
-        timeout_s: hard limit in seconds for the whole run; then the stacks of all ranks are shown and they are killed.
-        linger_s: how long the other ranks may go on after the first one failed or died, in seconds.
-        store: where the rendezvous lives: "rank0" (a TCP store in rank 0, which dies with it), "parent" (a TCP store
-            in this process, as torchrun's agent does) or "file".
-        init: False leaves torch.distributed uninitialised; RANK, WORLD_SIZE, MASTER_ADDR and so on are set anyway.
+        timeout_s: hard limit of the run in seconds. Then, the stacks of all ranks are shown, and they are killed.
+        linger_s: how many seconds the other ranks may continue after the first one failed or died.
+        store: location of the rendezvous: "rank0" (a TCP store in rank 0, which dies with it), "parent" (a TCP store
+            in this process, as in torchrun's agent), or "file".
+        init: if False, do not initialize torch.distributed. RANK, WORLD_SIZE, MASTER_ADDR, and similar variables are
+            set anyway.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_TORCH, *(() if "RESHARD_TESTS_ON_DEVICE" in os.environ else _LIBRARY)])
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before the server starts: its torch must have no threads to lose
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before the server starts: a fork must not lose threads of its torch
     folder = Path(tempfile.mkdtemp(prefix="gloo-"))
     hosted = _host_store(folder) if store == "parent" else None
     children: list[multiprocessing.process.BaseProcess] = []
@@ -115,7 +117,7 @@ def outcomes(
     try:
         for rank in range(world_size):
             receive, send = context.Pipe()
-            # torch replaces the pickling of tensors between processes by shared memory, which dies with the child
+            # torch pickles tensors between processes as shared memory, which dies with the child
             payload = pickle.dumps((fn, args))
             environ = {"RES_OPTIONS": _RESOLVER, **os.environ}
             setup = _Setup(rank, world_size, str(folder), store, init, environ)
@@ -212,7 +214,7 @@ def _host_store(folder: Path) -> Any:
 
 
 def _child(setup: _Setup, payload: bytes, send: multiprocessing.connection.Connection) -> None:
-    stack = open(Path(setup.folder) / f"stack-{setup.rank}", "w")  # noqa: SIM115  faulthandler needs it for ever
+    stack = open(Path(setup.folder) / f"stack-{setup.rank}", "w")  # noqa: SIM115  faulthandler needs it to the end
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     os.environ.clear()
     os.environ.update(setup.environ)
@@ -228,10 +230,10 @@ def _child(setup: _Setup, payload: bytes, send: multiprocessing.connection.Conne
         except Exception:
             data = pickle.dumps((None, RuntimeError(f"{type(error).__name__}: {error}"), trace))
     send.send_bytes(data)
-    if error is None:  # the parent hangs up when all are done: until then others may need our sockets and our store
+    if error is None:  # other ranks may need this one's sockets and store, so wait until the parent closes the pipe
         with contextlib.suppress(EOFError):
             send.recv_bytes()
-    # destructors of a half-dead process group may block for ever; the result is out, so nothing is left to do
+    # destructors of a broken process group may block forever, and the result was sent
     os._exit(0)
 
 
@@ -256,7 +258,7 @@ def _in_group(setup: _Setup, payload: bytes) -> Any:
 
 
 def _on_device() -> str:
-    """Make this process one whose tensors lie on a device, if that is asked for; the backend that moves them."""
+    """Put this process's tensors on a device, if requested. Returns the backend for that device."""
     if "RESHARD_TESTS_ON_DEVICE" not in os.environ:
         return "gloo"
     from tests.simulated import everywhere

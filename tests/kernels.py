@@ -1,4 +1,4 @@
-"""Fingerprints by numpy and by the compiled kernel: where that is not built, its half is skipped."""
+"""Tests of fingerprints by numpy and by the compiled kernel, which are skipped if the kernel is not built."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUMPY, COMPILED = "numpy", "compiled"
 
 @contextmanager
 def summed_up_by(which: str) -> Iterator[Kernel | None]:
-    """Skips where there is no kernel to do it."""
+    """Use numpy or the kernel within the block. Skips the test if there is no kernel."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RESHARD_KERNELS", "1" if which == COMPILED else "0")
         kernel.cache_clear()

@@ -1,4 +1,4 @@
-"""A mapping that changes nothing, and notes what is read. Imports little, as all workers import it."""
+"""A mapping that changes nothing, and records what is read. Imports little, because all workers import it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from reshard.stored.tensor import LazyTensor, StoredTensor
 
 
 class Noting(Mapping):
-    """Notes in a file each tensor that is read, wherever that is; a read may be made to take longer."""
+    """Records in a file each tensor that is read, by any process. Reads can be delayed."""
 
     def __init__(self, log: Path, pause_s: float = 0.0) -> None:
         super().__init__()
         self._log, self._pause_s = log, pause_s
 
     def apply(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Where workers call it, reads are theirs."""
+        """Wrap the checkpoint's tensors, so that reads by workers are recorded."""
         contents = checkpoint.contents
         tensors = {name: self._noted(stored) for name, stored in contents.tensors.items()}
         return Checkpoint(replace(contents, tensors=tensors), checkpoint.url)
@@ -41,5 +41,5 @@ class Noting(Mapping):
         return computed(stored.spec, compute, stored.fqn)
 
     def reads(self) -> Counter[str]:
-        """How often each tensor was read, by its name in the source."""
+        """Return how often each tensor was read, by its name in the source."""
         return Counter(self._log.read_text().split())

@@ -1,7 +1,7 @@
 """Packs folders of samples into `tests/data`, an archive for each framework: `python -m tests.pack_samples FOLDER`.
 
-FOLDER has one folder for each sample. Packed is what tests read: checkpoints, `truth.pt` and `keymap.json`. A file that
-stands in `tests/data` already is left out. Archives have no owner and no time: the same files give the same bytes.
+FOLDER has a folder for each sample. Packs what tests read: checkpoints, `truth.pt`, and `keymap.json`, without files
+that `tests/data` already has. Archives record no owner and no time, so equal files give equal bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PACKED = ("ckpt", "ckpt_universal", "truth.pt", "keymap.json")
 
 
 def pack(folder: Path, target: Path = DATA) -> list[Path]:
-    """Write archives into `target`; returns them."""
+    """Write archives into `target`, and return them."""
     files: dict[str, list[Path]] = defaultdict(list)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder)
@@ -30,7 +30,7 @@ def pack(folder: Path, target: Path = DATA) -> list[Path]:
 def _write(archive: Path, folder: Path, names: list[Path]) -> Path:
     with tarfile.open(archive, "w:xz", preset=9 | lzma.PRESET_EXTREME) as tar:
         for name in names:
-            entry = tarfile.TarInfo(name.as_posix())  # as new: no owner, no time, the usual mode
+            entry = tarfile.TarInfo(name.as_posix())  # a new entry has no owner, no time, and the usual mode
             entry.size = (folder / name).stat().st_size
             with (folder / name).open("rb") as file:
                 tar.addfile(entry, file)

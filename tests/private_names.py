@@ -1,8 +1,9 @@
-"""Where tests use private names of ours: `python -m tests.private_names` prints how often, by name and by file.
+"""Where tests use our private names: `python -m tests.private_names` prints how often, by name and by file.
 
-Private is a name with one leading underscore that `reshard` or `planners` define: a module's, a class's or an object's.
-A use is an import of it, an attribute of anything but the test's own objects and torch, or its name in a string that
-`monkeypatch`, `mock.patch`, `getattr` and their like are given. Names that Python, IPython or torch define are theirs.
+A private name has one leading underscore and is defined by `reshard` or `planners`: a module, a class, or an
+attribute. A use is an import of it, an attribute of anything but the test's own objects and torch, or its name in a
+string for `monkeypatch`, `mock.patch`, `getattr`, and similar functions. Names that Python, IPython, or torch define
+do not count.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ __all__ = ["Use", "defined", "uses"]
 ROOT = Path(__file__).parents[1]
 _SOURCE, _TESTS = ("planners", "reshard"), ("tests", "property_tests")
 _THEIRS = {"_replace", "_repr_html_", "_local_tensor", "_schema", "_flatten"}
-"""Of named tuples, of notebooks, of DTensors, of torch's operators and of its meshes: our source has them, too."""
+"""Private names of named tuples, notebooks, DTensors, torch's operators, and meshes, which our source also has."""
 _BY_STRING = {"setattr", "delattr", "getattr", "hasattr", "patch", "object", "setitem", "delitem"}
 
 
 @dataclass(frozen=True)
 class Use:
-    """A private name at a line of a test."""
+    """A private name in a line of a test."""
 
     name: str
     path: str
@@ -54,14 +55,14 @@ def _names_defined(tree: ast.Module) -> Iterator[str]:
 
 
 def defined() -> set[str]:
-    """The private names that our source defines, modules among them."""
+    """Return the private names that our source defines, including modules."""
     names = {path.stem for path, _ in _modules(_SOURCE)}
     names |= {name for _, tree in _modules(_SOURCE) for name in _names_defined(tree)}
     return {name for name in names if _is_private(name)} - _THEIRS
 
 
 def _own(tree: ast.Module) -> set[str]:
-    """Names of a test's own classes, functions, methods and attributes."""
+    """Return the names of a test's own classes, functions, methods, and attributes."""
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     stored = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
     return own | {node.attr for node in stored if _root(node) == "self"}
@@ -89,7 +90,7 @@ def _names_used(tree: ast.Module) -> Iterator[tuple[str, int]]:
 
 
 def uses() -> list[Use]:
-    """Every use of one of our private names in a test."""
+    """Return every use of one of our private names in a test."""
     ours = defined()
     return [
         Use(name, path.relative_to(ROOT).as_posix(), line)

@@ -1,5 +1,4 @@
-"""Whether tensors, and whole states of them, are the same: types, shapes, dtypes, keys
-in their order, and every bit."""
+"""Compares tensors and nested states: types, shapes, dtypes, keys in order, and every bit."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ __all__ = ["assert_same", "bits", "differences", "same"]
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """All bytes of a tensor, row by row; of a DTensor those that this rank holds."""
+    """Return all bytes of a tensor, row-major. For a DTensor, those of this rank."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     # clone, because contiguous() keeps an odd stride of a dim of size 1
     made = local.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
@@ -22,18 +21,18 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def same(found: Any, wanted: Any) -> bool:
-    """Whether two tensors, numbers or nests of them are the same to the last bit."""
+    """Return True if two tensors, numbers, or nested values are equal in every bit."""
     return next(differences(found, wanted), None) is None
 
 
 def assert_same(found: Any, wanted: Any, close: bool = False) -> None:
-    """That `found` is `wanted` to the last bit, or `close` up to rounding."""
+    """Assert that `found` equals `wanted` in every bit, or up to rounding if `close`."""
     wrong = list(differences(found, wanted, close=close))
     assert not wrong, "\n".join(wrong[:20])
 
 
 def differences(found: Any, wanted: Any, path: str = "it", *, close: bool = False) -> Iterator[str]:
-    """One line for each place where two nests differ. Any mapping is like a dict, a parameter like a tensor."""
+    """Yield a line for each difference of two nested values. Mappings count as dicts, parameters as tensors."""
     if isinstance(wanted, np.ndarray) and isinstance(found, np.ndarray):
         found, wanted = torch.from_numpy(found), torch.from_numpy(wanted)
     if isinstance(wanted, torch.Tensor):
@@ -69,7 +68,7 @@ def _in_tensors(found: Any, wanted: torch.Tensor, path: str, close: bool) -> Ite
 
 
 def _kind(value: Any) -> tuple[Any, ...]:
-    """What must agree before bits can be compared: type, shape, dtype and how it is cut."""
+    """Return what must agree before bits can be compared: type, shape, dtype, and sharding."""
     kind = torch.Tensor if isinstance(value, torch.nn.Parameter) and type(value) is torch.nn.Parameter else type(value)
     if not isinstance(value, torch.Tensor):
         return (kind.__name__,)

@@ -1,8 +1,8 @@
-"""Checkpoints that other frameworks wrote, each with what its tensors should be. `tests/data/README.md` lists them.
+"""Checkpoints that other frameworks wrote, each with the expected tensors. `tests/data/README.md` lists them.
 
-A sample is a folder of `tests/data`, or in the archive of its framework there (`dcp_pp2` in `dcp.tar.xz`), or partly in
-each. Whoever asks first unpacks what is there of the framework into a temporary folder of this test run, which all its
-processes share and which is removed at its end. Tests read samples, and change copies of them.
+A sample is a folder of `tests/data`, or in the archive of its framework there (`dcp_pp2` in `dcp.tar.xz`), or partly
+in each. The first process that needs a framework's samples unpacks them into a temporary folder of this test run,
+which all of its processes share and which is removed at its end. Tests read samples, and change only copies of them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["DATA", "begin", "end", "framework_of", "sample", "truth"]
 
 DATA = Path(__file__).parent / "data"
 _FOLDER = "RESHARD_TESTS_SAMPLES"
-"""The variable that tells every process of a test run where samples are unpacked."""
+"""The environment variable with the folder of unpacked samples."""
 
 
 def begin() -> bool:
-    """Make this run's folder; False, and nothing done, inside of another run, whose folder serves."""
+    """Create this run's folder. Returns False, and does nothing, inside of another run, whose folder is used."""
     if _FOLDER in os.environ:
         return False
     os.environ[_FOLDER] = tempfile.mkdtemp(prefix="reshard-samples-")
@@ -36,12 +36,12 @@ def end() -> None:
 
 
 def framework_of(name: str) -> str:
-    """The first word of a sample's name, which is the name of its archive, too."""
+    """Return the first word of a sample's name, which is also the name of its archive."""
     return name.split("/")[0].split("_")[0]
 
 
 def sample(path: str) -> Path:
-    """A sample, or a file or folder of one: `sample("dcp_pp2/ckpt/stage_1.pt")`."""
+    """Return a sample, or a file or folder in one: `sample("dcp_pp2/ckpt/stage_1.pt")`."""
     found = _unpacked(framework_of(path)) / path
     if not found.exists():
         raise FileNotFoundError(f"{DATA} has no sample {path}")
@@ -49,15 +49,15 @@ def sample(path: str) -> Path:
 
 
 def truth(path: str) -> dict[str, Any]:
-    """What the tensors of the sample of this path should be; of most, `{"model": ..., "optim": ...}`."""
-    import torch  # here, since pytest-xdist's first process, which runs no test, imports this module, too
+    """Return the expected tensors of the sample of this path, for most samples `{"model": ..., "optim": ...}`."""
+    import torch  # not at the top: pytest-xdist's first process, which runs no test, imports this module, too
 
     result: dict[str, Any] = torch.load(sample(path.split("/")[0]) / "truth.pt", weights_only=True)
     return result
 
 
 def _unpacked(framework: str) -> Path:
-    """The folder with all samples of a framework. One process unpacks, and the others wait for it."""
+    """Return the folder with all samples of a framework. One process unpacks them, and the others wait for it."""
     run = Path(os.environ[_FOLDER])
     folder = run / framework
     if folder.exists():

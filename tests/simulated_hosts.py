@@ -1,10 +1,11 @@
-"""Jobs on simulated hosts: ranks are greenlets of one process, messages are copies, hosts are folders that can be lost.
+"""Jobs on simulated hosts: ranks are greenlets in one process, messages are copies, hosts are folders that can be
+lost.
 
     job = Job(folder, ["a", "a", "b", "b"])
     ends = job.run(lambda rank, tier: tier.save(state(rank), 1))
 
-What runs is the code of `reshard.elastic`, the control plane and the planners, as they are. Only what crosses a process
-group is ours, and what knows DTensors: `cut` marks a plain tensor as one rank's part of a layout.
+This runs the code of `reshard.elastic`, the control plane, and the planners unchanged. Only process groups and access
+to DTensors are simulated: `cut` marks a plain tensor as one rank's part of a layout.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ __all__ = ["Job", "cut", "cut_tensors", "exchange", "global_of"]
 
 
 def cut(whole: torch.Tensor, layout: TensorLayout, rank: int) -> torch.Tensor:
-    """What a rank holds of a tensor."""
+    """Return a rank's shard of a tensor."""
     (box,) = layout.boxes(rank) or (None,)
     local = whole[box.slices].clone() if box is not None else whole.new_empty([0] * whole.ndim)
     local.cut_by = layout
@@ -39,7 +40,7 @@ def cut(whole: torch.Tensor, layout: TensorLayout, rank: int) -> torch.Tensor:
 
 
 def global_of(locals_: dict[int, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """The tensor that parts by rank make up; replicas must be the same."""
+    """Return the tensor that is assembled from parts by rank. Asserts that replicas are equal."""
     whole, seen = torch.zeros_like(like), torch.zeros(like.shape, dtype=torch.bool)
     for rank, local in locals_.items():
         for box in local.cut_by.boxes(rank):
@@ -51,7 +52,7 @@ def global_of(locals_: dict[int, torch.Tensor], like: torch.Tensor) -> torch.Ten
 
 
 def _fact(name: str, of_layout: Callable[[str, TensorLayout], Any]) -> property:
-    """A fact of a live tensor, by the layout of what `cut` made."""
+    """Return a property of a live tensor, which follows from the layout if `cut` made the tensor."""
     real = vars(LiveTensor)[name].func
 
     def fact(tensor: LiveTensor) -> Any:
@@ -71,7 +72,7 @@ _OURS = {
 
 @contextmanager
 def cut_tensors() -> Iterator[None]:
-    """What `cut` made is taken for sharded tensors."""
+    """Within the block, treat tensors that `cut` made as sharded."""
     with ExitStack() as stack:
         for name, fact in _OURS.items():
             stack.enter_context(mock.patch.object(LiveTensor, name, fact))
@@ -79,11 +80,11 @@ def cut_tensors() -> Iterator[None]:
 
 
 class Job:
-    """A job of some ranks, each on a host of that name, with folders below one.
+    """A job of some ranks. Each is on the named host, whose folder is in `folder`.
 
     Args:
-        crash: the number of the call that changes files, of all ranks' together, at which `victims` are lost with all
-            processes on them; the others' see it by the control plane.
+        crash: number of the file-changing call, counted over all ranks, at which `victims` are lost with all of their
+            processes. The other ranks learn of it by the control plane.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Job:
         self._sources: dict[int, Any] = {}
 
     def run(self, body: Callable[[int, Tier], Any]) -> list[Any]:
-        """`body(rank, tier)` on every rank: what it returned, or the error that it ended with."""
+        """Call `body(rank, tier)` on every rank. Return what each returned, or its error."""
 
         def life(rank: int) -> Any:
             self._ranks[greenlet.getcurrent()] = rank
@@ -143,7 +144,8 @@ class Job:
 
 
 def exchange(by_rank: Callable[[], dict[int, Any]], work: Any, sources: Any, targets: Any, **_: Any) -> Any:
-    """Messages: when all are there, each takes what is for it from where it lies. `by_rank`: the sources of a job."""
+    """Exchange messages: when all ranks are here, each copies its messages from the sources. `by_rank`: the sources
+    of a job."""
     received = work.nbytes(sends=False)
 
     def run(group: Any, deadline_s: float, pace: Any = None) -> None:

@@ -1,8 +1,8 @@
-"""Many ranks in one process, on a store in memory and a clock of its own: the control plane itself, not a model of it.
+"""Many ranks in one process, with a store in memory and a simulated clock: the real control plane, not a model of it.
 
-Each rank is a greenlet that runs the code of `reshard.ranks` as it is. Only what blocks is ours: a line whose waits
-let the others run, and the clock, which jumps to the next moment at which somebody has something to do. So an hour of
-waiting costs nothing, and with `choose` any order in which ranks could come to the store can be tried.
+Each rank is a greenlet that runs the code of `reshard.ranks` unchanged. Only what blocks is replaced: store clients,
+whose waits let the other ranks run, and the clock, which jumps to the next moment at which a rank has something to
+do. So an hour of waiting costs nothing, and with `choose`, ranks can access the store in any order.
 
     world = World(1024)
     with world.clock():
@@ -32,7 +32,7 @@ __all__ = ["Died", "World"]
 
 
 class Died(BaseException):
-    """The process of this rank is no more."""
+    """The process of this rank is dead."""
 
 
 @dataclass
@@ -40,10 +40,10 @@ class World:
     """Simulated ranks, and the store between them.
 
     Args:
-        world_size: how many there are.
-        per_machine: so many of them, in a row, are those of one machine, and watch over one another.
-        choose: of so many ranks that could go on, which does; default: the one that waits the longest. If given,
-            every question to the store is a place where another rank may go on first.
+        world_size: number of ranks.
+        per_machine: number of consecutive ranks that share a host and watch each other.
+        choose: returns which of a number of runnable ranks runs next. Default: the one that has waited longest. If
+            given, another rank may run before every call to the store.
     """
 
     world_size: int
@@ -52,19 +52,19 @@ class World:
     now: float = 0.0
     values: dict[str, bytes] = field(default_factory=dict)
     asked: Counter[int] = field(default_factory=Counter)
-    """By rank: questions."""
+    """Calls to the store, by rank."""
     got: Counter[int] = field(default_factory=Counter)
-    """By rank: bytes that came from the store."""
+    """Bytes received from the store, by rank."""
     gave: Counter[int] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
     nbytes: int = 0
     peak_bytes: int = 0
-    """Of keys and values in the store."""
+    """Peak size of the store's keys and values."""
     dead: set[int] = field(default_factory=set)
     crash: dict[int, int] = field(default_factory=dict)
-    """Rank -> the number of its question to the store at which its process dies."""
+    """Rank -> number of its call to the store at which its process dies."""
     freeze: dict[int, int] = field(default_factory=dict)
-    """Rank -> the number of its question to the store at which it hangs for good."""
+    """Rank -> number of its call to the store at which it hangs forever."""
 
     def __post_init__(self) -> None:
         self._ready: deque[Any] = deque()
@@ -75,7 +75,7 @@ class World:
         self._hub: Any = None
 
     def group(self, rank: int, *, deadline_s: float = DEADLINE_S) -> Group:
-        """What `Group()` is on that rank."""
+        """Return what `Group()` would be on that rank."""
         made = Group(alone=True, deadline_s=deadline_s)
         made.rank, made.job_rank, made.world_size, made.ranks = rank, rank, self.world_size, self._ranks
         line = _Line(self, rank)
@@ -84,7 +84,7 @@ class World:
         return made
 
     def watched_by(self, rank: int) -> int:
-        """The rank before it on its machine; for the first one, the last."""
+        """Return the rank before it on its host, or the last one for the first."""
         first = rank - rank % self.per_machine
         last = min(first + self.per_machine, self.world_size) - 1
         return last if rank == first else rank - 1
@@ -95,7 +95,7 @@ class World:
 
     @contextmanager
     def clock(self) -> Iterator[None]:
-        """Let the control plane go by this clock."""
+        """Let the control plane use this clock."""
         modules: tuple[Any, ...] = (group_module, line_module, store_rounds)
         ours = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
         real = [module.time for module in modules]
@@ -108,7 +108,7 @@ class World:
                 module.time = time
 
     def run(self, body: Callable[[int], Any]) -> list[Any]:
-        """`body(rank)` on every rank: what it returned, or the error that it ended with."""
+        """Call `body(rank)` on every rank. Return what each returned, or its error."""
         ends: list[Any] = [None] * self.world_size
         self._hub = greenlet.getcurrent()
 
@@ -134,14 +134,14 @@ class World:
         return ends
 
     def _advance(self) -> None:
-        """To the next moment at which somebody wants to look about."""
+        """Advance the clock to the next moment at which a rank wakes up."""
         when, _, wake = heapq.heappop(self._timers)
         if not wake.done:
             self.now = max(self.now, when)
             self._wake(wake)
 
     def sleep(self, seconds: float) -> None:
-        """Let others run, until that time."""
+        """Let other ranks run until that time."""
         self._block(None, self.now + max(seconds, 1e-6))
 
     def _block(self, key: str | None, until: float) -> None:
@@ -157,16 +157,16 @@ class World:
             self._ready.append((wake.who, None))
 
     def hang(self) -> None:
-        """Never to go on."""
+        """Never return."""
         self._hub.switch()
 
     def touched(self, key: str) -> None:
-        """Who waits for the key goes on."""
+        """Wake the ranks that wait for the key."""
         for wake in self._waiting.pop(key, ()):
             self._wake(wake)
 
     def pause(self) -> None:
-        """Somebody else may go on first."""
+        """Let another rank run first."""
         if self.choose is not None:
             self._ready.append((greenlet.getcurrent(), None))
             self._hub.switch()
@@ -179,7 +179,7 @@ class _Wake:
 
 
 class _Client:
-    """What a rank sees of the store; it counts."""
+    """A rank's view of the store. It counts calls."""
 
     def __init__(self, world: World, rank: int) -> None:
         self._world, self._rank = world, rank
@@ -236,7 +236,7 @@ class _Client:
         values = self._asks("compare_set", key, wanted)
         if key not in values:
             if expected:
-                self._world.touched(key)  # as torch's server does
+                self._world.touched(key)  # as in torch's server
                 return self._answers(expected.encode())
             self._put(key, wanted)
         return self._answers(values[key])
@@ -277,7 +277,7 @@ class _Line(StoreClient):
 
 
 class _Ring:
-    """Each watches the rank before it on its machine; the first one the last."""
+    """A ring per host: each rank watches the one before it, and the first watches the last."""
 
     knows_whom = True
 

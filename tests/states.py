@@ -1,4 +1,4 @@
-"""States that tests save and load. Those `_of` a step hold values by which they can be told from other saves."""
+"""States that tests save and load. Those named `_of` a step contain values that differ between saves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MATRIX = torch.arange(800_000.0, device="cpu").reshape(1000, 800)
 
 
 def containers() -> dict[str, Any]:
-    """What programs put into `torch.save`: containers of all kinds, parameters, views and arrays."""
+    """Return what programs pass to `torch.save`: containers of all kinds, parameters, views, and arrays."""
     base = torch.arange(24.0)
     return {
         "model": collections.OrderedDict(w=base.reshape(4, 6), v=torch.nn.Parameter(base[6:12].reshape(2, 3).T)),
@@ -38,7 +38,7 @@ def containers() -> dict[str, Any]:
 
 
 def every_dtype() -> dict[str, Any]:
-    """All dtypes, tied and strided tensors, ones without dims or elements, lists, tuples and plain values."""
+    """Return all dtypes, tied and strided tensors, 0-d and empty tensors, lists, tuples, and plain values."""
     torch.manual_seed(0)
     embed = torch.randn(40, 8)
     model: dict[str, Any] = {f"of.{dtype}".replace("torch.", ""): torch.rand(3, 5).to(dtype) for dtype in DTYPES}
@@ -50,7 +50,7 @@ def every_dtype() -> dict[str, Any]:
 
 
 def few_of_many_sizes() -> dict[str, Any]:
-    """A matrix, a vector in bfloat16, a scalar, an empty tensor and a text."""
+    """Return a matrix, a bfloat16 vector, a scalar, an empty tensor, and a text."""
     gen = torch.Generator().manual_seed(0)
     return {
         "a": torch.randn(50, 40, generator=gen),
@@ -62,12 +62,12 @@ def few_of_many_sizes() -> dict[str, Any]:
 
 
 def frozen_and_trained_of(step: int, frozen: int) -> dict[str, Any]:
-    """A tensor of `frozen` elements that all saves have, and one that says which save it is of."""
+    """Return a tensor of `frozen` elements that all saves share, and one that identifies the save."""
     return {"frozen": torch.arange(float(frozen)), "trained": torch.full((5,), float(step)), "step": step}
 
 
 def large() -> dict[str, Any]:
-    """Tensors of some megabytes, with a scalar and an empty one."""
+    """Return tensors of some megabytes, a scalar, and an empty tensor."""
     gen = torch.Generator().manual_seed(5)
     return {
         "big": torch.randn(3000, 1001, generator=gen),
@@ -79,7 +79,7 @@ def large() -> dict[str, Any]:
 
 
 def model_and_optimizer_of(step: int) -> dict[str, Any]:
-    """Several tensors and an object that all say which save they are of."""
+    """Return several tensors and an object that all identify the save."""
     return {
         "model": {"w": torch.full((40, 3), float(step)), "b": torch.full((5,), step, dtype=torch.int64)},
         "optim": {"m": torch.full((7,), float(step)), "step": step},
@@ -87,13 +87,13 @@ def model_and_optimizer_of(step: int) -> dict[str, Any]:
 
 
 def more_than_a_part_of(step: int) -> dict[str, Any]:
-    """A tensor that takes several parts of an upload, and that says which save it is of."""
-    weights = torch.arange(1_400_000, dtype=torch.float32).reshape(1400, 1000) + step  # more than one part
+    """Return a tensor of several upload parts that identifies the save."""
+    weights = torch.arange(1_400_000, dtype=torch.float32).reshape(1400, 1000) + step  # larger than a part
     return {"model": {"w": weights, "b": torch.full((3,), float(step)), "none": torch.empty(0, 4)}, "step": step}
 
 
 def one_of_everything() -> dict[Any, Any]:
-    """Tensors of every kind that a state may hold, tied ones, and plain values."""
+    """Return tensors of every kind that a state may contain, tied ones, and plain values."""
     tied = torch.arange(6.0)
     return {
         "model": {
@@ -119,13 +119,13 @@ def one_of_everything() -> dict[Any, Any]:
 
 
 def own_tensor_of(step: int) -> dict[str, Any]:
-    """A tensor of this rank alone that says which save it is of."""
+    """Return a tensor of this rank alone that identifies the save."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     return {f"w{rank}": torch.full((1000,), float(step)), "step": step}
 
 
 def sharded_and_own_of(step: int) -> dict[str, Any]:
-    """A sharded tensor, one that all have, one of this rank alone, and objects."""
+    """Return a sharded tensor, a replicated one, one of this rank alone, and objects."""
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = torch.arange(8.0).reshape(2, 4) + 100.0 * rank + step
@@ -139,7 +139,7 @@ def sharded_and_own_of(step: int) -> dict[str, Any]:
 
 
 def sharded_in_every_way_of(step: int) -> dict[str, Any]:
-    """Rows, columns, copies, bools, and something of each rank."""
+    """Return tensors sharded by rows and columns, replicas, bools, and per-rank values."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
     held = {
@@ -156,12 +156,12 @@ def sharded_in_every_way_of(step: int) -> dict[str, Any]:
 
 
 def tensor_of(step: int) -> dict[str, Any]:
-    """One tensor that says which save it is of."""
+    """Return one tensor that identifies the save."""
     return {"w": torch.full((1000,), float(step)), "step": step}
 
 
 def trained(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """A model with a buffer, a frozen parameter and a tied one, and the optimizer of a program of torch's own."""
+    """Return a model with a buffer, a frozen parameter, and a tied one, and torch's optimizer."""
     torch.manual_seed(0)
     shapes = {"emb.weight": (5, 4), "mlp.weight": (4, 4), "mlp.bias": (4,), "frozen.weight": (2, 3)}
     model: dict[str, Any] = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
@@ -176,7 +176,7 @@ def trained(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
 
 
 def views_and_gradients() -> dict[str, Any]:
-    """Views of one tensor, a conjugated one, one with a gradient, and plain values."""
+    """Return views of one tensor, a conjugated one, one with a gradient, and plain values."""
     whole = torch.arange(24.0).view(4, 6)
     return {
         "model": {"w": whole, "columns": whole[:, 1:3], "half": whole.to(torch.bfloat16), "none": torch.empty(0, 3)},
@@ -190,5 +190,5 @@ def views_and_gradients() -> dict[str, Any]:
 
 
 def in_files_of(nbytes: int, format: str) -> dict[str, Any]:
-    """Options of a conversion into many files, where the format allows that."""
+    """Return options for a conversion to many files, if the format supports them."""
     return {"max_shard_bytes": nbytes} if writing_of(format).is_split else {}

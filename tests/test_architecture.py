@@ -30,7 +30,7 @@ LAYERS = layers(PAGE)
 PRIVATE_TORCH_MODULES = private_torch_modules((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
 
 LONG_FUNCTIONS = {"reshard.api.convert.convert"}
-"""They say what each of many options means; one that is short again must go from here."""
+"""They document many options. Remove a function from here when it is short again."""
 
 MOST = {
     "tokens": 513_076,
@@ -53,8 +53,8 @@ MOST = {
     "save: functions": 301,  # two less with the compiled kernel
     "set optimizer: local parts asked for, per tensor": 2,
 }
-"""What each figure of `docs.figures` is at the most. These go down, to `figures.GOALS` and below. Tokens and functions
-go up only with what the library can do, and CONTRIBUTING.md says with what."""
+"""The maximum of each figure of `docs.figures`. Lower them toward `figures.GOALS`. Tokens and functions may only grow
+with what the library can do, and CONTRIBUTING.md says with what."""
 
 
 def test_no_cycles_between_modules() -> None:
@@ -74,7 +74,7 @@ def test_imports_between_packages_lead_to_lower_layers() -> None:
 
 
 def test_nothing_is_imported_by_a_name_that_is_made_up() -> None:
-    """But for the two public tables and that of formats, whose entries count as arrows, and the other name of all
+    """Except for the two public tables and the table of formats, whose entries count as imports, and the alias of all
     planners."""
     made_up = {m.name: [line for line, name in m.imports_by_name() if name is None] for m in CODEBASE.modules.values()}
     assert {name: len(lines) for name, lines in made_up.items() if lines} == {
@@ -86,7 +86,7 @@ def test_nothing_is_imported_by_a_name_that_is_made_up() -> None:
 
 
 def test_names_of_modules_in_strings_are_names_of_modules() -> None:
-    """Strings count as arrows, so none may name what is not there."""
+    """Such strings count as imports, so they must name existing modules."""
     texts = {text for m in CODEBASE.modules.values() for text in m.strings()}
     others = ("planners", "reshard", "reshard.ranks.telemetry")  # tables of names; names of metrics
     tables = {text for module in others for text in CODEBASE.modules[module].strings()}
@@ -95,7 +95,7 @@ def test_names_of_modules_in_strings_are_names_of_modules() -> None:
 
 
 def test_packages_hold_a_docstring_and_names() -> None:
-    """But for the two public tables, whose names are imported on first use, and the entry point of the command."""
+    """Except for the two public tables, whose names are imported on first use, and the command's entry point."""
     code = {m.name for m in CODEBASE.modules.values() if m.is_package and list(m.functions())}
     assert code == {"planners", "reshard", "reshard.cli"}
 
@@ -119,7 +119,7 @@ def test_calls_run_through_no_more_of_the_source() -> None:
 
 
 def test_what_has_a_goal_is_held() -> None:
-    """But for the size of changes, which no single change can answer for."""
+    """Except for the size of changes, which no single change determines."""
     assert figures.GOALS.keys() - MOST.keys() == {"files of a change: median", "files of a change: 90 %"}
     assert MOST.keys() <= figures.GOALS.keys()
 
@@ -161,7 +161,7 @@ def test_tests_are_in_the_packages_of_what_they_test() -> None:
 
 
 def test_the_picture_is_of_these_packages() -> None:
-    """Packages and imports; the lines of code may have changed since it was drawn."""
+    """Packages and imports. The lines of code may have changed since it was drawn."""
     packages, arrows = drawn(PICTURE.read_text(encoding="utf-8"))
 
     redraw = "redraw it: python -m docs.draw_architecture"
@@ -171,7 +171,7 @@ def test_the_picture_is_of_these_packages() -> None:
 
 
 def paragraphs(page: str) -> dict[str, str]:
-    """What the page says under the heading of each package."""
+    """Return the text under each package's heading."""
     found = re.findall(r"^### (.*?): .*?\n(.*?)(?=^##)", page, re.M | re.S)
     return {package: text for names, text in found for package in packages_named(names)}
 
@@ -380,7 +380,7 @@ def test_a_picture_says_what_was_drawn(tmp_path: Path) -> None:
 
 
 def test_texts_of_the_picture_fit_their_boxes() -> None:
-    """By a generous width of a letter: none is wider than its box, and the purpose begins behind the name."""
+    """With a generous character width, no text is wider than its box, and the purpose begins after the name."""
     boxes = re.findall(r'data-package="[\w.]+"(.*?)</g>', draw(CODEBASE, PAGE), re.S)
     assert len(boxes) > 15
     for box in boxes:

@@ -1,4 +1,4 @@
-"""Benchmarks are no tests, and no test runs them; but what they import and call by name must be there."""
+"""Benchmarks are not run by tests, but what they import and call by name must exist."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SUITES = (
     "tests/stories/test_roundtrip.py::test_state_arrives_bit_exact[fsdp-2-fsdp_tp-4]",
     "tests/reshard/api/test_live.py::test_views_fuse_turn_pad_and_repeat_on_the_way",
 )
-"""Part of the engine's, live's and state dicts' suites."""
+"""Parts of the suites of engine, live transfers, and state dicts."""
 
 FILES = {path.stem for path in (Path(__file__).parents[1] / "benchmarks").glob("*.py")} - {"__init__", "__main__"}
 
@@ -34,7 +34,7 @@ def test_a_benchmark_can_be_imported(name: str) -> None:
 @pytest.mark.host_only("starts a run on the simulated device")
 @pytest.mark.skipif(not simulated.AVAILABLE, reason=simulated.WHY_NOT)
 def test_what_make_gpu_does_runs_on_a_simulated_device() -> None:
-    """So that it does on the day it meets one; with a part of the suites. Of times it says nothing."""
+    """So that it runs on the first real device, too. Runs parts of the suites, and does not check times."""
     command = [sys.executable, "-m", "benchmarks.device", "--device=sim", "--mib=1", "--suites", *SUITES]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -1,4 +1,4 @@
-"""What the documentation names is there: tests, links, pages."""
+"""What the documentation names exists: tests, links, pages."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ TEXTS = {
     for path in [*sorted(DOCS.rglob("*.md")), *sorted((ROOT / "tests").glob("*.md"))]
 }
 TELEMETRY = (ROOT / "reshard/ranks/telemetry.py").read_text(encoding="utf-8")
-"""Which has names below `reshard` that are no Python."""
+"""Metrics whose names begin with `reshard`, but are not Python names."""
 _INSTALLING = re.compile(r"framework\(\s*[\"'](.*?)[\"']")
 FOLDERS = "benchmarks|docs|examples|planners|property_tests|reshard|tests"
 
 
 def functions(page: str) -> list[tuple[str, str]]:
-    """(file, function) of every test that a page names."""
+    """Return (file, function) for every test that a page names."""
     return re.findall(r"`([\w/]+\.py)::(test_\w+)`", page)
 
 
 def defining(file: str, function: str) -> list[Path]:
-    """The test files of that name that have that function; a name may begin with folders."""
+    """Return the test files with that name and function. A name can begin with folders."""
     found = [path for path in TEST_FILES if f"/{path.relative_to(ROOT).as_posix()}".endswith(f"/{file}")]
     return [path for path in found if re.search(rf"^\s*def {function}\(", path.read_text(encoding="utf-8"), re.M)]
 
 
 def rows(page: str) -> list[str]:
-    """The rows of the tables of a page, without their heads."""
+    """Return the rows of a page's tables, without headers."""
     lines = page.splitlines()
     return [line for line in lines if line.startswith("| ") and not line.startswith(("| symptom", "| case"))]
 
@@ -75,7 +75,7 @@ def test_every_complaint_has_its_test() -> None:
 
 
 def test_every_edge_case_names_its_tests() -> None:
-    """A row either says what happens and names tests, or says nothing and that it is open."""
+    """A row either describes what happens and names tests, or says only that it is open."""
     found = rows(TEXTS["tests/edge-cases.md"])
     assert len(found) >= 19
     assert [row for row in found if bool(functions(row)) == row.endswith("| | open |")] == []
@@ -95,7 +95,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_files_and_modules_that_a_page_names_are_there(page: Path) -> None:
-    """Paths below the repository, and dotted names below a package: modules, functions, methods."""
+    """Paths in the repository, and dotted names in a package: modules, functions, methods."""
     text = page.read_text(encoding="utf-8")
     assert [path for path in re.findall(rf"`((?:{FOLDERS})/[\w/.]*)`", text) if not (ROOT / path).exists()] == []
     for name in sorted(set(re.findall(r"\b((?:planners|reshard)(?:\.[A-Za-z_]\w*)+)", text))):
@@ -104,7 +104,7 @@ def test_files_and_modules_that_a_page_names_are_there(page: Path) -> None:
 
 
 def _framework_imports(name: str) -> bool:
-    """Not where the framework of an integration is not installed, or not for this torch: nobody can look inside."""
+    """Return False if an integration's framework is not installed, or does not support this torch."""
     module = re.match(r"reshard\.integrations\.\w+", name)
     try:
         importlib.import_module(module[0] if module else "reshard")
@@ -134,7 +134,7 @@ def test_the_page_of_logs_has_every_line_that_is_logged() -> None:
     assert len(logged) > 15
 
     def is_told(level: str, line: str) -> bool:
-        """The page may have an example, and may end it early, with `…`."""
+        """The page may contain an example, and end it early with `…`."""
         for text in (text for of, text in told if of == level):
             shown = text.removesuffix("…")
             ends = [i for i in range(1, len(line) + 1) if text != shown and line[:i].endswith(shown[-4:])] or [
@@ -190,7 +190,7 @@ def test_the_changelog_has_each_category_of_keep_a_changelog_once() -> None:
 
 
 def test_what_an_error_says_to_install_is_what_an_extra_installs() -> None:
-    """And no text says to install reshard by a name that is on no package index."""
+    """And no text recommends to install reshard by a name that is not on a package index."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     known = {requirement for extra in project["optional-dependencies"].values() for requirement in extra}
     sources = [path.read_text(encoding="utf-8") for path in (ROOT / "reshard").rglob("*.py")]
@@ -204,7 +204,7 @@ def test_what_an_error_says_to_install_is_what_an_extra_installs() -> None:
 
 
 def test_programs_on_the_pages_of_integrations_import_what_they_use() -> None:
-    """Apart from what is yours, such as your model."""
+    """Except for the reader's own objects, such as a model."""
     yours = {"data", "engine", "group", "model", "optimizer", "replica_id"}
     pages = [text for name, text in TEXTS.items() if name.startswith("docs/integrations/")]
     programs = [program for text in pages for program in re.findall(r"^```python\n((?:.*\n)*?)```", text, re.M)]
@@ -228,7 +228,7 @@ def test_every_page_of_a_framework_is_in_the_table_of_integrations() -> None:
 
 
 def test_configs_of_torchtitan_on_its_page_are_enabled() -> None:
-    """By default, torchtitan's managers save nothing, without a word."""
+    """By default, torchtitan's managers silently save nothing."""
     page = TEXTS["docs/integrations/torchtitan.md"]
     programs = [ast.parse(program) for program in re.findall(r"^```python\n((?:.*\n)*?)```", page, re.M)]
     configs = [
@@ -241,8 +241,8 @@ def test_configs_of_torchtitan_on_its_page_are_enabled() -> None:
 
 
 def test_names_of_reshard_that_unrun_snippets_import_are_there() -> None:
-    """Snippets of frameworks that are not installed; modules of `reshard.integrations` need theirs, so only the text of
-    the module is asked for."""
+    """For snippets of frameworks that are not installed. Modules of `reshard.integrations` import them, so only their
+    text is searched."""
     found = 0
     for page in [text for name, text in TEXTS.items() if name.startswith("docs/integrations/")]:
         for program in re.findall(r"^```python\n((?:.*\n)*?)```", page, re.M):
@@ -268,7 +268,7 @@ def _imported_or_made(tree: ast.Module) -> set[str]:
 
 
 def test_the_steps_in_the_picture_of_how_it_works_are_those_of_the_page() -> None:
-    """Else draw it again: `python -m docs.draw_flow`."""
+    """Otherwise, draw it again: `python -m docs.draw_flow`."""
     page = TEXTS["docs/how-it-works.md"]
 
     assert draw_flow.PICTURE.read_text(encoding="utf-8") == draw_flow.draw()
@@ -278,5 +278,5 @@ def test_the_steps_in_the_picture_of_how_it_works_are_those_of_the_page() -> Non
 
 
 def test_pictures_of_pages_have_the_headings_of_today_s_pages(tmp_path: Path) -> None:
-    """Else take them again: `python -m docs.draw_pages`."""
+    """Otherwise, take them again: `python -m docs.draw_pages`."""
     assert RECORD.read_text(encoding="utf-8") == headings(pages(tmp_path))

@@ -1,4 +1,4 @@
-"""The helper itself: results in order, tensors by value, the first error, the dead and the slow."""
+"""`tests/gloo.py`: results in order, tensors by value, the first error, and dead and slow ranks."""
 
 from __future__ import annotations
 

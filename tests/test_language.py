@@ -57,13 +57,13 @@ RETIRED = {
     r"(?<!\w)(?!\w*_)\w*(initialis|normalis|materialis|serialis|synchronis|recognis|organis)\w+": "American: -ize",
     r"\b(behaviour|colour|neighbour|favour|centre|catalogue)\w*|\b(labelled|modelled)\b": "American: -or, -er, -og, -l",
 }
-"""What is retired, and what to write instead."""
+"""Retired words, and replacements."""
 ALLOWED = {}
-"""Uses of retired words that stay, with the reason."""
+"""Uses of retired words that stay, with reasons."""
 
 
 def retired_in(text: str) -> list[str]:
-    """The retired words of a text, outside of its code."""
+    """Return the retired words of a text, outside of its code."""
     text = re.sub(r"```.*?```|`[^`\n]*`", "", text, flags=re.DOTALL)
     return [
         f"line {text[: match.start()].count(chr(10)) + 1} {match[0]!r}: {instead}"
@@ -73,7 +73,7 @@ def retired_in(text: str) -> list[str]:
 
 
 def texts_of(source: str) -> list[tuple[int, str]]:
-    """Docstrings, messages, and comments of a module, each with its first line; not its `__all__`."""
+    """Return the docstrings, messages, and comments of a module, each with its first line, but not its `__all__`."""
     tree = ast.parse(source)
     names = {
         id(node)
@@ -122,7 +122,7 @@ _SECTION = re.compile(r"^\s*(?:Args|Attributes|Raises):\s*$", re.MULTILINE)
 
 
 def merged_items_in(source: str) -> list[str]:
-    """Items of a docstring's sections that do not begin a line, so that the reference shows them as part of others."""
+    """Return items of docstring sections that do not begin a line, so that the reference merges them with others."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

@@ -1,4 +1,4 @@
-"""Every Python block of the README, the recipes and the reference runs as it stands, and so do their commands."""
+"""Every Python block of the README, the recipes, and the reference runs unchanged, and so do their commands."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ BLOCKS = [
 ]
 
 _NEED_CLUSTERS = ("cluster",)
-"""Pages whose programs reach for a cluster, which tests of executors start: they are compiled only."""
+"""Pages whose programs use a cluster, which tests of executors start. They are only compiled."""
 
 MODULES = ("elastic", "errors", "mapping")
-"""Of `reshard`, which have names of their own."""
+"""Modules of `reshard` with public names of their own."""
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
 COMMANDS = [
     pytest.param(line, id=f"{page.stem}:{line[:60]}")
@@ -69,7 +69,7 @@ from torch.distributed.fsdp import fully_shard
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # torch's DCP says so in one process
 @pytest.mark.parametrize(("source", "page", "line"), BLOCKS)
 def test_blocks_run(source: str, page: Path, line: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tracebacks show the line of the page. Samples are where they are in the repository."""
+    """Tracebacks show the line of the page. Samples are those of the repository."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "data").symlink_to(ROOT / "tests" / "data")
     monkeypatch.chdir(tmp_path)
@@ -122,7 +122,7 @@ def test_the_reference_has_every_rule_and_every_error() -> None:
 
 @pytest.fixture(scope="module")
 def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the commands of the pages name."""
+    """Return a folder with what the commands of the pages name."""
     folder = tmp_path_factory.mktemp("commands")
     model = {"model.embed_tokens.weight": torch.ones(16, 8), "layers.0.moe.experts.w1": torch.ones(4, 8, 8)}
     model |= {"layers.0.attention.wq.weight": torch.ones(8, 8), "layers.0.wo.weight": torch.ones(8, 8)}
@@ -148,7 +148,8 @@ _OF_FRAMEWORKS = {"MEGATRON_FOLDER", "OLD_MEGATRON_FOLDER", "FSDP_CHECKPOINT", "
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_run(line: str, stand_ins: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that need a framework's model or an engine, or install something, are read only: they have the options."""
+    """Commands that need a framework's model or an engine, or install something, are only parsed: their options
+    exist."""
     monkeypatch.chdir(stand_ins)
     words = shlex.split(line.split(" && ")[0].replace("NAME", "model.layers.0.wo.weight"), comments=True)[1:]
     if {"--names", "--on"} & set(words) or words[0].startswith("-") or _OF_FRAMEWORKS & set(words):
@@ -171,7 +172,7 @@ def test_commands_run(line: str, stand_ins: Path, tmp_path: Path, monkeypatch: p
 
 @pytest.mark.parametrize("page", command_output.PAGES, ids=lambda page: page.stem)
 def test_pages_show_what_commands_print_today(page: Path) -> None:
-    """Else fill them in again: `python -m docs.command_output`."""
+    """Otherwise, update them: `python -m docs.command_output`."""
     text = page.read_text(encoding="utf-8")
 
     assert command_output.filled(text) == text
@@ -189,7 +190,7 @@ def test_the_figures_of_the_great_plan_are_what_its_program_says() -> None:
 
 
 def _on_this_rank(source: str, folder: str) -> object:
-    """The step after which the recipe began, of those that resume."""
+    """Return the step after which a recipe resumed."""
     os.chdir(folder)
     names: dict[str, object] = {"__name__": "__main__"}
     exec(compile(source, "recipe", "exec"), names)
@@ -209,7 +210,7 @@ def test_the_recipe_for_resuming_runs_on_several_ranks(tmp_path: Path) -> None:
 @requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")
 @pytest.mark.gloo
 def test_the_recipe_for_lost_hosts_resumes_from_memory_on_another_number_of_ranks(tmp_path: Path) -> None:
-    """The first job ends after 14 steps, as if killed: storage has step 10, and memory step 14."""
+    """The first job ends after 14 steps, as if killed. Storage has step 10, and memory has step 14."""
     [source] = [block.values[0] for block in BLOCKS if block.id == "elastic:0"]
     killed = source.replace("STEPS = 30", "STEPS = 14").replace("tier.clear()", "tier")
     assert "STEPS = 14" in killed
@@ -234,7 +235,7 @@ for a, b in zip(stages[0].module.parameters(), again[0].module.parameters(), str
 
 @pytest.mark.gloo
 def test_the_recipe_for_pipelines_runs_on_other_numbers_of_stages(tmp_path: Path) -> None:
-    """Each run resumes what the one before saved: 2 stages, 1, 4; all steps were counted in the end."""
+    """Each run resumes from the previous one, with 2, 1, and 4 stages. In the end, all steps were counted."""
     [source] = [block.values[0] for block in BLOCKS if block.id == "pipeline:0"]
 
     for stages in (2, 1, 4):
@@ -250,7 +251,7 @@ def test_the_recipe_for_pipelines_runs_on_other_numbers_of_stages(tmp_path: Path
 @requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")
 @pytest.mark.gloo
 def test_the_recipe_for_adapters_runs_under_fsdp2(tmp_path: Path) -> None:
-    """As it stands, but for a model that is cut over the ranks."""
+    """Unchanged, except that the model is sharded over the ranks."""
     [source] = [block.values[0] for block in BLOCKS if block.id == "lora:0"]
     cut = "    fully_shard(model, mesh=init_device_mesh('cpu', (2,)))\n"
     changed = (
@@ -300,7 +301,7 @@ if rank in serving:
 @requires(FSDP2_TRAINS_ON_CPUS, "trains nothing under FSDP2 on CPUs")
 @pytest.mark.gloo
 def test_the_example_for_an_engine_fills_two_replicas_of_fused_tensor_parallel_weights(tmp_path: Path) -> None:
-    """What the engine holds in the end is cut out of the trainer's gathered weights by hand."""
+    """The engine's tensors are compared with slices of the trainer's gathered weights."""
     source = (ROOT / "examples" / "weight_sync.py").read_text(encoding="utf-8")
 
     exec(compile(source, "weight_sync.py", "exec"), {"__name__": "__main__"})

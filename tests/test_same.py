@@ -1,4 +1,4 @@
-"""What tests compare states with sees every difference, and none where there is none."""
+"""The comparison of states finds every difference, and none in equal states."""
 
 from __future__ import annotations
 

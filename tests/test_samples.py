@@ -1,4 +1,4 @@
-"""Samples of other frameworks: listed, without paths of a machine, and there for each process of a test run."""
+"""Samples of other frameworks are listed, contain no paths of a machine, and are available to each process of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ARCHIVES = sorted(DATA.glob("*.tar.xz"))
 
 
 def test_the_readme_lists_every_sample() -> None:
-    """And each is where its name says."""
+    """And each sample is at its path."""
     found = {path.name for path in DATA.iterdir() if path.is_dir()}
     for archive in ARCHIVES:
         with tarfile.open(archive) as tar:
@@ -44,7 +44,7 @@ def test_no_path_of_a_machine_is_in_an_archive(archive: Path) -> None:
 
 
 def test_folder_and_archive_make_one_sample() -> None:
-    """The recipe for DeepSpeed reads the folder; the rest of the sample is packed."""
+    """The recipe for DeepSpeed reads the folder. The rest of the sample is packed."""
     assert not (DATA / "ds_z3_w2" / "ckpt_universal").exists()
     assert {"ckpt", "ckpt_universal", "truth.pt"} == {path.name for path in sample("ds_z3_w2").iterdir()}
     assert {"model", "optim"} <= set(truth("ds_z3_w2/ckpt"))
@@ -57,7 +57,7 @@ def test_a_sample_that_is_not_there_fails(name: str) -> None:
 
 
 def test_the_same_files_give_the_same_archive(tmp_path: Path) -> None:
-    """What stands in a folder of the repository is not packed once more."""
+    """Files in a folder of the repository are not packed again."""
     source = sample("ds_z3_w2").parent
     shutil.copytree(source, tmp_path / "copy", copy_function=shutil.copyfile)
     for name in ("one", "other"):
@@ -72,7 +72,7 @@ def test_the_same_files_give_the_same_archive(tmp_path: Path) -> None:
 
 
 def test_processes_share_a_folder_that_is_removed_at_the_end(tmp_path: Path) -> None:
-    """Two processes ask at once for what one of them unpacks, in a run of its own."""
+    """Two processes need the same samples at the same time, in a separate run."""
     (tmp_path / "test_one.py").write_text(
         "import os, subprocess, sys\n"
         "import pytest\n"

@@ -1,4 +1,4 @@
-"""The simulated device itself: what must be caught is caught."""
+"""The simulated device raises the errors that a device would."""
 
 from __future__ import annotations
 

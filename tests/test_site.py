@@ -1,4 +1,4 @@
-"""What the site shows of the source, beyond what `make docs` checks itself."""
+"""What the site shows of the source, besides what `make docs` checks."""
 
 from __future__ import annotations
 
@@ -116,13 +116,13 @@ def test_help_lists_the_options_of_a_transfer() -> None:
 
 
 def code_of(text: str) -> list[str]:
-    """The indented blocks of a text."""
+    """Return the indented blocks of a text."""
     blocks = re.findall(r"^\n((?:    .*\n|\n)+)", f"{text}\n", re.MULTILINE)
     return [textwrap.dedent(block) for block in blocks]
 
 
 def test_code_in_docstrings_is_code_and_fits_the_page(package: griffe.Module) -> None:
-    """A formatter of prose may wrap a line of code, which then is none."""
+    """A formatter of prose may wrap a line of code, which is then no longer code."""
     found = []
     for module in (package, package["elastic"], package["mapping"]):
         for path, item in _public(module, module.path, _names(module.path)):

@@ -1,4 +1,4 @@
-"""The pages of figures are what their formatter makes of the stored results."""
+"""The pages with figures are what their formatter makes of the stored results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROW = Row("load", "columns", "s", (1.0, 2.0, 4.0), {"DCP": (3.0, 8.0, 8.0)}, (0.
 
 
 def test_the_pages_show_the_stored_results() -> None:
-    """`python -m benchmarks --again --write` makes it so."""
+    """Otherwise, run `python -m benchmarks --again --write`."""
     results = Results.from_json(RESULTS.read_text())
 
     assert filled(TABLES.read_text(), on_the_page(results)) == TABLES.read_text()

@@ -1,4 +1,4 @@
-"""The errors that the page of symptoms quotes are those that users get: each is provoked."""
+"""The troubleshooting page quotes errors exactly: each is provoked here."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ STATE = {"model": {"w": torch.arange(12.0).reshape(4, 3), "b": torch.zeros(3)}, 
 
 
 class Other:
-    """No plain data."""
+    """Not plain data."""
 
 
 def _is_quoted(error: Exception) -> str:
-    """The quote that fits; `…` stands for any text."""
+    """Return the matching quote. `…` stands for any text."""
     text = f"{type(error).__name__}: {error}"
     patterns = {quote: re.escape(quote).replace("…", ".*") for quote in QUOTED}
     fitting = [quote for quote, pattern in patterns.items() if re.fullmatch(pattern, text, re.DOTALL)]

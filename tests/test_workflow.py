@@ -1,4 +1,5 @@
-"""The workflow for GitHub, which runs nowhere here: actions are pinned, targets there, versions those promised."""
+"""GitHub's workflow, which is not run here: actions are pinned, targets exist, and versions are those that we
+support."""
 
 from __future__ import annotations
 

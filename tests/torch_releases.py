@@ -1,4 +1,4 @@
-"""What the releases of torch differ in, for tests that call torch itself: each difference here, with its reason."""
+"""The differences between releases of torch, for tests that call torch itself: each is here, with its reason."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ def _cuts_strides_unevenly() -> bool:
 
 
 UNEVEN_STRIDES = _cuts_strides_unevenly()
-"""Of any size. torch 2.6 cuts only what the ranks divide, and so does its FSDP2 over tensor parallelism."""
+"""Of any size. torch 2.6, and its FSDP2 over tensor parallelism, only shards sizes that the ranks divide."""
 
 
 def requires(able: bool, reason: str) -> pytest.MarkDecorator:
-    """Skips what this torch cannot do; the reason says what that is."""
-    import pytest  # not above: ranks import this module too, and need none of it
+    """Skip a test that this torch cannot pass. The reason says what it lacks."""
+    import pytest  # not at the top: ranks import this module, too, and do not need it
 
     return pytest.mark.skipif(not able, reason=f"torch {torch.__version__} {reason}")
 
 
 RANDOM_WARNING = "ignore:DTensor random operators may not have complete support:UserWarning"
-"""What torch 2.6 says of the first mesh of CPUs in a process."""
+"""torch 2.6 warns about the first CPU mesh of a process."""
 FSDP2_TRAINS_ON_CPUS = hasattr(torch.cpu.Stream, "record_event")
-"""The streams of torch 2.6 cannot, and what is gathered again there counts as changed."""
+"""torch 2.6 lacks streams for this, and counts what is gathered again as changed."""
 HAS_E8M0 = hasattr(torch, "float8_e8m0fnu")
-"""A dtype that torch 2.6 lacks, and one of our samples has."""
+"""torch 2.6 lacks this dtype, which one of our samples has."""
 
 
 def distribute_own(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """`distribute_tensor` of what each rank has by itself, so that no rank sends anything: `src_data_rank=None`.
+    """Call `distribute_tensor` on each rank's own data, so that no rank sends anything: `src_data_rank=None`.
 
-    torch 2.6 always sends. There the same placements cut the same tensor here, in the order of the mesh as well.
+    torch 2.6 always sends. With it, the same placements shard the same tensor here, also in the order of the mesh.
     """
     if "src_data_rank" in inspect.signature(distribute_tensor).parameters:
         return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
@@ -75,19 +75,19 @@ def distribute_own(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[
 
 
 def save_alone(state: Any, **arguments: Any) -> Any:
-    """torch's `save` by this process without a group."""
+    """Call torch's `save` in this process, without a group."""
     return _alone(dcp.save, state, arguments)
 
 
 def load_alone(state: Any, **arguments: Any) -> None:
-    """torch's `load` by this process without a group."""
+    """Call torch's `load` in this process, without a group."""
     _alone(dcp.load, state, arguments)
 
 
 def _alone(call: Callable[..., Any], state: Any, arguments: dict[str, Any]) -> Any:
-    # torch 2.6 cannot be told, and finds out by itself; all releases warn
+    # torch 2.6 has no option, and detects it; all releases warn
     told = {"no_dist": True} if "no_dist" in inspect.signature(call).parameters else {}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
-        warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # of which torch 2.6 makes use itself
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch 2.6 uses it itself
         return call(state, **told, **arguments)

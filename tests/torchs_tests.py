@@ -1,11 +1,11 @@
-"""Run torch's own tests of its checkpoint package against our names, on the CPU.
+"""Run torch's own tests of its checkpoint package with our names, on the CPU.
 
     python -m tests.torchs_tests FOLDER            # FOLDER: test/distributed/checkpoint of torch's sources
     python -m tests.torchs_tests FOLDER --write    # and put the sums and what differs into tests/torchs_tests.md
 
-None of torch's tests is kept here. Each file is translated into a folder of its own, twice: once with torch's names
-and once with ours in the place of `torch.distributed.checkpoint`, and both with the CPU in the place of accelerators,
-and gloo in that of NCCL. What counts is what torch passes so. A table of all that differs is printed.
+None of torch's tests is kept here. Each file is translated into a folder of its own, twice: with torch's names, and
+with ours instead of `torch.distributed.checkpoint`; both with the CPU instead of accelerators, and gloo instead of
+NCCL. Only tests that torch then passes count. Prints a table of all differences.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PAGE = Path(__file__).with_suffix(".md")
 _BLOCK = re.compile(r"(?<=<!-- run -->\n).*?(?=<!-- end of run -->)", re.DOTALL)
 _ROW = re.compile(r"^\| (`[^|]*) \| \w+ \| \w+ \| ([^|]*) \|$", re.MULTILINE)
 RANKS = 4
-"""How many accelerators tests believe that there are, which is how many processes most of them start."""
+"""The number of accelerators that tests see, which is also how many processes most of them start."""
 
 _PUBLIC = re.compile(r"\btorch\.distributed\.checkpoint\b(?!\._)")
 _IMPORT_FROM = re.compile(r"^(\s*from )torch\.distributed\.checkpoint\b(?!\._)", re.MULTILINE)
@@ -38,7 +38,7 @@ _PRELUDE = "import tests.torchs_tests as _prelude; _prelude.pretend()\n"
 
 
 def translated(source: str, ours: bool) -> str:
-    """The text of a test file for the CPU, and with our names if `ours`; strings that name torch's modules stay."""
+    """Return the text of a test file for the CPU, with our names if `ours`. Strings with torch's module names stay."""
     lines = source.splitlines(keepends=True)
     found = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type == tokenize.STRING]
     for token in reversed(found):
@@ -61,7 +61,7 @@ def translated(source: str, ours: bool) -> str:
 
 
 def pretend() -> None:
-    """Have torch's test helpers take the CPU for as many accelerators as tests ask for: called by each file."""
+    """Make torch's test helpers treat the CPU as the number of accelerators that tests request. Each file calls it."""
     import torch
     from torch.testing._internal import common_distributed, common_fsdp
     from torch.testing._internal.distributed._shard import sharded_tensor
@@ -84,7 +84,7 @@ def pretend() -> None:
 
 
 def _fsdp1_on_the_cpu() -> None:
-    """FSDP1 has to be told that it is meant to be on the CPU."""
+    """Make FSDP1 use the CPU, which it does not do by default."""
     import torch
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -98,7 +98,7 @@ def _fsdp1_on_the_cpu() -> None:
 
 
 def _barriers_without_devices() -> None:
-    """gloo's take none."""
+    """Call barriers without devices, which gloo's do not accept."""
     import torch.distributed as dist
 
     original = dist.barrier
@@ -106,7 +106,7 @@ def _barriers_without_devices() -> None:
 
 
 def _fork(case: Any) -> None:
-    """Start a case's processes: forked, which takes a tenth of the time, since all of torch is imported already."""
+    """Fork a case's processes, which takes a tenth of the time, because torch is already imported."""
     import torch
 
     case._start_processes(torch.multiprocessing.get_context("fork").Process)
@@ -118,7 +118,7 @@ def _with_gloo(original: Any, func: Any = None, init_rpc: bool = True, backend: 
 
 
 def outcomes(folder: Path, name: str, ours: bool, timeout_s: float) -> Iterator[tuple[str, str, str]]:
-    """(test, outcome, message) of one file."""
+    """Yield (test, outcome, message) for each test of one file."""
     with tempfile.TemporaryDirectory(prefix="torchs_tests_") as work:
         target = Path(work) / Path(name).name
         target.write_text(translated((folder / name).read_text(), ours))
@@ -145,7 +145,7 @@ def outcomes(folder: Path, name: str, ours: bool, timeout_s: float) -> Iterator[
 
 
 def lines(every: Mapping[str, tuple[str, ...]], reasons: Mapping[str, str]) -> Iterator[str]:
-    """What the page says of a run: the sums, and a table of the tests that do not pass with both."""
+    """Yield the page's lines about a run: the sums, and a table of the tests that do not pass with both."""
     import torch
 
     by_torch = {test for test, (theirs, _) in every.items() if theirs == "passed"}
@@ -165,7 +165,7 @@ def lines(every: Mapping[str, tuple[str, ...]], reasons: Mapping[str, str]) -> I
 
 
 def put_on_page(every: Mapping[str, tuple[str, ...]], page: Path = PAGE) -> None:
-    """Replace what stands between the marks of the page. The reasons of tests that are still there stay."""
+    """Replace the text between the marks of the page. The reasons of tests that are still listed stay."""
     text = page.read_text(encoding="utf-8")
     reasons = {row[1]: row[2] for row in _ROW.finditer(text)}
     block = "\n".join(lines(every, reasons))

@@ -1,4 +1,4 @@
-"""The memory that numpy and Python take in a block, as `tracemalloc` counts it, whatever traced before."""
+"""The memory that numpy and Python allocate in a block, by `tracemalloc`, even if it was already tracing."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["Peak", "peak"]
 
 @dataclass
 class Peak:
-    """The most that there was at once, beyond what there was at the start; known when the block has ended."""
+    """The peak beyond the memory at the start. Known when the block has ended."""
 
     nbytes: int = 0
 
 
 @contextmanager
 def peak() -> Iterator[Peak]:
-    """Count from here to the end of the block. Tracing is as it was afterwards, however the block ends."""
+    """Count from here to the end of the block. Afterwards, tracing is as before, however the block ends."""
     was_tracing = tracemalloc.is_tracing()
     if not was_tracing:
         tracemalloc.start()

@@ -1,6 +1,7 @@
-"""What type checkers see of wrong calls: mypy checks this file (`make check`), and an ignore without an error is one.
+"""Wrong calls that type checkers must reject: mypy checks this file (`make check`), and reports ignores without an
+error.
 
-Nothing imports it, and nothing in it is run.
+Nothing imports or runs it.
 """
 
 from pathlib import Path

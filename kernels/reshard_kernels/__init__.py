@@ -1,7 +1,7 @@
 """Compiled inner loops for `reshard`, which does the same without them, more slowly. Internal.
 
-One library serves every Python and every processor of an architecture: what a processor can do is asked at each call.
-The interpreter's lock is released during a call.
+One library serves every Python version and every CPU of an architecture: each call detects what the CPU supports.
+The interpreter lock is released during a call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 __all__ = ["COPY", "ENTRY", "INTERFACE", "REGION", "digest", "fold", "fold_rows", "run", "table"]
 
 INTERFACE = 2
-"""Counts changes of what is called here: `reshard` uses no other than the one it knows."""
+"""Version of this interface. `reshard` only uses the version that it knows."""
 
 _GROUP = 8
 _HALF = 1 << 23
@@ -34,10 +34,10 @@ _fold.argtypes = [
 
 
 def table(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    """Columns' numbers, given as (2, columns) in [0, 2^48 - 59), as `fold` wants them: (groups of 8 columns, 8, 8).
+    """Return the columns' numbers, (2, columns) in [0, 2^48 - 59), in the form for `fold`: (groups of 8 columns, 8, 8).
 
-    Of each group, first 4 rows of digits: a number, or the number minus 2^48 - 59, is low + 2^24 high, both in
-    (-2^23, 2^23]; lane by lane low before high. Then the numbers themselves, of 64 bits: 2 rows for each lane.
+    Each group begins with 4 rows of digits: for each lane, low, then high. A number, or the number minus 2^48 - 59, is
+    low + 2^24 high, both in (-2^23, 2^23]. Then come the numbers as 64-bit integers: 2 rows for each lane.
     """
     near = np.where(numbers > _HALF * 2**24 + _HALF, numbers - _PRIME, numbers)
     low = ((near + _HALF - 1) & (2 * _HALF - 1)) - _HALF + 1
@@ -55,13 +55,13 @@ def table(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
 def fold(
     words: npt.NDArray[np.int32], columns: npt.NDArray[np.int32], rows: npt.NDArray[np.int64], *, widest: int = 2
 ) -> tuple[int, int]:
-    """The sum, lane by lane modulo 2^48 - 59, of word times number of its row times number of its column.
+    """Return the sum of each word times the numbers of its row and column, modulo 2^48 - 59, for both lanes.
 
     Args:
-        words: (rows, columns), each row one run of memory, wherever it begins.
-        columns: what `table` makes of the columns' numbers.
+        words: (rows, columns). Each row is contiguous, at any address.
+        columns: the columns' numbers, as `table` returns them.
         rows: the rows' numbers, (2, rows) in [0, 2^48 - 59).
-        widest: on x86-64, the most that may be used of what the processor has: 0 for SSE2, 1 for AVX2, 2 for AVX-512.
+        widest: on x86-64, the widest instruction set to use: 0 for SSE2, 1 for AVX2, 2 for AVX-512.
 
     Raises:
         ValueError: arrays of other shapes or types, or more than 2^17 rows or 2^20 columns.
@@ -69,7 +69,7 @@ def fold(
     if rows.shape != (2, len(words)) or rows.dtype != np.int64:
         raise ValueError(f"numbers of {len(words)} rows are int64 of shape (2, {len(words)}), got {_kind(rows)}")
     sums = np.empty(2, np.int64)
-    numbers = np.ascontiguousarray(rows)  # may be a copy, which has to live until the call ends
+    numbers = np.ascontiguousarray(rows)  # if it is a copy, it must live until the call ends
     _call(words, columns, numbers, sums, widest)
     return int(sums[0]), int(sums[1])
 
@@ -77,7 +77,7 @@ def fold(
 def fold_rows(
     words: npt.NDArray[np.int32], columns: npt.NDArray[np.int32], *, widest: int = 2
 ) -> npt.NDArray[np.int64]:
-    """The sum of each row by itself, (2, rows). Raises ValueError as `fold` does."""
+    """Return the sum of each row, (2, rows). Raises ValueError as `fold` does."""
     sums = np.empty((2, len(words)), np.int64)
     _call(words, columns, None, sums, widest)
     return sums
@@ -112,11 +112,11 @@ _hash.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
 
 
 def digest(data: npt.NDArray[np.uint8], *, widest: int = 2) -> int:
-    """XXH3-64 of the bytes, as `run` computes it.
+    """Return the XXH3-64 of the bytes, as `run` computes it.
 
     Args:
-        data: one run of memory, wherever it begins.
-        widest: on x86-64, the most that may be used of what the processor has: 0 for SSE2, 1 for AVX2, 2 for AVX-512.
+        data: contiguous bytes, at any address.
+        widest: on x86-64, the widest instruction set to use: 0 for SSE2, 1 for AVX2, 2 for AVX-512.
 
     Raises:
         ValueError: an array of another shape or type.
@@ -128,16 +128,16 @@ def digest(data: npt.NDArray[np.uint8], *, widest: int = 2) -> int:
 
 _DIMS = 8
 REGION = np.dtype([("at", "<i8"), ("nbytes", "<i8"), ("writable", "<i8")])
-"""Memory: its address, and how much of it there is."""
+"""A memory region: address and size in bytes."""
 ENTRY = np.dtype([("kind", "<i8"), ("of", "<i8", 7)])
-"""What to do: see `run.c`."""
+"""An instruction: see `run.c`."""
 COPY = np.dtype(
     [
         *[(name, "<i8") for name in ("position", "region", "byte", "itemsize", "ndim")],
         *[(name, "<i8", _DIMS) for name in ("sizes", "from", "to")],
     ]
 )
-"""Elements of a file, the first of them at `position`, that go to memory; strides in bytes."""
+"""Elements of a file, the first at `position`, and their target in memory. Strides are in bytes."""
 
 
 class _List(ctypes.Structure):
@@ -161,13 +161,13 @@ def run(
     first: int,
     limit_ns: int,
 ) -> tuple[int, int, int]:
-    """Run entries from `first` on, for at most about `limit_ns`; the caller keeps all that they name alive.
+    """Run entries from `first` on, for at most about `limit_ns`. The caller keeps all memory that they name alive.
 
     Returns:
-        The entry that it ended at, their number at the end; why; and what belongs to that: see `run.c`.
+        The entry at which it stopped (the number of entries at the end), the reason, and its detail: see `run.c`.
 
     Raises:
-        ValueError: arrays of other types or shapes, or that are no single run of memory.
+        ValueError: arrays of other types or shapes, or not contiguous.
     """
     tables = (regions, entries, copies, digests, tallies)
     for table, kind in zip(tables, (REGION, ENTRY, COPY, np.dtype("<u8"), np.dtype("<i8")), strict=True):

@@ -1,21 +1,21 @@
-/* The sum over a tile of words times the numbers of their places, modulo P = 2^48 - 59, in integers.
+/* Computes the sum of a tile's words, each times the weights of its row and column, modulo P = 2^48 - 59, in integers.
 
-   A tile has rows of signed 32-bit words. Each column has a number in each of two lanes, and so has each row:
+   A tile has rows of signed 32-bit words. Each row and each column has a weight ("number") in each of two lanes:
 
        sums[lane] = sum over r, c of  numbers[lane][r] * words[r][c] * column number[lane][c]   modulo P
 
-   Why nothing overflows. A column's number is low + 2^24 high with both digits in (-2^23, 2^23]
-   (`table` in __init__.py), so that a product of a word, in [-2^31, 2^31), and a digit lies in [-2^54, 2^54), where
-   -2^54 is reached and 2^54 is not. A strip has at most 512 columns, so each sum of products over any of them lies in
-   [-2^63, 2^63): a signed integer of 64 bits. Two such sums, low and high, are then one number modulo P with
-   2^48 = 59: see `joined`, which is below 2^50 in absolute value. At most 2^11 strips a row (2^20 columns) add up to
-   less than 2^61, times a row's number below 2^48 to less than 2^109, and over at most 2^17 rows to less than 2^126.
+   Why nothing overflows: A column's number is low + 2^24 high, with both digits in (-2^23, 2^23] (`table` in
+   __init__.py). So the product of a word, in [-2^31, 2^31), and a digit is in [-2^54, 2^54). A strip has at most 512
+   columns, so each sum of products over any of them is in [-2^63, 2^63), and fits into a signed 64-bit integer. The two
+   sums, low and high, are then joined modulo P, where 2^48 = 59. The result of `joined` is below 2^50 in absolute
+   value. At most 2^11 strips per row (2^20 columns) add up to less than 2^61, times a row's number below 2^48 to less
+   than 2^109, and over at most 2^17 rows to less than 2^126.
 
    With IFMA, a strip multiplies a word plus 2^31, in [0, 2^32), by the column's number itself, in [0, P). The product
-   is below 2^80. Its low 52 bits and the rest, below 2^28, are added up apart: over 512 columns less than 2^61 and
-   2^37. 2^31 times the sum of the numbers is taken off again.
+   is below 2^80. Its low 52 bits and its high bits, below 2^28, are summed separately: over 512 columns, the sums are
+   below 2^61 and 2^37. Finally, 2^31 times the sum of the numbers is subtracted.
 
-   The caller keeps to 2^20 columns and 2^17 rows. Words need not be aligned. */
+   The caller must not exceed 2^20 columns and 2^17 rows. Words need not be aligned. */
 
 #include <stdint.h>
 #include <string.h>
@@ -27,20 +27,20 @@
 #define P 281474976710597LL
 #define LANES 2
 #define DIGITS 4  /* low and high of lane 0, low and high of lane 1 */
-#define GROUP 8   /* columns together in the table: 4 x 8 digits of 32 bits, then 2 x 8 numbers of 64 bits */
-#define ENTRY 64  /* what a group takes of the table, in 32 bits */
+#define GROUP 8   /* columns per group of the table: 4 x 8 digits of 32 bits, then 2 x 8 numbers of 64 bits */
+#define ENTRY 64  /* size of a group in the table, in 32-bit words */
 #define STRIP 512 /* columns */
-#define MOST 4    /* rows at a time, at most */
+#define MOST 4    /* most rows at a time */
 
 typedef __int128 wide;
 
-/* low + 2^24 high modulo P, not reduced: 2^48 = 59, and right shifts of negative integers round down. */
+/* Returns low + 2^24 high modulo P, not reduced: 2^48 = 59, and right shifts of negative integers round down. */
 static inline int64_t joined(int64_t low, int64_t high) {
     return (low & ((1LL << 48) - 1)) + 59 * (low >> 48) + ((high & ((1LL << 24) - 1)) << 24) + 59 * (high >> 24);
 }
 
-/* sums[row][lane] over a strip of as many rows as the function is for, below 2^50 in absolute value. `step` is the
-   bytes from row to row. */
+/* Computes sums[row][lane] of a strip, below 2^50 in absolute value. Each function handles a fixed number of rows.
+   `step` is the number of bytes between rows. */
 typedef void strip_sums(const char *words, int64_t step, int64_t columns, const int32_t *table, int64_t *sums);
 
 static void portable(const char *words, int64_t step, int64_t columns, const int32_t *table, int64_t *sums) {
@@ -63,7 +63,7 @@ static void portable(const char *words, int64_t step, int64_t columns, const int
 #ifdef __x86_64__
 #include <immintrin.h>
 
-/* One vpmuldq multiplies the even ones of 8 words, and one the odd ones when they were shifted down. */
+/* One vpmuldq multiplies the even ones of 8 words. Another multiplies the odd ones, after a shift. */
 __attribute__((target("avx2"), always_inline)) static inline void avx2(const char *words, int64_t step,
                                                                        int64_t columns, const int32_t *table,
                                                                        int64_t *sums, const int rows) {
@@ -75,13 +75,13 @@ __attribute__((target("avx2"), always_inline)) static inline void avx2(const cha
         if (c + GROUP <= columns) {
             for (int r = 0; r < rows; r++)
                 even[r] = _mm256_loadu_si256((const __m256i *)(words + r * step + 4 * c));
-        } else { /* what lies behind the row is not read */
+        } else { /* do not read past the end of the row */
             const __m256i place = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
             const __m256i inside = _mm256_cmpgt_epi32(_mm256_set1_epi32((int)(columns - c)), place);
             for (int r = 0; r < rows; r++)
                 even[r] = _mm256_maskload_epi32((const int *)(words + r * step + 4 * c), inside);
         }
-        if (c % 16 == 0) /* a line of the cache of what comes in two turns; past the end that does nothing */
+        if (c % 16 == 0) /* prefetch the cache line for the turn after next; past the end, this has no effect */
             for (int r = 0; r < rows; r++)
                 _mm_prefetch((const char *)((uintptr_t)words + (r + 4) * step + 4 * c), _MM_HINT_T0);
         for (int r = 0; r < rows; r++)
@@ -95,7 +95,7 @@ __attribute__((target("avx2"), always_inline)) static inline void avx2(const cha
             }
         }
     }
-    for (int r = 0; r < rows; r++) { /* the four sums of four */
+    for (int r = 0; r < rows; r++) { /* add up the four lanes of each vector */
         const __m256i *f = found[r];
         const __m256i a = _mm256_add_epi64(_mm256_unpacklo_epi64(f[0], f[1]), _mm256_unpackhi_epi64(f[0], f[1]));
         const __m256i b = _mm256_add_epi64(_mm256_unpacklo_epi64(f[2], f[3]), _mm256_unpackhi_epi64(f[2], f[3]));
@@ -119,12 +119,12 @@ __attribute__((target("avx2"))) static void avx2_two(const char *words, int64_t 
 
 #define IFMA "avx512f,avx512vl,avx512ifma"
 
-/* 8 products added to 8 sums: their low 52 bits, and the rest. */
+/* 8 sums of products: of their low 52 bits, and of their high bits. */
 typedef struct {
     __m512i low[LANES], high[LANES];
 } products;
 
-/* The sums of one row and 8 columns more. What lies behind the row is not read, and the table has zeros there. */
+/* Adds 8 columns of one row to the sums. Does not read past the end of the row, where the table has zeros. */
 __attribute__((target(IFMA), always_inline)) static inline products
 more(products sums, const char *words, __mmask8 inside, __m512i first, __m512i second) {
     const __m256i word = _mm256_maskz_loadu_epi32(inside, words);
@@ -141,7 +141,7 @@ __attribute__((target(IFMA), always_inline)) static inline void ifma(const char 
                                                                      const int rows) {
     const __m512i zero = _mm512_setzero_si512();
     const products none = {{zero, zero}, {zero, zero}};
-    products a = none, b = none, c = none, d = none; /* not an array: that would be stored at each turn */
+    products a = none, b = none, c = none, d = none; /* not an array: compilers would store it in memory at each turn */
     __m512i numbers[LANES] = {zero, zero};
     for (int64_t at = 0; at < columns; at += GROUP, words += 4 * GROUP, table += ENTRY) {
         const __m512i first = _mm512_loadu_si512(table + DIGITS * GROUP);
@@ -160,7 +160,7 @@ __attribute__((target(IFMA), always_inline)) static inline void ifma(const char 
         d = more(d, words + 3 * step, inside, first, second);
     }
     const products found[MOST] = {a, b, c, d};
-    for (int lane = 0; lane < LANES; lane++) { /* the numbers add up to less than 2^57, and 2^31 = 2^7 2^24 */
+    for (int lane = 0; lane < LANES; lane++) { /* the sum of the numbers is below 2^57, and 2^31 = 2^7 2^24 */
         const int64_t all = joined(_mm512_reduce_add_epi64(numbers[lane]), 0);
         const int64_t offset = joined(0, all << 7);
         for (int r = 0; r < rows; r++) { /* 2^52 = 16 * 59 */
@@ -187,9 +187,9 @@ static inline int64_t reduced(wide value) {
     return rest < 0 ? rest + P : rest;
 }
 
-/* With `numbers`, of (LANES, rows) in [0, P), `sums` of (LANES) gets the sum over the tile; without, `sums` of
-   (LANES, rows) gets that of each row. `step` is the bytes from row to row. With a `widest` of 0 what every processor of
-   the architecture has; on x86-64 1 allows AVX2, and 2 also AVX-512. */
+/* With `numbers`, (LANES, rows) in [0, P), writes the tile's sum to `sums`, (LANES). Without, writes the sum of each row
+   to `sums`, (LANES, rows). `step` is the number of bytes between rows. If `widest` is 0, only instructions that every
+   CPU of the architecture has are used; on x86-64, 1 allows AVX2, and 2 also AVX-512. */
 void reshard_fold(const char *words, int64_t rows, int64_t step, int64_t columns, const int32_t *table,
                   const int64_t *numbers, int64_t *sums, int widest) {
     strip_sums *one = portable, *more = portable;

@@ -1,8 +1,8 @@
-/* XXH3-64 of memory, by the widest registers that the processor has.
+/* XXH3-64 of memory, with the widest vector registers of the CPU.
 
-   xxhash.h compiles its loops for one set of instructions. On x86-64 that is SSE2, because the library is built for every
-   such processor. Here its loops for AVX2 and AVX-512 are compiled as well, and chosen at run time. All give the same
-   digest. Elsewhere the compiler's target says which: NEON on AArch64. */
+   xxhash.h compiles its loops for one instruction set. On x86-64, that is SSE2, because the library must run on every
+   CPU. Here, its loops for AVX2 and AVX-512 are compiled, too, and chosen at run time. All compute the same digest. On
+   other architectures, the compiler's target decides: NEON on AArch64. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -13,7 +13,7 @@
 #define XXH_DISPATCH_AVX512 1
 #define XXH_TARGET_AVX2 __attribute__((target("avx2")))
 #define XXH_TARGET_AVX512 __attribute__((target("avx512f")))
-#define XXH_ACC_ALIGN 64 /* as registers of 512 bits need */
+#define XXH_ACC_ALIGN 64 /* required by 512-bit registers */
 #endif
 
 #define XXH_INLINE_ALL
@@ -31,7 +31,8 @@ LONG_INPUT(avx2, XXH_TARGET_AVX2)
 LONG_INPUT(avx512, XXH_TARGET_AVX512)
 #endif
 
-/* With a `widest` of 0 what every processor of the architecture has; on x86-64 1 allows AVX2, and 2 also AVX-512. */
+/* If `widest` is 0, only instructions that every CPU of the architecture has are used; on x86-64, 1 allows AVX2, and 2
+   also AVX-512. */
 uint64_t reshard_hash(const void *data, int64_t nbytes, int widest) {
 #ifdef XXH_DISPATCH_AVX2
     if (nbytes > XXH3_MIDSIZE_MAX) { /* shorter input does not use these loops */

@@ -1,14 +1,14 @@
-/* Runs a finished list: reads of files, comparisons with digests, strided copies, waits and posts. It decides nothing.
+/* Runs a list of instructions: file reads, comparisons with digests, strided copies, waits, and posts.
 
-   The caller made the list and proved it right. What is checked here is only what would end the process: that each
-   entry stays within the memory it names. Nothing is allocated, and nothing of the interpreter is touched, so a call
-   runs without its lock.
+   The caller created the list and proved that it is correct. Here, only what could crash the process is checked: each
+   entry must stay within the memory regions that it names. Nothing is allocated, and the interpreter is not used, so a
+   call runs without its lock.
 
-   Memory is a table of regions; an entry names a region by its index and a byte within it. A wait sleeps until another
-   process has posted: counters are 32 bits, shared, and only ever grow.
+   Memory is a table of regions. An entry names a region by its index, and a byte offset in it. A wait sleeps until
+   another process has posted. Counters are 32-bit, shared, and only grow.
 
-   A call ends when the list does, when an entry fails, or when its time is over: then the caller looks at what else
-   went on, and calls again from the entry that it was told. Each entry may be run again from its start. */
+   A call returns at the end of the list, when an entry fails, or after a time limit. In the last case, the caller does
+   its other work, and calls again with the returned entry. Each entry may be restarted. */
 
 #define _GNU_SOURCE
 #include <errno.h>
@@ -19,7 +19,7 @@
 
 #ifdef __linux__
 #include <sys/syscall.h>
-/* what <linux/futex.h> says, which is not there where the system's C library is musl */
+/* as in <linux/futex.h>, which systems with musl as the C library lack */
 enum { FUTEX_WAIT, FUTEX_WAKE };
 #endif
 
@@ -47,7 +47,7 @@ typedef struct {
     int64_t of[7];
 } entry;
 
-/* Elements of a file, and where they go. Strides in bytes, not negative; dims from the outermost one. */
+/* Elements of a file, and their target. Strides are in bytes and not negative. The outermost dim is first. */
 typedef struct {
     int64_t position, region, byte, itemsize, ndim;
     int64_t sizes[DIMS], from[DIMS], to[DIMS];
@@ -62,7 +62,7 @@ typedef struct {
     int64_t region_count, entry_count, copy_count, digest_count, tally_count;
 } list;
 
-/* Bytes [byte, byte + nbytes) of a region, or NULL if it does not have them. */
+/* Returns the address of bytes [byte, byte + nbytes) of a region, or NULL if they are not within it. */
 static char *within(const list *all, int64_t index, int64_t byte, int64_t nbytes, int writes) {
     if (index < 0 || index >= all->region_count)
         return NULL;
@@ -114,7 +114,7 @@ static int compare(const list *all, const int64_t *of, int64_t *detail) {
     return DONE;
 }
 
-/* `count` items, each `from` bytes behind the last one in `source`, `to` bytes in `target`. */
+/* Copies `count` items, whose strides are `from` bytes in `source` and `to` bytes in `target`. */
 static void items(const char *source, char *target, int64_t count, int64_t from, int64_t to, int64_t itemsize) {
     if (from == itemsize && to == itemsize) {
         memcpy(target, source, (size_t)(count * itemsize));
@@ -137,14 +137,14 @@ static void items(const char *source, char *target, int64_t count, int64_t from,
 
 typedef struct {
     const copy *what;
-    const int64_t *reach; /* by dim: from the first byte of its first element to that of its last one */
-    int64_t dims;         /* those above the innermost run */
+    const int64_t *reach; /* by dim: bytes from the start of its first element to the start of its last */
+    int64_t dims;         /* dims outside of the innermost run */
     int64_t run, run_from, run_to;
     const char *data; /* byte 0 of the segment */
     int64_t nbytes;   /* of the segment: elements that begin in it are copied */
 } taking;
 
-/* Of the elements at `start`, counted from the segment's first byte: those that begin in it. Returns how many. */
+/* Copies the elements that begin in the segment. `start` is relative to its first byte. Returns the number copied. */
 static int64_t take_dim(const taking *t, int64_t dim, int64_t start, char *target) {
     if (start >= t->nbytes || start + t->reach[dim] < 0)
         return 0;
@@ -153,9 +153,9 @@ static int64_t take_dim(const taking *t, int64_t dim, int64_t start, char *targe
     int64_t from = last ? t->run_from : t->what->from[dim], to = last ? t->run_to : t->what->to[dim];
     int64_t inner = last ? 0 : t->reach[dim + 1], first = 0, stop = count;
     if (from > 0) {
-        if (start + inner < 0) /* the first one that reaches the segment */
+        if (start + inner < 0) /* the first that reaches the segment */
             first = (-(start + inner) + from - 1) / from;
-        if (start + (count - 1) * from >= t->nbytes) /* the first one behind it */
+        if (start + (count - 1) * from >= t->nbytes) /* the first after the segment */
             stop = (t->nbytes - start + from - 1) / from;
     }
     if (first >= stop)
@@ -170,7 +170,7 @@ static int64_t take_dim(const taking *t, int64_t dim, int64_t start, char *targe
     return taken;
 }
 
-/* Whether the elements of a copy stay within its region, and its numbers within 63 bits. */
+/* Returns the target of a copy, or NULL if its elements are not within their region, or numbers exceed 63 bits. */
 static char *target_of(const list *all, const copy *what, int64_t *reach) {
     int64_t to = 0, from = 0, some;
     if (what->ndim < 0 || what->ndim > DIMS || what->itemsize <= 0 || what->position < 0)
@@ -199,11 +199,11 @@ static int take(const list *all, const int64_t *of) {
     for (const copy *what = all->copies + of[4]; what < all->copies + of[5]; what++) {
         int64_t reach[DIMS + 1];
         char *target = target_of(all, what, reach);
-        /* an element that begins at the last byte ends so far behind it */
+        /* an element that begins in the last byte ends `itemsize - 1` bytes after it */
         if (!target || what->region == of[0] || !within(all, of[0], of[1], of[2] + what->itemsize - 1, 0))
             return OUTSIDE;
         taking t = {what, reach, what->ndim, 1, 0, 0, data, of[2]};
-        if (t.dims) { /* the innermost dims that lie without gaps on both sides are one run */
+        if (t.dims) { /* merge the innermost dims without gaps on both sides into one run */
             t.dims--;
             t.run = what->sizes[t.dims], t.run_from = what->from[t.dims], t.run_to = what->to[t.dims];
             while (t.dims && what->from[t.dims - 1] == t.run * t.run_from && what->to[t.dims - 1] == t.run * t.run_to)
@@ -261,9 +261,9 @@ static int post(const list *all, const int64_t *of) {
     return DONE;
 }
 
-/* Entries from `first` on, for at most `limit_ns`. Returns the entry that it ended at, `entry_count` at the end; why is
-   in `said[0]`, and in said[1], for ENDED the file's size, for FAILED an errno, for CHANGED which block of the entry, for
-   LATER which counter it still waits for, or -1. */
+/* Runs entries from `first` on, for at most `limit_ns`. Returns the entry at which it stopped, or `entry_count` at the
+   end. The reason is in said[0]. said[1] is the file's size for ENDED, an errno for FAILED, the number of the entry's
+   block for CHANGED, and for LATER the number of the counter that it still waits for, or -1. */
 int64_t reshard_run(const list *all, int64_t first, int64_t limit_ns, int64_t *said) {
     int64_t until = now_ns() + limit_ns, i = first;
     said[0] = first < 0 ? OUTSIDE : DONE, said[1] = 0;

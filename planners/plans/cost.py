@@ -148,7 +148,7 @@ class Estimate:
         lines = [
             f"at least {format_seconds(self.seconds)} at {self.cluster.rates}",
             f"{moved} {verb} in {requests}, {each}",
-            f"host {self.slowest_host} is slowest: {self.straggling:.2f} times the mean time",
+            f"slowest host: {self.slowest_host}, {self.straggling:.2f} times the mean time",
             f"a host holds at most {format_bytes(int(self.peak_host_bytes.max(initial=0)))}{room}",
         ]
         if self.control_seconds:

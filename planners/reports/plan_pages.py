@@ -27,7 +27,7 @@ from planners.plans.transfer import TransferPlan
 from planners.reports.terminal_pictures import Owners, drawn_dims, edges
 from planners.units import format_bytes, format_seconds, format_some
 
-_READS = """<h2 id="traffic">Bytes read, by saver and reader</h2>
+_READS = """<h2 id="traffic">Bytes that each rank reads of each saver's data</h2>
 <p>All ranks read from storage. If several ranks saved the same data, the read is attributed to the lowest rank. On the
 diagonal, ranks or hosts read what they saved."""
 _SENDS = """<h2 id="traffic">Bytes sent, by sender and receiver</h2>

@@ -377,7 +377,7 @@ class _Difference:
         from planners.reports.checkpoint_pages import Measure
 
         ratio = math.sqrt(self.squares / self.norm) if self.norm else math.inf if self.squares else 0.0
-        most, ratio = (min(value, sys.float_info.max) for value in (self.largest, ratio))
+        most, ratio = (min(sys.float_info.max, value) for value in (self.largest, ratio))
         return Measure(elements, min(self.count, elements), most, ratio, self.odd)
 
     def text(self, numel: int) -> tuple[str, Shape | None]:

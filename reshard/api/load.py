@@ -84,7 +84,7 @@ def load(
 
     Fills tensors and dicts in place, replaces meta tensors and other values, and calls `load_state_dict` of objects
     last. To load into a new optimizer's dict, pass the one that `get_state_dict` returned. Before the first write,
-    reshard proves the plan and verifies the blocks that a rank reads for itself. It verifies others as they arrive.
+    reshard proves the plan and verifies the blocks that a rank reads for itself. Others are verified on arrival.
 
     Args:
         state_dict: nested dicts and lists of tensors, sharded in any way, plain values, models, optimizers (together
@@ -101,12 +101,12 @@ def load(
         check: True or "before": compare with checksums before writing. "during": compare each block after writing it.
             This is faster, but damage leaves targets undefined. The error names them. False: do not compare.
         read_once: True or "job": one rank reads each byte for the job. Not with dtype_policy "saved". None or "host":
-            ranks on one host share reads if that reduces them: see docs/reading.md. False or "rank": no sharing.
+            ranks on one host share reads if this saves I/O: see docs/reading.md. False or "rank": no sharing.
         process_group: the ranks that load together. A key is unexpected if no rank's target has it.
         alone: only this process loads, even in a running job. It fills its own shards of sharded tensors.
         threads: maximum number of copy threads. Default: this process's share of the host's cores, at most 8.
         memory_budget_bytes: limit for buffers, at least 128 KiB. Default: 32 MiB per thread.
-        progress: show progress bars on the first rank if stderr is a terminal. Each phase logs a line in any case.
+        progress: show progress bars on the first rank if stderr is a terminal. Each phase is always logged at level INFO.
         timeout: limit for the call, in seconds or as a `timedelta`.
 
     Raises (nothing was written, unless the error says so; other ranks raise the same error or `RankFailedError`):

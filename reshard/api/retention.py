@@ -246,7 +246,7 @@ def prune(folder: AnyPath, *, keep_last: int, executor: Executor | None = None, 
         gone, done = remove_checkpoints(folder, gone, executor, saves), "deleted"
     if gone and open_storage(folder).names(LEDGER):
         _log.warning(
-            "prune ignores the keep rules of this run's CheckpointManager: it %s %s",
+            "prune does not apply the Keep rules of this run's CheckpointManager: it %s %s",
             done,
             ", ".join(path.rpartition("/")[2] for path in gone),
         )

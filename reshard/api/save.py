@@ -92,7 +92,7 @@ def save(
         divide_above_bytes: divide chunks of at least this size among the ranks that hold them.
         memory_budget_bytes: limit for copies of tensors that are on a device or not in row-major order. Fingerprints
             take 50 MiB more.
-        progress: show progress bars on the first rank if stderr is a terminal. Each phase logs a line in any case.
+        progress: show progress bars on the first rank if stderr is a terminal. Each phase is always logged at level INFO.
         overwrite: replace an existing checkpoint at `path` once the new one is complete. False: an existing checkpoint
             is an error, even if its manifest was lost, and nothing is written. Other files are never replaced.
         base: an earlier checkpoint whose unchanged data is not written again. It must be at `path`, or in the same
@@ -641,7 +641,7 @@ class SaveReport(WrittenReport):
         """One line, with the first names of what is tied or each rank's own."""
         counts = f"{format_count(self.tensors, 'tensor')}, {format_count(self.objects, 'object')}"
         head = f"{counts}, {format_bytes(self.total_bytes)} in {self.path!r}"
-        odd = ["in place of an earlier save"] if self.replaced else []
+        odd = ["replaced an earlier save"] if self.replaced else []
         odd += self._first_of_each("aliases", "per_rank")
         odd += [f"select={list(self.select)}"] if self.select else []
         odd += [f"{format_bytes(self.bytes_reused)} reused"] if self.base is not None else []

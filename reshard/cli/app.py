@@ -30,7 +30,7 @@ from reshard.cli.output import columns, print_json
 from reshard.errors import OptionError, ReshardError, StorageError, did_you_mean
 
 EXIT_NO = 1
-"""The command ran, and the answer is no: no proof, damage, or differences."""
+"""A check failed: damage, differences, or a failed proof."""
 EXIT_USAGE = 2
 """The command line is wrong."""
 EXIT_ERROR = 3
@@ -41,8 +41,7 @@ _HELP = """Inspect, plan, verify, and reshard checkpoints of PyTorch models.
 CHECKPOINT is a folder, file, or URL in any known format. For the folder of a run, the newest
 complete checkpoint is used. To choose another one, give its folder. Most commands also take --step N.
 
-Exit codes: 0: success, or the answer is yes. 1: the answer is no: damage, differences, or a failed
-proof. 2: the command line is wrong, such as an unknown option or topology. 3: the command line is right,
+Exit codes: 0: success. 1: a check failed: damage, differences, or a failed proof. 2: the command line is wrong, such as an unknown option or topology. 3: the command line is right,
 but the command failed, such as on a file that cannot be read. 130: interrupted. With 2 and 3, stderr has
 the reason and the fix.
 

@@ -315,8 +315,8 @@ HintOption = Annotated[
     Option(
         "--hint",
         metavar="KEY=JSON",
-        help="Supply a fact that canonical names need and the checkpoint does not record, such as param_names or "
-        "vocab_size. The error that needs one prints the option. Repeatable.",
+        help="Provide a value that the checkpoint lacks but canonical names need, such as param_names or "
+        "vocab_size. Errors print the exact option. Repeatable.",
     ),
 ]
 

@@ -53,8 +53,8 @@ _AsJson = Annotated[
     bool,
     Option(
         "--json",
-        help="Print JSON with one entry per tensor, object, or per-rank value. A list of plain values is one object. "
-        "`covers` names the checkpoint that `ok` describes.",
+        help="Print JSON with one entry per tensor, object, or per-rank value. A list of plain values counts "
+        "as one object. `covers` is the checkpoint to which `ok` refers.",
     ),
 ]
 _Histograms = Annotated[

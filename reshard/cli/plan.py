@@ -215,7 +215,7 @@ def _print(made: LoadPlan, how: tuple[int, bool, bool], cluster: Cluster | None)
     limit, items, legend = how
     print_text(
         f"{counted(len(made.wanted), 'tensor')}, {made.saved.world_size} -> {counted(made.world_size, 'rank')}, "
-        f"{size(made.total_bytes)} to read in all",
+        f"{size(made.total_bytes)} to read in total",
     )
     sides = [side.described(made.wanted, in_both_forms) for side in (made.saved, made.wanted)]
     nbytes = {name: layout.spec.nbytes for name, layout in made.wanted.items()}

@@ -216,7 +216,7 @@ class DefaultLoadPlanner(LoadPlanner):
         target.
         """
         offsets, ndim = tuple(read_item.dest_offsets), len(read_item.lengths)
-        if not any(offsets[ndim:]):  # plans of others may have zeros for more dims than there are
+        if not any(offsets[ndim:]):  # other planners may append zeros for dims that do not exist
             offsets = offsets[:ndim]
         return tensor[Box(offsets, read_item.lengths).slices] if tensor.ndim else tensor
 
@@ -280,9 +280,9 @@ class DefaultSavePlanner(SavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Return a write item for everything that this rank holds."""
         items: list[TorchWriteItem] = []
-        same: dict[Any, TensorWriteData] = {}  # one for all tensors with the same sharding: it is pickled once
+        same: dict[Any, TensorWriteData] = {}  # one per sharding, so that it is pickled once
         for fqn, value in self.state_dict.items():
-            if getattr(value, OVERWRITTEN_BY, None) in self.ranks:  # that rank has it
+            if getattr(value, OVERWRITTEN_BY, None) in self.ranks:  # that rank saves it
                 continue
             if is_checkpointable(value):
                 items += self._own_items(fqn, value)
@@ -302,7 +302,7 @@ class DefaultSavePlanner(SavePlanner):
         return SavePlan(items, planner_data=self.mappings)
 
     def _own_items(self, fqn: str, value: Any) -> Iterator[TorchWriteItem]:
-        """Return the write items that a checkpointable value declares for this rank."""
+        """Yield the write items that a checkpointable value declares for this rank."""
         for item in value.__create_write_items__(fqn, value):
             data = item.tensor_data
             if data is None or 0 not in data.chunk.sizes or 0 in data.size:

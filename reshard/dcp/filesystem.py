@@ -104,7 +104,7 @@ class FileSystemWriter(StorageWriter):
         Raises StorageError if `thread_count` is below 1 or `serialization_format` is not supported.
         """
         del sync_files, cache_staged_state_dict
-        self.per_thread_copy_ahead = per_thread_copy_ahead  # for callers that read it; it has no effect
+        self.per_thread_copy_ahead = per_thread_copy_ahead  # has no effect, but callers may read it
         if thread_count < 1:
             raise StorageError(f"thread_count must be >= 1, got {thread_count}")
         if getattr(serialization_format, "value", serialization_format) != "torch_save":  # 2.6 has no enum
@@ -144,7 +144,7 @@ class FileSystemWriter(StorageWriter):
         self.is_coordinator = is_coordinator
         rank = kwargs.get("rank")
         self.rank = this_rank() if rank is None else rank
-        self._each_for_itself = not kwargs.get("use_collectives", True)  # under torch's `save` alone
+        self._each_for_itself = not kwargs.get("use_collectives", True)  # only torch's `save` passes False
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged."""
@@ -177,7 +177,7 @@ class FileSystemWriter(StorageWriter):
             )
         mine = f"__{self.rank}_" if self._each_for_itself else ""
         self._old = [name for name in names if name.endswith(".distcp") and name.startswith(mine)]
-        # a name of its own for every attempt, also if `reset` is not called between them
+        # every attempt gets a new name, even if `reset` is not called between them
         mark = f"{uuid.uuid4().hex[:12]}_" if self._old else ""
         first = self.rank if self._each_for_itself else 0
         return [dataclasses.replace(p, storage_data=f"__{rank}_{mark}") for rank, p in enumerate(plans, first)]
@@ -189,7 +189,7 @@ class FileSystemWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of this rank."""
         storage, prefix = self.storage, plan.storage_data
-        if storage.has(f"{prefix}0.distcp"):  # a plan that its planner kept from an earlier save
+        if storage.has(f"{prefix}0.distcp"):  # the planner reused a plan of an earlier save
             prefix = f"{prefix}{uuid.uuid4().hex[:12]}_"
         files = self._files(plan.items)
         callers = of_caller()
@@ -222,7 +222,7 @@ class FileSystemWriter(StorageWriter):
         """Return the location and ID of this save."""
         return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
 
-    # a stager, too, as torch's writer is: subclasses change how `async_save` copies
+    # a stager, like torch's writer: subclasses change how `async_save` copies
     _synchronize_after_execute = False
 
     @property
@@ -414,7 +414,7 @@ def _undo(registry: Any, transforms: tuple[str, ...], most_bytes: int, data: byt
     return b"".join(pieces)
 
 
-# One file of DCP's: items one after another, each as `torch.save` would write it or as bytes.
+# One of DCP's files: items one after another, each as `torch.save` writes it, or raw bytes.
 
 
 _TOGETHER_BYTES = 1 << 18  # pieces up to this size are written together
@@ -474,7 +474,7 @@ def write_items(
             for extension in extensions:
                 stream = extension.transform_to(stream)
             if item.type == WriteItemType.BYTE_IO:
-                stream.write(data.getbuffer())  # type: ignore[union-attr]  # the planner gives bytes for it
+                stream.write(data.getbuffer())  # type: ignore[union-attr]  # the planner returned bytes
             else:
                 (local,) = LiveTensor(item.index.fqn, data).local
                 if local.is_meta:

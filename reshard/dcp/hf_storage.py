@@ -21,15 +21,14 @@ _WRITTEN = re.compile(r"(shard-\d+-)?model-\d+-of-\d+\.safetensors")
 
 
 class HuggingFaceStorageWriter(_torch.HuggingFaceStorageWriter):  # type: ignore[no-redef]
-    """torch's writer, which also deletes files that an earlier save with other ranks or files left
-    in the folder. Readers would take them for parts of this checkpoint. It deletes them after the
-    new files are complete, and logs a warning that names them.
-    """
+    """torch's writer, which also deletes files of an earlier save that the new one does not
+    replace. Readers would take them for parts of this checkpoint. It deletes them once the new
+    files are complete, and logs a warning with their names."""
 
     def finish(self, metadata: Any, results: Any) -> None:
         """Finish the save. One rank calls it after all ranks have written."""
         written = {one.storage_data.relative_path for rank in results for one in rank}
-        self._remove_others(self.path, written)  # before they are consolidated with the new ones
+        self._remove_others(self.path, written)  # before all files are consolidated
         super().finish(metadata, results)
         if whole := getattr(self, "consolidated_output_path", None):
             names = Path(whole, _torch._metadata_fn)  # type: ignore[attr-defined]

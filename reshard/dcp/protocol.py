@@ -9,13 +9,13 @@ __all__ = ["CheckpointableTensor"]
 
 @runtime_checkable
 class _CheckpointableTensor(Protocol):
-    """Attributes of a local tensor of which one or more parts are parts of a global tensor."""
+    """Attributes of a local tensor that contains parts of a global tensor."""
 
     global_shape: tuple[int, ...]
     global_offsets: tuple[tuple[int, ...], ...]
-    """Where each part starts in the global tensor."""
+    """Start of each part in the global tensor."""
     local_offsets: tuple[tuple[int, ...], ...]
-    """Where each part starts in this tensor."""
+    """Start of each part in the local tensor."""
     local_sizes: tuple[tuple[int, ...], ...]
 
 

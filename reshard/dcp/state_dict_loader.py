@@ -88,7 +88,7 @@ def _load(state: StateDict, reader: StorageReader, planner: LoadPlanner | None, 
     flat, partial = getattr(planner, "flatten_state_dict", True), getattr(planner, "allow_partial_load", False)
     if type(reader) is FileSystemReader and is_default and flat and not holds_checkpointable(state):
         with phase("load", path=reader.checkpoint_id), group.together("load"):
-            if planner is not None:  # callers read its arguments afterwards
+            if planner is not None:  # callers read its attributes afterwards
                 planner.set_up_planner(state, reader.read_metadata(), group.rank == coordinator)
             strict: Mode = "partial" if partial else "subset"
             options = LoadOptions(strict=strict, dtype_policy="cast", entry_by_entry=True, wording=ENGINE_WORDING)
@@ -98,6 +98,6 @@ def _load(state: StateDict, reader: StorageReader, planner: LoadPlanner | None, 
             load_with(group, state, reader.checkpoint, options)
     else:
         if planner is None or (is_default and isinstance(reader, FileSystemReader)):
-            planner = DefaultLoadPlanner(flat, allow_partial_load=partial)  # torch's own loses objects of a flat dict
+            planner = DefaultLoadPlanner(flat, allow_partial_load=partial)  # torch's loses objects of a flat dict
         with phase("load"), group.together("load"):
             run_load(state, reader, planner, group, coordinator)

@@ -139,10 +139,10 @@ def async_save(
         staged = on_the_cpu(state) if stager is None else stager.stage(state)
     write = write_here
     if getattr(async_checkpointer_type, "value", async_checkpointer_type) == "process":
-        from reshard.dcp.engine.saving_process import write_in_process as write  # mostly a thread will do
+        from reshard.dcp.engine.saving_process import write_in_process as write  # rarely needed
     done = _in_background(lambda: _save(_now(staged), writer, planner, group, 0, write), call, uses)
     if isinstance(staged, Future):
-        if not hasattr(_torch, "AsyncSaveResponse"):  # newer than torch 2.6
+        if not hasattr(_torch, "AsyncSaveResponse"):  # torch 2.6 lacks it
             return done
         return _torch.AsyncSaveResponse(staging_completion=_without_value(staged), upload_completion=done)  # type: ignore[arg-type]  # it is of the metadata
     if stager is not None and stager.should_synchronize_after_execute:
@@ -162,7 +162,7 @@ def _in_background(save: Callable[[], Metadata], call: Call, uses: Set[Any]) -> 
 
     try:
         return start_in_background(work, "reshard-dcp-save", uses=uses)
-    except RuntimeError:  # no more threads are allowed: the other ranks must not wait for this one
+    except RuntimeError:  # no thread can be started: the other ranks must know
         with call.group.together("save"):
             raise
 

@@ -44,7 +44,7 @@ def elementwise(name: str) -> bool:
 
 
 def is_single(value: Value) -> bool:
-    """Return True if a state is one value, such as the number of steps, which is the same for all shards."""
+    """Return True if a state is a single value that is equal on all shards, such as the number of steps."""
     return value.spec.numel < 2 if isinstance(value, StoredTensor) else isinstance(value, int | float | str | None)
 
 
@@ -62,10 +62,10 @@ class Canonical:
     state: States = field(default_factory=dict)
     groups: Groups = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What a reader should know: padding that could not be removed, incomplete lists, and so on."""
+    """What users should know, such as padding that could not be removed and incomplete lists."""
 
     def add_model(self, fqn: str, tensor: StoredTensor, source: str) -> None:
-        """Raises NormalizationError if another tensor has the name already."""
+        """Add a tensor of the model. Raises NormalizationError if another tensor has that name."""
         if fqn in self.model:
             raise NormalizationError(
                 f"both {self.model[fqn].fqn!r} and {source!r} would be called {fqn!r}; rename one of them with the "
@@ -74,7 +74,7 @@ class Canonical:
         self.model[fqn] = tensor
 
     def add_state(self, fqn: str, name: str, value: Value) -> None:
-        """Raises NormalizationError if the parameter has that state already."""
+        """Add a state of a parameter. Raises NormalizationError if it already has that state."""
         known = self.state.setdefault(fqn, {})
         if name in known:
             raise NormalizationError(f"two values of the checkpoint would be the state {name!r} of {fqn!r}")
@@ -122,10 +122,9 @@ def check_names(result: Canonical) -> None:
                 )
 
 
-# What the caller knows and a checkpoint cannot say, such as the order of an optimizer's parameters.
+# What the user knows and a checkpoint does not record, such as the order of an optimizer's parameters.
 #
-# Every hint is optional; where one is missing that is needed, the error says which, why, and what
-# it looks like.
+# Hints are optional. If one is needed, the error says which, why, and how it looks.
 
 
 HINTS: dict[str, str] = {
@@ -161,7 +160,7 @@ class Hints:
 
     def __init__(self, given: Mapping[str, Any] | None, *, model_only: bool = False) -> None:
         """`model_only`: omit an optimizer whose parameters have no names, because only the model is
-        wanted."""
+        requested."""
         if not isinstance(given, Mapping | None):
             raise NormalizationError(f"hints must be a dict, such as {{'vocab_size': 50257}}, got {given!r:.80}")
         self._given, self.model_only = dict(given or {}), model_only
@@ -190,7 +189,7 @@ class Hints:
         return dict(value)
 
     def missing(self, name: str, why: str, example: str) -> NoReturn:
-        """Raise the NormalizationError that asks for a hint."""
+        """Raise the NormalizationError that requests a hint."""
         raise NormalizationError(f"{why}. Pass it as a hint: normalized(hints={{{name!r}: {example}}}) ({HINTS[name]})")
 
     def ids(self, scope: str | int | None = None) -> dict[int, str] | None:
@@ -212,7 +211,7 @@ class Hints:
         if isinstance(value, Mapping):
             items = value.items()
         elif isinstance(value, Sequence) and not isinstance(value, str):
-            if value and all(isinstance(names, list | tuple) for names in value):  # of each group
+            if value and all(isinstance(names, list | tuple) for names in value):  # one list per group
                 value = [name for names in value for name in names]
             items = enumerate(value)
         try:
@@ -224,7 +223,7 @@ class Hints:
 
 
 def find_scope(value: Any, scope: str | int) -> Any:
-    """Return the entry of a stage, rank, or folder in a hint, keyed by number or text. None if there is none."""
+    """Return the entry for a stage, rank, or folder in a hint, by number or text, or None if there is none."""
     if isinstance(value, Mapping):
         for key in (scope, str(scope)):
             if key in value:
@@ -237,7 +236,7 @@ def find_scope(value: Any, scope: str | int) -> Any:
     return None
 
 
-# Canonical names of what a checkpoint holds: without wrappers' segments, and as hints say.
+# Canonical names: without the prefixes of wrappers, and as hints say.
 
 
 _COUNTERS = frozenset(("n_averaged",))
@@ -250,7 +249,7 @@ class NameMap:
     def __init__(self, names: Iterable[str], hints: Hints, extra_prefix: str = "", others: Iterable[str] = ()) -> None:
         """`names` are those of the model, or of the optimizer's states if no model was saved.
 
-        `extra_prefix` is a prefix that the format is known to add. `others` are names of the
+        `extra_prefix` is a prefix that the format is known to add. `others` are names in the
         optimizers, which may contain an adapter's name that the adapter's file omits. Raises
         NormalizationError for a parametrization, whose parameter is computed and not stored.
         """
@@ -299,14 +298,14 @@ class NameMap:
 _HOLDERS = frozenset(
     ["model", "net", "network", "module", "nn", "backbone", "seq", "sequential", "mlp", "_model", "_net"]
 )
-"""Names of the attribute of a training module that holds the model."""
+"""Names of a training module's attribute that holds the model."""
 
 
 def common_attribute(names: Iterable[str]) -> str:
-    """Return the first segment, with its dot, that all names share, such as the attribute of a
-    training module that holds the model. "" if there is none. A container of numbered layers counts
-    only if it is named as models are: `layers.0.w` is a name of the module itself, `net.0.w` one of
-    the `Sequential` in it."""
+    """Return the first segment, with its dot, if all names share it, else "". It is, for example,
+    the attribute of a training module that holds the model. A container of numbered layers counts
+    only if it has a usual name of a model: `layers.0.w` is a name of the module itself, `net.0.w` a
+    name in its `Sequential`."""
     given = list(names)
     heads = {name.partition(".")[0] for name in given}
     if len(heads) != 1 or any("." not in name for name in given):
@@ -316,7 +315,7 @@ def common_attribute(names: Iterable[str]) -> str:
     return "" if numbered and head not in _HOLDERS else head + "."
 
 
-# Optimizers as saved: states by name or by integer id, param groups as lists or one entry per
+# Saved optimizers: states by name or by integer id, param groups as lists or as one entry per
 # parameter.
 #
 # state: {fqn: {exp_avg: ...}}    state: {0: {exp_avg: ...}}         "state.w.exp_avg": ...
@@ -344,7 +343,7 @@ def read_optimizer(tree: Tree) -> StoredOptimizer:
     by_name: States = {}
     flat = [key for key in tree if is_flat_key(key)]
     if not flat and tree.keys().isdisjoint(("state", "param_groups")):
-        saved.state = _states(tree)  # the states alone
+        saved.state = _states(tree)  # a dict of states without groups
         return saved
     if isinstance(states := tree.get("state"), dict):
         saved.state = _states(states)
@@ -363,7 +362,7 @@ def read_optimizer(tree: Tree) -> StoredOptimizer:
         section, owner, name = split_flat_key(key)
         for path, leaf in walk(tree[key]):
             if section == "state" and not path and leaf.value() == {}:
-                continue  # a parameter without state, by name
+                continue  # a parameter without state
             target = saved.state if section == "state" else by_name
             target.setdefault(owner, {})[".".join(map(str, (*name, *path)))] = leaf.value()
     if by_name:
@@ -386,7 +385,7 @@ def _states(tree: Tree) -> States:
                     f"{states.key!r} should be the dict of an optimizer's states for {owner!r}, but is a single value. "
                     "To leave the optimizer out, pass model_only=True"
                 )
-            if value:  # else a parameter without state yet
+            if value:  # otherwise, the parameter has no state yet
                 out[str(owner)] = value
         else:
             out[str(owner)] = {".".join(map(str, path)): leaf.value() for path, leaf in walk(states)}
@@ -415,17 +414,18 @@ def params_beside(groups: Groups, settings: Mapping[str, Any]) -> list[Any]:
 
 
 def _small(value: Any) -> Any:
-    """Return a tensor setting of one number, such as a learning rate, as a number, and other
-    settings unchanged."""
+    """Return a one-element tensor, such as a learning rate, as a number. Return other settings unchanged."""
     if not isinstance(value, StoredTensor) or value.spec.shape or len(value.chunks) != 1:
         return value
     return read_place(value.chunks[0].place, value.spec.dtype).item()
 
 
 def name_ids(saved: StoredOptimizer, hints: Hints, scope: int | str | None, what: str) -> StoredOptimizer:
-    """Return the optimizer with names in place of integer ids: those that it stores itself, or
-    those of the hint. Without names, it is empty if only the model is wanted. Otherwise, raises
-    NormalizationError, which asks for the hint.
+    """Return the optimizer with names instead of integer IDs: those that it stores, or those of the
+    hint.
+
+    Without names, returns an empty optimizer if only the model is requested, and otherwise raises
+    NormalizationError, which requests the hint.
     """
     if not saved.by_id:
         return saved
@@ -434,7 +434,7 @@ def name_ids(saved: StoredOptimizer, hints: Hints, scope: int | str | None, what
     used = sorted(listed.union(map(int, saved.state)))
     if names is None:
         if hints.model_only and not any("fp32" in states for states in saved.state.values()):
-            return StoredOptimizer()  # DeepSpeed's fp32 masters are values of the model, too
+            return StoredOptimizer()  # DeepSpeed's fp32 masters are also the model's values
         which = "the optimizer" if scope is None else f"optimizer {scope!r}"
         example = '["embed.weight", ...]' if scope is None else f'{{{scope!r}: ["embed.weight", ...]}}'
         hints.missing(
@@ -444,7 +444,7 @@ def name_ids(saved: StoredOptimizer, hints: Hints, scope: int | str | None, what
             example,
         )
     unnamed = [i for i in used if i not in names]
-    if unnamed or (listed and len(names) > len(used)):  # that of a frozen parameter would move those after it
+    if unnamed or (listed and len(names) > len(used)):  # a frozen parameter's name would shift those after it
         raise NormalizationError(
             f"the hint 'param_names' gives {format_count(len(names), 'name')}, but the optimizer of {what} has "
             f"{format_count(len(used), 'parameter')}, with ids {used[0]} to {used[-1]}: give the name of each "
@@ -469,7 +469,7 @@ def _stored_names(saved: StoredOptimizer) -> dict[int, str] | None:
 
 
 def _with_names(group: dict[str, Any], rename: Callable[[Any], str]) -> dict[str, Any]:
-    """Return a group with mapped names, including those that some optimizers store beside ids.
+    """Return a group with mapped names, including those that some optimizers store beside IDs.
     Tensors in a sequence, such as betas, become numbers."""
     out: dict[str, Any] = settings_of(group)
     for key, value in out.items():

@@ -78,15 +78,15 @@ def open_contents(
     check: bool = True,
     lists: bool = False,
 ) -> tuple[Contents, str]:
-    """Open what is at `path`, in the format that its files show. Also return a text that says where
-    it is.
+    """Open the checkpoint at `path`, in the format that its files show. Also return a text with its
+    location.
 
-    Where they show several, and `preferred` is one of them, it is taken. It may be another reader
-    of the same name. `share`: which of the files this process looks for, among many that open it
-    together. `check`: whether what is read is compared with checksums, where there are any.
-    `lists`: list missing and damaged files in `problems()`, and open the rest.
+    `preferred`: the format to use if several match; it may be another reader of the same name.
+    `share`: which files this process checks for, if many processes open the checkpoint together.
+    `check`: whether reads are compared with checksums, if there are any. `lists`: list missing and
+    damaged files in `problems()`, and open the rest.
 
-    Raises CheckpointNotFoundError, FormatError or whatever the format's own `open` raises.
+    Raises CheckpointNotFoundError, FormatError, or the errors of the format's `open`.
     """
     found = _find(path) if local_path(path) is None else None
     run = _run_at(path, found, preferred, is_sure=step is not None)
@@ -100,26 +100,28 @@ def open_contents(
 
 
 def steps_at(path: StoragePath, *, is_sure: bool = False) -> list[RunStep]:
-    """Return the checkpoints of the run at `path`, the oldest first. None if it is not the folder
-    of a run or, unless it `is_sure` that a run is meant, if it is a checkpoint. Raises FormatError
-    for a local folder with many entries and no checkpoint, and for a folder that is both a run and
-    a checkpoint.
+    """Return the checkpoints of the run at `path`, the oldest first.
+
+    Returns None if it is not the folder of a run. Unless a run is meant for sure (`is_sure`), also
+    returns None if it is a checkpoint. Raises FormatError for a local folder with many entries and
+    no checkpoint, and for a folder that is both a run and a checkpoint.
     """
     return _run_at(path, _find(path) if local_path(path) is None else None, None, is_sure=is_sure).steps
 
 
 def step_path(path: AnyPath, number: int) -> str:
-    """The path of that step of a run, complete or not. Raises CheckpointNotFoundError
-    if there is none."""
+    """Return the path of a step of the run, complete or not. Raises CheckpointNotFoundError if
+    there is none."""
     return path_below(path, Run(steps_at(path, is_sure=True), []).having(number, path)[0].name)
 
 
 def _run_at(path: StoragePath, found: _Found | None, preferred: Format | None, *, is_sure: bool) -> Run:
-    """Decide what a folder is, see `reshard.formats.detect`. This is the only place that decides
-    it.
+    """Return the run in a folder. Only this function decides whether a folder is a run or a
+    checkpoint: see below.
 
     Args:
-        found: for a path that is not local. Its names are listed only when they are needed.
+        found: the storage and files of a path that is not local. Names are listed only when they
+            are needed.
     """
     none = Run([], [])
     text = "" if isinstance(path, Storage) else path_text(path)
@@ -219,7 +221,7 @@ def refuse_first_step(path: StoragePath) -> None:
 
 
 def _marker_in(storage: Storage) -> str:
-    """Return the file that identifies a native or DCP checkpoint in this folder. "" if there is none."""
+    """Return the file that identifies a native or DCP checkpoint in this folder, or ""."""
     for name in _MARKERS:
         with suppress(CheckpointNotFoundError):
             if native.detect(storage, {name: storage.size(name)}) or name != MANIFEST:
@@ -270,9 +272,9 @@ def _open_at(
                 native.look_for_files(facts, names, files.checking.refuse, share, check)
             break
         except (CheckpointNotFoundError, CorruptCheckpointError) as error:
-            # a save may have taken the place of what was listed, which is gone then: the new one is
-            # whole. Its names may be the same as before, where it was there already and the old one
-            # is being removed
+            # a save may have replaced and deleted the listed files: then the new checkpoint is
+            # complete. The names can be equal if the new files existed before, and the old ones are
+            # being removed
             listed, (storage, names) = names, _find(path)
             is_same = names == listed and not (facts is not None and native.is_replaced(facts))
             if is_same or attempt + 1 == _ATTEMPTS:
@@ -283,7 +285,7 @@ def _open_at(
 
 
 def _of_a_hub(url: str) -> str:
-    """Return what to do if a path looks like the name of a model, "owner/name", and no such folder exists."""
+    """Return advice if a path looks like a model on a hub, "owner/name", and no such folder exists."""
     if not re.fullmatch(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.\-]*", url) or os.path.isdir(url.partition("/")[0]):
         return ""
     return (
@@ -314,7 +316,7 @@ def _nothing(storage: Storage, url: str) -> str:
         return none
     gone = path = Path(local)
     if path.is_dir():
-        return f"{url} is an empty folder: it holds no checkpoint"
+        return f"{url} is empty: there is no checkpoint in it"
     while not gone.parent.is_dir():
         gone = gone.parent
     if gone.exists():
@@ -342,11 +344,11 @@ def _open(files: Files, url: str, preferred: Format | None) -> Contents:
     if format.name == "rank_files" and len(names) == 1 and _file_of(url):
         from reshard.formats.rank_files import holds_parts
 
-        if not holds_parts(files[next(iter(names))]):  # a file that is only called so, such as lora_rank_8.pt
+        if not holds_parts(files[next(iter(names))]):  # only its name looks like a rank's, such as lora_rank_8.pt
             format = next(f for f in formats() if f.name == "torch_save")
     if preferred is not None and preferred.name == format.name:
         format = preferred
-    # of a single file every record is compared, and there is none that it could be mixed up with
+    # of a single file, all records are compared, and it cannot be mixed up with another
     files.checking.unchecked = (
         EVERY_BLOCK if len(names) == 1 and format.checksums == CRC_OF_RECORDS else format.checksums
     )
@@ -384,7 +386,7 @@ def _find(path: StoragePath) -> tuple[Storage, dict[str, int]]:
         text = path_text(path)
         parent, _, last = text.rstrip("/").rpartition("/")
         parent = parent or ("/" if text.startswith("/") else ".")
-        if "*" in last and not os.path.lexists(local_path(text) or ""):  # some files of a folder
+        if "*" in last and not os.path.lexists(local_path(text) or ""):  # a glob of files in a folder
             storage = open_storage(parent)
             found = storage.list(re.split(r"[*?[]", last)[0]).items()
             if fitting := {name: size for name, size in found if "/" not in name and fnmatchcase(name, last)}:
@@ -399,7 +401,7 @@ def _find(path: StoragePath) -> tuple[Storage, dict[str, int]]:
         file = (unquote(last) if "://" in text else last) if single else ""
         storage = open_storage(parent if single else path)
     if not file and (top := storage.top()) is not None and MANIFEST in top and native.detect(storage, top):
-        names = top  # what is below need not be listed, by each of many ranks: the manifest says it
+        names = top  # the manifest lists the other files, so the ranks need not list them
     else:
         names = storage.list(file)
     if file in _MARKERS:
@@ -413,7 +415,7 @@ def _find(path: StoragePath) -> tuple[Storage, dict[str, int]]:
 
 def _pick(storage: Storage, names: Listing, url: str, preferred: Format | None) -> Format:
     """Return the matching format. Raises FormatError if none or more than one matches."""
-    if ".metadata" in names and MANIFEST not in names:  # leftovers of a killed save beside it do not count
+    if ".metadata" in names and MANIFEST not in names:  # ignore leftovers of a killed save
         names = {name: size for name, size in names.items() if not is_generation(name.partition("/")[0])}
     composite = next((f for f in formats() if f.is_composite and f.detect(storage, names)), None)
     if composite is None:
@@ -449,7 +451,7 @@ def _pick(storage: Storage, names: Listing, url: str, preferred: Format | None) 
         refuse_plan(storage.read(some, 0, min(names[some], 99)), url)
     raise FormatError(
         f"{url} is not a checkpoint in a known format.{'' if url.endswith(some) else f' It contains {some}.'} "
-        f"Known formats are {known}. Files must keep the names that the framework gave them"
+        f"Known formats are {known}. If you renamed files, restore the names that the framework wrote"
     )
 
 
@@ -481,7 +483,7 @@ def _nested(names: Listing) -> list[str]:
     return [folder for folder in folders if not is_generation(folder)]
 
 
-# The folder of a run: checkpoints side by side, called by their steps, as trainers leave them.
+# The folder of a run: checkpoints named after their steps, as trainers write them.
 #
 #     outputs/checkpoint/step-10  step-20                  torchtitan
 #     run/10  20                                           Orbax's manager
@@ -490,10 +492,10 @@ def _nested(names: Listing) -> list[str]:
 #     run/checkpoints/epoch=0-step=10.ckpt  last.ckpt      Lightning, as files or folders
 #     run/global_step_10  step10  epoch_0_step_10          verl and VeOmni, OLMo-core, NeMo Automodel
 #
-# Names are all that is looked at: those in the folder, in its one folder of checkpoints, and in
-# those of its steps. So a folder of ten thousand others is distinguished at once from a checkpoint.
+# Only names are looked at: those in the folder, in its single folder of checkpoints, and in those
+# of its steps. So a run with ten thousand steps is recognized quickly.
 #
-# What a folder is, by the files at its top that have names of checkpoint files:
+# What a folder with steps is depends on its top-level files that are named like checkpoint files:
 #
 #     steps, and                                        verdict
 #     nothing                                           a run
@@ -501,7 +503,7 @@ def _nested(names: Listing) -> list[str]:
 #     manifest.json of ours, .metadata, model.safetensors   two things: refused
 #     latest, .snapshot_metadata, _METADATA             the checkpoint, if a format says that all below it is its own
 #
-# Without steps it is a checkpoint, of whichever format.
+# A folder without steps is a checkpoint of some format.
 
 
 Look = Callable[[str], tuple[list[str], list[str]]]

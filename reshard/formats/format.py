@@ -62,8 +62,8 @@ class Writing:
 
 @dataclass(frozen=True)
 class Format:
-    """What a format's reader knows about it. The table of formats says where its canonical names
-    and its writer are."""
+    """What a format's reader defines. The table of formats names the modules of its normalizer and
+    its writer."""
 
     name: str
     checksums: str
@@ -107,8 +107,8 @@ def at_top(names: Iterable[str], ends: str | tuple[str, ...]) -> list[str]:
 
 
 def indexes_in(names: Collection[str], ending: str) -> list[str]:
-    """Return the indexes of the top folder with this ending. An index that was opened by its path
-    may be of a variant, such as `model.safetensors.index.fp16.json`."""
+    """Return the indexes in the top folder with this ending. One that was opened by its path can be
+    of a variant, such as `model.safetensors.index.fp16.json`."""
     if len(names) > 1:
         return at_top(names, ending)
     return fnmatch.filter(at_top(names, ".json"), f"*{ending.removesuffix('json')}*json")
@@ -143,13 +143,14 @@ def read_index(files: Files, ending: str) -> tuple[Files, str, dict[str, str]] |
 
 
 def not_opened(files: Files, opened: Iterable[str], glob: str = "*.safetensors") -> tuple[str, ...]:
-    """A warning that names the files that match, but were not opened."""
+    """Return a warning that names the files that match `glob` but were not opened."""
     others = sorted(set(fnmatch.filter(files.listed, glob)).difference(opened))
     return (unopened_text(others),) if others else ()
 
 
 def unopened_text(names: Sequence[str], where: str = "", path: str = "") -> str:
-    """The warning that these files, `where`, were not opened. `path`: of the first, if not clear."""
+    """Return the warning that these files in `where` were not opened. `path` is that of the first,
+    if not clear."""
     where, path = where and f" {where}", path and f", {path}"
     if len(names) == 1:
         return f"{names[0]}{where} was not opened. To open it, pass its path{path}"
@@ -166,8 +167,7 @@ def refuse_plan(head: bytes, url: str) -> None:
 def missing_files(
     where: str, index: str, named: int, missing: Sequence[str], held: Sequence[str]
 ) -> CorruptCheckpointError:
-    """The error where some of the files that an index names are missing; the first of them `held`
-    these names."""
+    """Return the error about missing files of an index. The first missing file contained the names `held`."""
     what = f"{len(missing)} of {named} files that {index} names are missing: {format_some(missing)}"
     return CorruptCheckpointError(
         f"{where}: {what}. {missing[0]} held {format_count(len(held), 'name')}, such as {held[0]!r}: restore it, or "

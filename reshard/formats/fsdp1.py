@@ -52,7 +52,7 @@ from reshard.stored.source import Files
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import concat, cut, unflatten
 
-# The inside of flat parameters: where each parameter is in one.
+# Where each parameter is in a flat parameter.
 
 
 _ALIGNMENT_BYTES = 16
@@ -83,8 +83,8 @@ def cut_flat(name: str, flat: StoredTensor, flat_names: Sequence[str], hints: Hi
 def layout_of(
     name: str | None, key: int | None, numel: int, itemsize: int, slack: int, flat_names: Sequence[str], hints: Hints
 ) -> FlatLayout:
-    """Return what is in the flat parameter with this name or id, of `numel` elements, of which
-    fewer than `slack` are padding.
+    """Return the layout of the flat parameter with this name or ID. It has `numel` elements, of
+    which fewer than `slack` are padding.
 
     Raises NormalizationError if no hint lists it, or if the listed sizes do not fit.
     """
@@ -108,7 +108,7 @@ def layout_of(
             start = -(-at // alignment) * alignment
             inside[param] = (start, shape)
             at = start + math.prod(shape)
-        # padded until the parts of all ranks are equal
+        # flat parameters are padded until all ranks' parts are equal
         if 0 <= numel - -(-at // alignment) * alignment < max(slack, 1) or at == numel:
             return FlatLayout(inside)
     held = sum(math.prod(shape) for _, shape in params)
@@ -120,8 +120,7 @@ def layout_of(
 
 
 def ask_copies(what: str, held: int, hints: Hints) -> None:
-    """Raise the NormalizationError that asks how many ranks hold a copy, unless the
-    hints say so."""
+    """Unless a hint says how many ranks hold a copy, raise the NormalizationError that requests it."""
     if "shard_ranks" not in hints:
         hints.missing("shard_ranks", f"{what} have {held}: with HYBRID_SHARD or NO_SHARD, ranks hold copies", "1")
 
@@ -180,16 +179,16 @@ def numbered(names: Listing) -> dict[str, dict[int, str]]:
 
 
 def detect(storage: Storage, names: Listing) -> bool:
-    """Return True if all files are numbered by rank, and the first of one kind holds pieces."""
+    """Return True if all files are numbered by rank, and the first of one kind contains pieces."""
     sections = numbered(names)
     if not all(min(ranks) < 2 for ranks in sections.values()) or max(map(len, sections.values()), default=0) < 2:
-        return False  # one file is a checkpoint of its own
+        return False  # a single file is a complete checkpoint
     files = Files(storage)
     try:
         first = (read_torch_file(files[ranks[min(ranks)]], numbered=False) for ranks in sections.values())
         return any(_holds_pieces(file.value) for file in first)
     except FormatError:
-        return False  # no files of torch.save
+        return False  # not files of torch.save
 
 
 def _holds_pieces(value: Any) -> bool:
@@ -234,11 +233,11 @@ def refuse_missing(files: Files, what: str, found: Mapping[int, str], count: int
 
 # Canonical names: flat parameters and their optimizer states, split again.
 #
-#     use_orig_params=False: one flat tensor per wrapped module, the same for its states     flat: [p0 p0 p0 | p1 p1 -]
-#     use_orig_params=True:  a 1-D piece of each parameter, empty on ranks that hold none    rank 0 ......... rank 1 ..
+#     use_orig_params=False    one flat tensor per wrapped module:                flat: [p0 p0 p0 | p1 p1 -]
+#     use_orig_params=True     a 1-D piece of each parameter, perhaps empty:      rank 0: [p0 p0], rank 1: [p0]
 #
-# Neither files nor pieces say shapes, so the hints do: "param_shapes" of the model, or "flat_params" of each flat
-# tensor.
+# Neither form contains shapes, so hints give them: "param_shapes" of the model, or "flat_params" of each
+# flat tensor.
 
 
 _MODELS = ("model", "state_dict", "model_state_dict")
@@ -255,11 +254,11 @@ class _RankStates:
 
 
 def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
-    """The state under canonical names.
+    """Return the state under canonical names.
 
     Raises:
-        NormalizationError: shapes or names that a hint must give; the message says which.
-        CorruptCheckpointError: the pieces of the ranks do not make up what the hint says.
+        NormalizationError: a hint must list shapes or names. The message says which.
+        CorruptCheckpointError: the ranks' pieces do not make up what the hint lists.
     """
     facts = contents.known(Fsdp1Facts)
     found = [_find(_first_copy(name, files, hints)) for name, files in facts.sections.items()]
@@ -283,8 +282,8 @@ def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
 
 
 def _first_copy(section: str, files: FilesOfRanks, hints: Hints) -> FilesOfRanks:
-    """Return the files of the ranks that hold the first copy of the parameters: all, unless a hint
-    gives fewer."""
+    """Return the files of the ranks with the first copy of the parameters: all ranks, unless a hint
+    gives a smaller number."""
     ranks = hints.get("shard_ranks")
     if ranks is None:
         return files
@@ -296,7 +295,7 @@ def _first_copy(section: str, files: FilesOfRanks, hints: Hints) -> FilesOfRanks
 
 
 def _sections(value: Mapping[str, Any]) -> list[str]:
-    """Return the keys of the model and of the optimizer that are read. "" if there is none."""
+    """Return the keys of the model and the optimizer, or "" if there is none."""
     return [next((key for key in keys if isinstance(value.get(key), dict)), "") for keys in (_MODELS, _OPTIMIZERS)]
 
 
@@ -316,8 +315,7 @@ def _model(found: _RankStates, flat_names: Sequence[str], hints: Hints) -> Tenso
     """Return the parameters and buffers of a local state dict."""
     rank = min(found.model)
     first, shapes = found.model[rank], _shapes(hints)
-    # with use_orig_params, each parameter is there as a piece, beside the flat tensor
-    # that it is a view of
+    # with use_orig_params, the state has a view of the flat tensor for each parameter, too
     original = any(_is_piece(value) and name in shapes for name, value in first.items())
     out: Tensors = {}
     for name, value in first.items():
@@ -329,7 +327,7 @@ def _model(found: _RankStates, flat_names: Sequence[str], hints: Hints) -> Tenso
             elif not original:
                 out.update(cut_flat(name, whole, flat_names, hints))
         elif value is None or isinstance(value, int | float | str | bytes):
-            continue  # no part of a model, such as extra state
+            continue  # not a parameter or buffer, such as extra state
         elif (
             isinstance(value, TensorRef) and name in shapes and (value.size != shapes[name] or _differs(value, values))
         ):
@@ -453,10 +451,10 @@ def _flat_of(
     hints: Hints,
     listed: Sequence[Any],
 ) -> FlatLayout | None:
-    """Return what is in the flat parameter with an id. None if ids are those of parameters."""
+    """Return the layout of the flat parameter with an ID, or None if IDs are those of original parameters."""
     name = None
     if not hints.mapping("flat_params"):
-        # without use_orig_params the optimizer has as many parameters as the model has flat ones
+        # without use_orig_params, the optimizer has one parameter per flat parameter of the model
         if not flat_names or len(listed) != len(flat_names) or "param_shapes" not in hints or "param_names" in hints:
             return None
         name = flat_names[listed.index(key) if key in listed else position]

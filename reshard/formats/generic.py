@@ -27,9 +27,9 @@ from reshard.stored.views import concat, narrow, stack
 
 
 def normalize_generic(contents: Contents, hints: Hints, what: str) -> Canonical:
-    """The state under canonical names.
+    """Return the state under canonical names.
 
-    Raises NormalizationError if a hint is missing, or two tensors would have one name.
+    Raises NormalizationError if a hint is missing, or two tensors would have the same name.
     """
     sections = find_sections(contents)
     optimizers = list(_optimizers(sections, hints, what))
@@ -42,7 +42,7 @@ def normalize_generic(contents: Contents, hints: Hints, what: str) -> Canonical:
         tensors = _tensors(contents, leaves, hints)
         names = [name for name, _ in tensors]
         others = [name for _, saved in named for name in saved.state]
-        # an attribute of Lightning's module; what Fabric saves is the model itself
+        # the attribute of Lightning's module that holds the model; Fabric saves the model itself
         front = common_attribute(names) if "pytorch-lightning_version" in contents.objects else ""
         rename = NameMap(names or others, hints, front, others)
         renames[prefix] = _renamer(prefix, rename, result)
@@ -63,7 +63,7 @@ def _optimizers(sections: Sections, hints: Hints, what: str) -> Iterator[tuple[s
         try:
             saved = read_optimizer(tree)
             _refuse_pieces(saved, what)
-        except NormalizationError:  # it may be something else with this name
+        except NormalizationError:  # something else may have this name
             if not hints.model_only:
                 raise
             continue
@@ -71,8 +71,8 @@ def _optimizers(sections: Sections, hints: Hints, what: str) -> Iterator[tuple[s
 
 
 def _refuse_pieces(saved: StoredOptimizer, what: str) -> None:
-    """Raise NormalizationError for what FSDP1's optimizer holds on each rank, because it does not
-    record where it belongs."""
+    """Raise NormalizationError for each rank's own optimizer states of FSDP1, which do not record
+    where they belong."""
     states = [one for states in saved.state.values() for one in states.items() if _PIECE.search(one[0])]
     shapes = [value.spec.shape for _, value in states if isinstance(value, StoredTensor)]
     if saved.by_id and shapes and all(len(shape) == 1 for shape in shapes):
@@ -104,8 +104,8 @@ _PIECE = re.compile(r"\.rank_\d+$")
 
 
 def _renamer(prefix: str, rename: NameMap, result: Canonical) -> Callable[[str], str]:
-    """Return a function that makes canonical names of one of several models. A hint may already
-    give names for all models."""
+    """Return a function that returns canonical names for one of several models. A hint may already
+    apply to all models."""
     if not prefix:
         return rename
     return lambda name: name if name in result.model else prefix + rename(name)
@@ -126,7 +126,7 @@ def _half_of_lightning(contents: Contents, result: Canonical, hints: Hints) -> l
 
 
 def _override_groups(result: Canonical, hints: Hints) -> None:
-    """Use lists of names that the caller gives, instead of those in the file."""
+    """Replace lists of parameter names by those of a hint."""
     given = hints.get("param_groups")
     if given is None:
         return
@@ -143,10 +143,11 @@ _FUSED = re.compile(r"(.*)\bwqkv\.(weight|bias)", re.DOTALL)
 
 
 def _split_fused(result: Canonical, hints: Hints) -> None:
-    """Split states of a fused wqkv like the weights wq, wk, wv that were saved beside it, if the
-    hints give the heads.
+    """Split states of a fused wqkv like the weights wq, wk, and wv beside it, if hints give the
+    number of heads.
 
-    Rows of wqkv, for each key/value head: those of its query heads, then its key's, then its value's.
+    For each key/value head, wqkv has the rows of its query heads, then of its key, then of its
+    value.
     """
     if "kv_heads" not in hints and "head_dim" not in hints:
         return
@@ -182,17 +183,16 @@ def _rows(fused: StoredTensor, per_head: dict[str, int], kv: int, part: str) -> 
     return concat([narrow(fused, 0, start, start + size) for start in starts], 0, fused.fqn)
 
 
-# Hugging Face files: on disk each expert has its own matrices, in memory they are stacked, gate and
-# up as one.
+# Hugging Face files: on disk, each expert has separate matrices; in memory, they are stacked, with
+# gate and up fused.
 #
-# disk:    mlp.experts.<e>.gate_proj.weight [I, H], up_proj [I, H], down_proj [H, I]      (Qwen,
-# DeepSeek, GLM ...)
-#          block_sparse_moe.experts.<e>.w1.weight, w3, w2; block_sparse_moe.gate          (Mixtral and its kin)
-#          feed_forward.experts.<e>.gate_proj.weight, up_proj, down_proj                  (Jamba)
-# memory:  mlp.experts.gate_up_proj [E, 2I, H], mlp.experts.down_proj [E, H, I]; mlp.gate
-# (feed_forward stays)
+#     disk      mlp.experts.<e>.gate_proj.weight [I, H], up_proj [I, H], down_proj [H, I]    Qwen, DeepSeek, GLM, ...
+#               block_sparse_moe.experts.<e>.w1.weight, w3, w2; block_sparse_moe.gate        Mixtral, ...
+#               feed_forward.experts.<e>.gate_proj.weight, up_proj, down_proj                Jamba
+#     memory    mlp.experts.gate_up_proj [E, 2I, H], mlp.experts.down_proj [E, H, I]; mlp.gate
+#               (feed_forward keeps its name)
 #
-# Granite's experts are stacked on disk, too, and only renamed.
+# Granite's experts are stacked on disk, too, so they are only renamed.
 
 
 _EXPERT = re.compile(
@@ -219,7 +219,7 @@ def in_memory(tensors: Iterable[tuple[str, StoredTensor]]) -> list[tuple[str, St
     given = list(tensors)
     experts: dict[str, dict[str, dict[int, StoredTensor]]] = {}
     out: list[tuple[str, StoredTensor]] = []
-    # experts with more than three plain matrices, such as scales of quantized ones, stay as they are
+    # experts with more tensors, such as scales of quantized ones, stay as they are
     odd = {m[1] for name, _ in given if (m := _OF_EXPERT.fullmatch(name)) and not _EXPERT.fullmatch(name)}
     for name, tensor in given:
         match = _EXPERT.fullmatch(name)

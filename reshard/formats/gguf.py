@@ -27,9 +27,8 @@ from reshard.stored.contents import Contents, Facts, LazyMapping, Makers
 from reshard.stored.source import Files, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor
 
-# A block is some elements of one row with a scale of their own, sometimes an offset, and sub-blocks
-# with small integer scales of theirs. What is computed is what ggml computes, operation by
-# operation in float32.
+# A block is some elements of one row with a common scale, sometimes an offset, and sub-blocks with
+# small integer scales. The arithmetic is ggml's, operation by operation in float32.
 
 
 Bytes = npt.NDArray[np.uint8]
@@ -78,7 +77,7 @@ def _bits(data: Bytes) -> Bytes:
 
 
 def _bit_planes(data: Bytes) -> Bytes:
-    """Return eight rows: the lowest bits of all bytes, the next ones, and so on."""
+    """Return eight rows: bit 0 of all bytes, bit 1 of all bytes, up to bit 7."""
     planes: Bytes = data[:, None] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
     return planes
 
@@ -117,8 +116,8 @@ def _scaled(blocks: Bytes, quants: Bytes) -> Floats:
 
 
 def _pairs(data: Bytes) -> Bytes:
-    """Divide 128 bytes into eight rows of 32 elements: low halves of 32 bytes, their high halves,
-    and so on."""
+    """Divide 128 bytes into eight rows of 32 elements: for each 32 bytes, their low halves, then
+    their high halves."""
     quarters = data.reshape(len(data), 4, 1, 32)
     return np.concatenate([quarters & 15, quarters >> 4], axis=2).reshape(len(data), 8, 32)
 
@@ -143,7 +142,8 @@ def _q6_k(blocks: Bytes) -> Floats:
 
 
 def _two_bit_numbers(data: Bytes) -> Bytes:
-    """Divide 64 bytes into 256 numbers of two bits: 32 bytes give four rows of 32, the lowest bits first."""
+    """Return the 256 two-bit numbers in 64 bytes. Each 32 bytes contain four rows of 32, the lowest
+    bits first."""
     return data.reshape(len(data), 2, 1, 32) >> _TWO_BITS[:, None] & np.uint8(3)
 
 
@@ -160,8 +160,8 @@ def _q2_k(blocks: Bytes) -> Floats:
 
 
 def _q3_k(blocks: Bytes) -> Floats:
-    """If the third bit is not set, 4 is subtracted. Scales have 6 bits, and their upper two are
-    stored after the lower four."""
+    """Decode elements of three bits: 4 is subtracted where the third bit is 0. Scales have 6 bits,
+    whose upper two are stored after the lower four."""
     third = _bit_planes(blocks[:, :32])
     low = _two_bit_numbers(blocks[:, 32:96]).reshape(len(blocks), 8, 32).astype(np.int8)
     upper = (blocks[:, None, 104:108] >> _TWO_BITS[:, None] & 3).reshape(-1, 16)
@@ -179,8 +179,7 @@ def _iq4_nl(blocks: Bytes) -> Floats:
 
 
 def _iq4_xs(blocks: Bytes) -> Floats:
-    """Decode eight sub-blocks. Their scales have 6 bits, of which the upper two are stored
-    separately, together in two bytes."""
+    """Decode eight sub-blocks. Their scales have 6 bits, whose upper two are stored together in two bytes."""
     upper = (blocks[:, 2:4, None] >> _TWO_BITS & 3).reshape(-1, 8)
     low = (blocks[:, 4:8, None] >> _TWO_BITS[::2] & 15).reshape(-1, 8)
     steps = _half(blocks[:, :2]) * ((low | upper << 4).astype(np.float32) - np.float32(32))
@@ -190,7 +189,7 @@ def _iq4_xs(blocks: Bytes) -> Floats:
 
 
 def _mxfp4(blocks: Bytes) -> Floats:
-    """The scale is an exponent: 2 ** (e - 128). Elements count in halves."""
+    """Decode 4-bit floats. The scale is an exponent, 2 ** (e - 128), because elements are stored in halves."""
     steps = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128).astype(np.float32)
     values: Floats = steps * _FP4[_nibbles(blocks[:, 1:])]
     return values
@@ -230,7 +229,7 @@ class DequantizedSource(Source):
     _PIECE_NUMEL = 1 << 18
 
     def __init__(self, source: Source, start: int, numel: int, block: Block, label: str) -> None:
-        """`start` is where its blocks begin in `source`; the block must have `values`."""
+        """`start` is the position of its blocks in `source`. The block must have `values`."""
         self.source, self.start, self.block, self.label = source, start, block, label
         self._numel = numel
         self._key = source, start, numel, block.name
@@ -262,12 +261,12 @@ class DequantizedSource(Source):
         return found[start - first * bytes_of_block : stop - first * bytes_of_block]
 
 
-# The header of a GGUF file: what is known of the model, and where each tensor is.
+# The header of a GGUF file: the model's metadata, and where each tensor is. Numbers are little-endian.
 #
-# "GGUF" version u32, tensors u64, values u64      numbers are little-endian name, kind u32, value
-# for each value; text has its length in front, u64 name, dims u32, sizes u64..., type u32, at u64
-# for each tensor; the first of its sizes is the one that runs fastest padding, then data
-# each tensor begins at the next multiple of `general.alignment`
+#     "GGUF", version u32, number of tensors u64, number of values u64
+#     name, kind u32, value                                  for each value; text follows its length
+#     name, dims u32, sizes u64..., type u32, offset u64     for each tensor; the innermost size is first
+#     padding, then data                                     tensors begin at multiples of `general.alignment`
 
 
 MAGIC = b"GGUF"
@@ -408,7 +407,7 @@ def _scalar(cursor: _Cursor, kind: int, key: str) -> Any:
         data = cursor.text()
         try:
             return data.decode()
-        except UnicodeDecodeError:  # as tokens may be
+        except UnicodeDecodeError:  # tokens need not be valid UTF-8
             return data
     if kind == _BOOL:
         return bytes(cursor.take(1)) != b"\0"
@@ -502,11 +501,11 @@ def _nbytes(source: Source, name: str, shape: Shape, code: int) -> tuple[str, in
     return block.name, math.prod(shape) // block.numel * block.nbytes
 
 
-# GGUF files of llama.cpp: one, or several of one model called `<name>-00001-of-00003.gguf`.
+# GGUF files of llama.cpp: one, or several of one model named `<name>-00001-of-00003.gguf`.
 #
-# Plain tensors are windows of the file. Quantized ones are float32 here: the usual types are
-# dequantized as they are read, the others are listed and refused. What is known of the model, from
-# its architecture to its tokens, are objects.
+# Plain tensors are windows of the file. Quantized ones become float32: the usual types are dequantized
+# while they are read, and others are listed, but cannot be read. The model's metadata, such as its
+# architecture and tokens, are objects.
 
 
 _NUMBERED = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
@@ -524,7 +523,7 @@ class GgufFacts(Facts):
 
 
 def detect(storage: Storage, names: Listing) -> bool:
-    """Return True if the top folder holds GGUF files."""
+    """Return True if the top folder contains GGUF files."""
     return bool(at_top(names, ".gguf"))
 
 
@@ -541,7 +540,7 @@ def open(files: Files) -> Contents:
     _check_names(storage.url, found)
     headers = {file: read_header(files[file]) for file in found}
     alone = _NUMBERED.fullmatch(found[0]) if len(names) == 1 and len(storage.list()) > 1 else None
-    # opened by the path of one of several files: that one is meant
+    # the user opened one of several files by its path
     rest = f"{alone[1]}-*.gguf" if alone else ""
     warnings = [f"{found[0]} is one of several files: the others were not opened, {rest!r} opens all"] if alone else []
     if not alone:
@@ -562,7 +561,7 @@ def open(files: Files) -> Contents:
 
 
 def _check_names(url: str, files: list[str]) -> None:
-    """Raise an error unless the names say that the files are one model."""
+    """Raise an error unless the names of the files show that they are one model."""
     if len(files) > 1:
         numbered = [_NUMBERED.fullmatch(file) for file in files]
         if not all(numbered) or len({(m[1], m[3]) for m in numbered if m}) > 1:
@@ -583,7 +582,7 @@ def _check_split(headers: Mapping[str, GgufHeader]) -> None:
         what = f"number {lost} is missing" if lost is not None else f"there are {len(headers)}"
         words = f"{header.source.label}: the model was split into {total} files, and {what}"
         header.source.refuse(CorruptCheckpointError(words))
-    counts = (None, total, *([0] if total == 1 else []))  # llama.cpp merges files into one of 0 parts
+    counts = (None, total, *([0] if total == 1 else []))  # llama.cpp writes 0 parts when it merges files into one
     for number, (file, of) in enumerate(headers.items()):
         said = of.number("split.no")
         if said not in (None, number) or of.number("split.count") not in counts:

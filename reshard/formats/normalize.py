@@ -33,15 +33,15 @@ def normalize(
     *,
     model_only: bool = False,
 ) -> Canonical:
-    """The checkpoint's model and optimizer under canonical names.
+    """Return the checkpoint's model and optimizer under canonical names.
 
     Args:
-        hints: what the checkpoint cannot say; see `HINTS`.
-        what: names the checkpoint in messages.
+        hints: facts that the checkpoint lacks: see `HINTS`.
+        what: text that names the checkpoint in messages.
         model_only: whether the optimizer may be omitted.
 
     Raises:
-        NormalizationError: a hint is missing or wrong, or two tensors would have one name.
+        NormalizationError: a hint is missing or wrong, or two tensors would have the same name.
         CorruptCheckpointError: parts of a tensor are missing or do not fit together.
     """
     given = Hints(hints, model_only=model_only)
@@ -58,9 +58,9 @@ def normalize(
     except (ReshardError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         if isinstance(error, ReshardError) and not isinstance(error, PlanError):
             raise
-        # a value of another type than its format has at this place
+        # a value has another type than this format requires
         why = f"{', or a hint is not what it should be' if hints else ''}: {type(error).__name__}: {error}"
-        if own is None:  # which keeps any state, however it is nested
+        if own is None:  # the generic reader accepts any nesting
             raise NormalizationError(f"{what}: its model or optimizer is nested in no known way{why}") from error
         raise CorruptCheckpointError(
             f"{what}: what is in its files is not what {contents.format} writes{why}"
@@ -78,7 +78,7 @@ def _claimed(contents: Contents) -> tuple[Normalizer | None, Contents]:
 
 
 def _tie(found: Canonical, hints: Hints) -> Canonical:
-    """Add the other names of tied parameters that the hint gives."""
+    """Add the aliases that the hint lists."""
     for name, holder in hints.mapping("tied").items():
         if holder not in found.model:
             raise NormalizationError(
@@ -89,11 +89,13 @@ def _tie(found: Canonical, hints: Hints) -> Canonical:
 
 
 def canonical_contents(contents: Contents, hints: Mapping[str, Any] | None, url: str, *, model_only: bool) -> Contents:
-    """The keys are "model.<fqn>", "optim.state.<fqn>.<name>" and "optim.param_groups.<i>.<name>";
-    with `model_only`, the model's tensors alone, under their bare names. Tied tensors are listed
+    """Return the canonical state as contents, under the keys "model.<fqn>",
+    "optim.state.<fqn>.<name>", and "optim.param_groups.<i>.<name>".
+
+    With `model_only`, returns only the model's tensors, under their FQNs. Tied tensors are listed
     once, as in the checkpoint.
 
-    Raises NormalizationError if a hint is missing, and with `model_only`, if there is no model.
+    Raises NormalizationError if a hint is missing or, with `model_only`, if there is no model.
     """
     found = normalize(contents, hints, url, model_only=model_only)
     if model_only and not found.model:
@@ -131,28 +133,28 @@ def canonical_contents(contents: Contents, hints: Mapping[str, Any] | None, url:
     for number, group in enumerate(found.groups if not model_only else ()):
         for name, value in group.items():
             add(("optim", "param_groups", number, name), value)
-    # values that are each rank's own have no canonical name
+    # per-rank values have no canonical name
     left_out = () if model_only else tuple(contents.per_rank)
     warnings = (*contents.warnings, *found.notes)
     return Contents(tensors, objects, paths, aliases=aliases, format="normalized", warnings=warnings, left_out=left_out)
 
 
-# What a checkpoint holds beside model and optimizer: a scheduler, counters, a program's arguments,
-# random states.
+# What a checkpoint contains besides model and optimizer, such as a scheduler, counters, arguments
+# of the program, and random states.
 #
-# None of it has a canonical name. A conversion keeps plain objects under the keys that they have,
-# so that a program finds them again, and lists what it cannot keep.
+# None of it has a canonical name. A conversion keeps plain objects under their keys, so that
+# programs find them, and lists what it cannot keep.
 #
 #     {"model": ..., "optim": ..., "epoch": 3, "ema": {fqn: tensor}}   ->   "epoch" is kept, "ema.<fqn>" is listed
 
 
 def keep_beside(canonical: Contents, source: Contents, *, for_framework: bool) -> Contents:
-    """Return `canonical`, which was made from `source`, with the plain objects that were beside
-    model and optimizer.
+    """Return `canonical`, which was made from `source`, with the plain objects besides model and
+    optimizer.
 
-    Values that are not plain data, such as the averages of another model, are added to `left_out`.
-    So are values that only the name of a rank's file identifies, because no program requests them
-    by name, unless it is `for_framework`.
+    Adds values that are not plain data, such as the averages of another model, to `left_out`.
+    Unless `for_framework`, does the same with values that only the name of a rank's file
+    identifies, because no program looks for them by key.
     """
     format, whole = find_format(source.format), with_empty(source)
     named = for_framework or format is None or not format.names_ranks

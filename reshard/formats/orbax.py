@@ -45,7 +45,7 @@ def detect(storage: Storage, names: Listing) -> bool:
 
 
 def _folders(names: Listing) -> list[str]:
-    """The folders that have a tree, "" or ending in "/"."""
+    """Return the folders that contain a tree, "" or ending in "/"."""
     if _TREE in names:
         return [""]
     items = sorted(n.removesuffix(_TREE) for n in names if n.endswith(f"/{_TREE}") and n.count("/") == 1)
@@ -129,7 +129,7 @@ def _tree(storage: Storage, file: str) -> dict[str, Any]:
 
 
 def _entries(tree: Mapping[str, Any], where: str) -> Iterator[tuple[KeyPath, str, Shape | None]]:
-    """The path and kind of each value, and the shape of an array's parts if known."""
+    """Yield the path and kind of each value, and an array's shard shape if known."""
     for key, entry in tree["tree_metadata"].items():
         try:
             path = tuple(
@@ -188,7 +188,7 @@ def _tensor(key: str, root: _Root, written: Shape | None) -> StoredTensor:
             f"{root.label}: the array {key!r} has dtype {array.dtype.name!r}, which has no torch dtype"
         ) from None
     grid = tuple(array.chunk_layout.read_chunk.shape or array.shape)
-    # of several chunks each, where zarr 3 shards
+    # with zarr 3's sharding, a file has several chunks
     files = tuple(array.chunk_layout.write_chunk.shape or array.shape)
     present = {bytes(k).decode() for k in array.kvstore.list().result()} if root.all_stored else None
     chunks, wanted = [], set()
@@ -196,7 +196,7 @@ def _tensor(key: str, root: _Root, written: Shape | None) -> StoredTensor:
         label, window = f"{root.label} (array {key!r}, {box})", Window.row_major(0, box.sizes, spec.itemsize)
         wanted.add(file := _chunk_key(root.driver, box, files))
         if present is not None and file not in present:
-            raise CorruptCheckpointError(f"{label} is missing")  # tensorstore would give zeros for it
+            raise CorruptCheckpointError(f"{label} is missing")  # tensorstore would return zeros
         source = _ArrayChunk(label, partial(_read_chunk, label, array, box), root.kept, (root.label, key, box))
         chunks.append(StoredChunk(box, Extent(source, window), number))
     stored = {name for name in present or () if name[0] in "c0123456789"}
@@ -207,7 +207,8 @@ def _tensor(key: str, root: _Root, written: Shape | None) -> StoredTensor:
 
 
 def _is_divided(shape: Shape, part: Shape) -> bool:
-    """Return whether an array consists of parts of one shape, such as those of the devices of a mesh."""
+    """Return True if an array can be divided into equal parts of this shape, such as those of a
+    mesh's devices."""
     if len(shape) != len(part):
         return False
     return all(n == p or (p and n % p == 0) for n, p in zip(shape, part))
@@ -260,12 +261,13 @@ _OPTIMIZER = ("opt_state", "opt", "optimizer", "optim")
 
 
 def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
-    """Orbax: a tree of full JAX arrays. The model has the dotted names of the tree under `params`;
-    optimizers of optax mirror its tree, so states are the arrays whose path ends in a parameter's
-    path. Moments have torch's names.
+    """Return the model and optimizer of a tree of full JAX arrays.
 
-    A tree without `params` is all model. Further levels of `params` (Flax wraps one around
-    another) are taken off.
+    The model's names are the dotted names under `params`. Optimizers of optax mirror the model's
+    tree, so states are the arrays whose path ends with a parameter's path. Moments get torch's
+    names.
+
+    A tree without `params` is a model. Nested levels of `params`, as Flax creates, are removed.
     """
     del hints, what
     result = Canonical()
@@ -302,7 +304,7 @@ def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
 def _beside(contents: Contents) -> Iterator[str]:
     held = (*contents.tensors, *contents.objects)
     top = {key: contents.path_of(key)[0] for key in held}
-    if _MODEL in top.values():  # else all of it is the model
+    if _MODEL in top.values():  # otherwise, all of the tree is the model
         yield from (key for key in held if top[key] != _MODEL and top[key] not in _OPTIMIZER)
 
 

@@ -78,9 +78,9 @@ def open(files: Files) -> Contents:
 #
 # stage 0: layers.0, layers.1          stage 1: layers.0, layers.1   ->   layers.2, layers.3
 #
-# What several stages have under one name, such as a shared buffer, must be the same in all. Stages are files of
-# their own, or have keys of their own in one checkpoint: {"stage_0": {"model": ...}, ...} or
-# {"model": {"stage_0": ...}, ...}.
+# If several stages have a value under one name, such as a shared buffer, it must be equal in all.
+# Stages are separate files, or have separate keys in one checkpoint: {"stage_0": {"model": ...},
+# ...} or {"model": {"stage_0": ...}, ...}.
 
 
 _LAYER = re.compile(r"(?P<head>.*?)\b(?P<number>\d+)(?P<tail>\..+)", re.DOTALL)
@@ -121,7 +121,7 @@ class _SavedStage:
     optimizers: list[StoredOptimizer]
 
     def layers(self) -> dict[str, set[int]]:
-        """The numbers of layers by their container."""
+        """Return the layer numbers by container."""
         found: dict[str, set[int]] = {}
         for match in filter(None, map(_LAYER.fullmatch, self.model)):
             found.setdefault(match["head"], set()).add(int(match["number"]))
@@ -129,9 +129,10 @@ class _SavedStage:
 
 
 def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
-    """The state of the whole model.
+    """Return the state of the full model.
 
-    Raises NormalizationError if ids have no names, and CorruptCheckpointError if stages contradict each other.
+    Raises NormalizationError if IDs have no names, and CorruptCheckpointError if stages contradict
+    each other.
     """
     facts = contents.known(StageFacts)
     stages = [_read(number, one, hints) for number, one in facts.stages.items()]
@@ -199,7 +200,7 @@ def _offsets(stages: list[_SavedStage], hints: Hints) -> dict[tuple[int, str], i
             offset = int(hinted) if hinted is not None else before * begins_anew
             both = known | {number + offset for number in numbers}
             has_gap = len(both) <= max(both) - min(both)
-            # as stages with several parts of the model, or with layers in common
+            # such as stages with several parts of the model, or with common layers
             if hinted is None and begins_anew and (has_gap or not numbers & known):
                 hints.missing(
                     "layer_offsets",
@@ -234,7 +235,7 @@ def _take(
     for fqn, states in one.state.items():
         for key, value in states.items():
             result.add_state(fqn, key, value)
-    for group in one.groups:  # the stages have the same ones, each with its own parameters
+    for group in one.groups:  # all stages have the same groups, each with its own parameters
         params_beside(result.groups, settings_of(group)).extend(group.get("params", ()))
 
 

@@ -49,7 +49,7 @@ _SECTIONS = {"pytorch_model_fsdp": "model", "pytorch_model": "model"}
 
 @dataclass
 class Section:
-    """The files of all ranks that make up one state, such as the model's."""
+    """The files of all ranks for one state, such as the model's."""
 
     name: str
     world_size: int | None = None
@@ -103,8 +103,8 @@ def open(files: Files) -> Contents:
 def with_others(
     contents: Contents, files: Files, sections: Collection[Section], beside: Sequence[str] = ()
 ) -> Contents:
-    """Return the contents with warnings. They name the files that belong to no section, and
-    sections of fewer ranks than others, for which nothing says whether files are missing."""
+    """Return the contents with warnings about files that belong to no section, and about sections
+    with fewer ranks than others, which may have lost files."""
     ranks = max((one.world_size or max(one.files) + 1 for one in sections), default=0)
     fewer = [f"{one.name}: files of {len(one.files)} of {ranks} ranks" for one in sections if len(one.files) < ranks]
     opened = {*beside, *(file for section in sections for file in section.files.values())}
@@ -182,7 +182,7 @@ def _add_section(out: ContentsBuilder, prefix: KeyPath, files: FilesOfRanks) -> 
             out.add_tensor(key, partial(_dtensor, key, leaves, files))
         elif _replicas(leaves, files):
             _add_leaf(out, path, min(leaves), leaves[min(leaves)], files)
-        else:  # values that differ are all kept, each under its rank
+        else:  # different values are all kept, by rank
             for rank, leaf in leaves.items():
                 _add_leaf(out, (*path, f"rank_{rank}"), rank, leaf, files)
 
@@ -196,7 +196,7 @@ def _add_leaf(out: ContentsBuilder, path: KeyPath, rank: int, leaf: Any, files: 
 
 
 def _replicas(leaves: Mapping[int, Any], files: FilesOfRanks) -> bool:
-    """Return True if all ranks hold the same value."""
+    """Return True if all ranks have the same value."""
     ranks = sorted(leaves)
     first = leaves[ranks[0]]
     for rank in ranks[1:]:
@@ -208,7 +208,7 @@ def _replicas(leaves: Mapping[int, Any], files: FilesOfRanks) -> bool:
         if (first.size, first.dtype) != (other.size, other.dtype):
             return False
         written = files[ranks[0]].crc(first), files[rank].crc(other)
-        if replace(first, storage=other.storage) == other and None not in written:  # nothing need be read
+        if replace(first, storage=other.storage) == other and None not in written:  # equal checksums, nothing to read
             if written[0] == written[1]:
                 continue
             if first.window(0).nbytes == first.storage.nbytes:
@@ -223,7 +223,7 @@ def _equal(a: Any, b: Any) -> bool:
     """Return whether two plain values are equal. Values that cannot be compared differ."""
     try:
         return bool(a == b)
-    except (ValueError, RuntimeError, RecursionError):  # arrays of several elements
+    except (ValueError, RuntimeError, RecursionError):  # arrays of several elements have no truth value
         return False
 
 
@@ -280,7 +280,8 @@ def _true_layouts(parts: Mapping[int, Shardlet], where: str) -> dict[int, Tensor
 
 
 def _true_layout(layout: TensorLayout, held: Mapping[int, tuple[int, ...]]) -> TensorLayout:
-    """Return the layout by which ranks hold parts of these shapes. If there is none, the literal one."""
+    """Return the layout in which ranks hold parts of these shapes. If none is found, return the
+    literal one."""
     if layout.mesh is None or layout.placements is None:
         return layout
     forms = candidate_layouts(layout.mesh, layout.placements)

@@ -41,7 +41,7 @@ class RunStep:
 
     @property
     def age(self) -> tuple[bool, int, str]:
-        """Sort key, the oldest first."""
+        """A sort key. The oldest step comes first."""
         return self.step is None, self.step or 0, self.name
 
 
@@ -94,7 +94,7 @@ def discarded_in(storage: Storage, below: str = "") -> set[str]:
         records = records_in(storage, below)
     except CheckpointError as error:
         if isinstance(error.__cause__, msgspec.ValidationError):
-            return set()  # a file of another program, which the manager refuses
+            return set()  # another program's file, which the manager refuses
         raise
     return {f"{below}step-{step}" for step, record in records.items() if record.is_aside}
 
@@ -115,7 +115,7 @@ class Run(NamedTuple):
         return [unopened_text(self.beside, "next to the steps", where)]
 
     def having(self, number: int | None, path: AnyPath) -> list[RunStep]:
-        """The steps with that number, or all, the newest first. Raises
+        """Return the steps with that number, or all steps, the newest first. Raises
         CheckpointNotFoundError if there is none."""
         found = [s for s in reversed(self.steps) if (not s.is_discarded if number is None else number == s.step)]
         if not found and not self.steps:
@@ -137,7 +137,7 @@ def with_last_placed(path: AnyPath, steps: list[RunStep]) -> list[RunStep]:
     """Return the steps with a native `last` placed after the highest step whose save did not begin
     later.
 
-    The name `last` of other libraries says nothing about its age, so it stays the newest.
+    The age of another library's `last` is unknown, so it stays the newest.
     """
     places: dict[str, tuple[bool, int, float]] = {}
     for last in steps:
@@ -207,11 +207,11 @@ def open_step(
 
 
 _MOST_REASONS = 3
-"""The maximum number of steps for which an error says why they cannot be opened."""
+"""The most steps for which an error says why they cannot be opened."""
 
 
 def format_steps(steps: Sequence[RunStep]) -> str:
-    """The newest few steps, for a message."""
+    """Return the names of the newest few steps, for a message."""
     return format_some([step.name for step in reversed(steps)], 3)
 
 
@@ -219,6 +219,6 @@ def path_below(folder: AnyPath, name: str) -> str:
     """Return the path or URL of a name in a folder."""
     base = os.fspath(folder)
     if "://" in base and not base.startswith("memory:"):
-        for sign in "%#?":  # which mean something else in a URL
+        for sign in "%#?":  # these have another meaning in a URL
             name = name.replace(sign, quote(sign))
     return f"{base.rstrip('/')}/{name}" if name else base

@@ -36,9 +36,9 @@ from reshard.stored.streaming import (
 )
 from reshard.stored.tensor import StoredChunk, StoredTensor
 
-# The index says which file holds which tensor, and is not believed: the files' headers must agree.
-# DCP's shards say the offset of each chunk but no global shapes, which are inferred; a missing region shows
-# when a tensor is read or checked.
+# The index says which file contains which tensor. It is not trusted: the files' headers must agree.
+# DCP's files record the offset of each chunk, but no global shapes, which are inferred. So a
+# missing region is noticed when a tensor is read or verified.
 
 
 _NUMBERED = re.compile(r"(.*?)-?(\d+)-of-(\d+)\.safetensors")
@@ -52,11 +52,11 @@ class HuggingFaceFacts(Facts):
 
     metadata: Mapping[str, str]
     config: Mapping[str, Any]
-    """The model's config.json; {} if there is none."""
+    """The model's config.json, or {} if there is none."""
 
 
 def detect(storage: Storage, names: Listing) -> bool:
-    """Return True if the top folder holds safetensors files or an index of some."""
+    """Return True if the top folder contains safetensors files or an index of them."""
     return bool(at_top(names, ".safetensors") or indexes_in(names, _INDEX))
 
 
@@ -65,7 +65,7 @@ def open(files: Files) -> Contents:
 
     Raises:
         CorruptCheckpointError: a file is missing or damaged, or the index contradicts the files.
-        FormatError: there are several files, and nothing says that they belong together.
+        FormatError: there are several files that do not show that they belong together.
     """
     storage, names = files.storage, files.listed
     if (indexed := read_index(files, _INDEX)) is not None:
@@ -73,7 +73,7 @@ def open(files: Files) -> Contents:
     found = at_top(names, ".safetensors")
     warnings: tuple[str, ...] = ()
     if len(names) == 1 and _NUMBERED.fullmatch(found[0]) and len(storage.list()) > 1:
-        warnings = (f"{found[0]} is one of several files, and the others were not opened",)  # it is meant by its path
+        warnings = (f"{found[0]} is one of several files, and the others were not opened",)  # opened by its path
     elif len(names) == 1 and is_generation(storage.url.rstrip("/")):
         above = storage.url.rpartition("/data-")[0]
         warnings = (f"{found[0]} is one rank's part of {above}: open that for the rest",)
@@ -115,13 +115,14 @@ def _open_indexed(files: Files, label: str, weight_map: Mapping[str, str]) -> Co
 def _check_numbers(
     url: str, files: list[str], refuse: Callable[[CorruptCheckpointError], None], variants: Sequence[str] = ()
 ) -> None:
-    """Raise or refuse unless the names say that the files are one complete checkpoint."""
+    """Raise or refuse an error unless the names show that the files are one complete checkpoint."""
     shards = [_SHARD.fullmatch(file) for file in files]
     numbered = [_NUMBERED.fullmatch(file) for file in files]
     if all(shards):
         have = {(int(m[1]), int(m[3])) for m in shards if m}
         ranks, parts = max(r for r, _ in have), max(int(m[4]) for m in shards if m)
-        # a rank that had nothing for a part wrote no file for it, but no rank wrote nothing at all
+        # a rank writes no file for a part of which it has nothing, but every rank writes at least
+        # one file
         gone = sorted({*range(1, ranks + 1)} - {rank for rank, _ in have})
         lost = sorted({*range(1, parts + 1)} - {part for _, part in have})
         if gone or lost:
@@ -137,7 +138,7 @@ def _check_numbers(
             )
         total = kinds.pop()[1]
         have_numbers = {int(m[2]) for m in numbered if m}
-        first = min(1, *have_numbers)  # some count from 0
+        first = min(1, *have_numbers)  # some writers count from 0
         lost = [i for i in range(first, first + total) if i not in have_numbers]
         if len(files) > total:
             raise FormatError(
@@ -212,8 +213,8 @@ def _owner(file: str) -> int | str:
 
 
 def _config(storage: Storage, names: Listing) -> dict[str, Any]:
-    """Return the model's config.json; {} if there is none that can be read. It is not needed to
-    read tensors."""
+    """Return the model's config.json, or {} if there is none or it is unreadable. It is not needed
+    to read tensors."""
     if "config.json" not in names:
         return {}
     try:
@@ -233,11 +234,11 @@ _OURS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?")
 
 
 class SafetensorsWriter(HashedFilesWriter):
-    """Stores only tensors. For tied tensors, it stores one, and the names of the others in the
-    files' metadata."""
+    """Stores only tensors. Of tied tensors, it stores one, and records the names of the others in
+    the files' metadata."""
 
     def __init__(self, contents: Contents, target: Target) -> None:
-        """Raises FormatError for a dtype that safetensors does not have."""
+        """Raises FormatError for a dtype that safetensors does not support."""
         super().__init__(contents, target)
         specs = [self.stored(name).spec for name in self.names]
         for spec in specs:
@@ -250,7 +251,7 @@ class SafetensorsWriter(HashedFilesWriter):
         self.files = tuple(
             FilePlan(
                 _SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors",
-                # large elements first, so that all are aligned
+                # large elements first, so that all elements are aligned
                 tuple(FilePart(spec, Box.full(spec.shape)) for spec in sorted(group, key=lambda s: -s.itemsize)),
             )
             for number, group in enumerate(groups, 1)
@@ -270,7 +271,8 @@ class SafetensorsWriter(HashedFilesWriter):
 
     def finish(self, out: Publication) -> None:
         """Give the files their names, and publish the index last."""
-        # one file replaces one; a mix of new and old files would be taken for a complete checkpoint
+        # a single file is replaced atomically; a mix of new and old files would look like a
+        # complete checkpoint
         for name in _replaced(out.storage, out.storage.list()):
             if name not in out.done or (len(out.done) > 1 and out.done[name].name != name):
                 out.retract(name)
@@ -283,7 +285,7 @@ class SafetensorsWriter(HashedFilesWriter):
             out.publish(_INDEX_NAME, msgspec.json.format(msgspec.json.encode(index), indent=2))
 
     def occupied(self, names: Listing) -> str | None:
-        """An index or a file of tensors."""
+        """Return the name of an index or of a file with tensors, if there is one."""
         return next(iter(at_top(names, _SUFFIXES)), None)
 
     def ambiguous(self, storage: Storage, names: Listing) -> str | None:

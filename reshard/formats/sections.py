@@ -32,7 +32,7 @@ class StoredLeaf:
     is_tensor: bool
 
     def value(self) -> Any:
-        """The stored tensor, or the object."""
+        """Return the stored tensor, or the object."""
         if not self.is_tensor:
             return self.contents.objects[self.key]
         if self.key in self.contents.tensors:
@@ -108,8 +108,8 @@ class Sections:
     """The parts of a state that normalization deals with."""
 
     models: dict[str, list[tuple[str, StoredLeaf]]]
-    """Saved names with the leaf of each tensor, by model: "" for a single model, or what precedes
-    the names of each model to separate them, such as "model." and "model_1."."""
+    """By model: the saved name and leaf of each tensor. The key is "" for a single model, and
+    otherwise the prefix of the model's names, such as "model." and "model_1."."""
     optimizers: list[tuple[str, Tree]]
     """The optimizers, each with the key of its model."""
 
@@ -162,8 +162,8 @@ def _inside(section: Tree) -> Tree:
 
 
 def _only_state(tree: Tree) -> Tree:
-    """Return the only state dict inside, whatever its name, such as `net`: its keys have dots.
-    Otherwise, the tree itself."""
+    """Return the only state dict inside, under any name, such as `net`. Its keys have dots. Without
+    one, return the tree."""
     with_tensors = [v for v in tree.values() if _has_tensor(v)]
     if len(with_tensors) == 1 and isinstance(with_tensors[0], dict) and any("." in str(key) for key in with_tensors[0]):
         return with_tensors[0]
@@ -185,7 +185,7 @@ def _names(model: Tree) -> list[tuple[str, StoredLeaf]]:
 
 
 def _natural(key: Any) -> tuple[Any, ...]:
-    """A sort key by which `optimizer_10` comes after `optimizer_2`."""
+    """Return a sort key that puts `optimizer_10` after `optimizer_2`."""
     return tuple(int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", str(key)))
 
 
@@ -202,8 +202,8 @@ def _joined(parts: Tree) -> Tree:
 
 
 def _split_flat(tree: Tree) -> Tree:
-    """Make sections from keys such as `optim.state.w.exp_avg` of a flat state. Then `model.w`
-    becomes one, too."""
+    """Create sections from the keys of a flat state, such as `optim.state.w.exp_avg`. Then also
+    create one from `model.w`."""
     flat = {key: m for key in tree if isinstance(tree[key], StoredLeaf) and (m := _FLAT_OPTIMIZER.fullmatch(str(key)))}
     if not flat:
         return tree
@@ -222,14 +222,14 @@ def _split_flat(tree: Tree) -> Tree:
 
 
 def _unwrap(tree: Tree) -> Tree:
-    """Return the state inside if all of it is under one name, such as `{"app": {"model": ...,
-    "optim": ...}}`. Anything beside it has no tensors, or does not belong to a model, as in
+    """Return the inner state if everything is under one name, such as `{"app": {"model": ...,
+    "optim": ...}}`. Entries beside it must have no tensors, or not belong to a model, as in
     Composer's `{"state": {"model": ...}, "rng": ...}`."""
     while not _has_sections(tree) and not _is_bare_optimizer(tree):
         found = list(tree.values()) if len(tree) == 1 else _may_be_models(tree)
         if len(found) != 1 or not isinstance(found[0], dict) or not _has_sections(found[0]):
             break
-        # a parameter may be called like a section, too: then others of the model stand beside it
+        # a parameter can have a section's name, but then other parameters are beside it
         if len(tree) > 1 and len(_may_be_models(found[0])) > 1 and not _has_optimizer(found[0]):
             break
         tree = found[0]
@@ -262,8 +262,7 @@ def is_beside(key: str) -> bool:
 
 
 def _is_other(key: Any, value: Any) -> bool:
-    # a parameter of the model may be called like this, too: then it is no section but a
-    # tensor at the top
+    # a parameter can have this name, too: it is then a tensor at the top, not a section
     if isinstance(value, StoredLeaf):
         return not value.is_tensor
     return is_beside(str(key))
@@ -290,7 +289,7 @@ def with_empty(contents: Contents) -> Contents:
 
 
 def _is_bare_optimizer(tree: Tree) -> bool:
-    """Return True if the state is an optimizer's and nothing else."""
+    """Return True if the state is only an optimizer's."""
     if isinstance(tree.get("state"), dict) and "param_groups" in tree:
         return True
     alone = [str(k).isdigit() and isinstance(v, dict) and "exp_avg" in v for k, v in tree.items()]  # states, by ids

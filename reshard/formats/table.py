@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class FormatRow(NamedTuple):
-    """What must be known about a format before its module is imported."""
+    """What is known about a format before its module is imported."""
 
     name: str
     module: str
@@ -28,8 +28,8 @@ class FormatRow(NamedTuple):
     writer: str = ""
     """Module with its `WRITING`, if it can be written."""
     normalizer: str = ""
-    """Module with the function `normalize`, which gives its parts canonical names. Formats whose
-    parts are named tensors need none: one function handles all of these."""
+    """Module with the function `normalize`, which returns its parts under canonical names. Formats
+    whose parts are named tensors need none: they share one function."""
     held_as: str = "FORMAT"
     """Its name in the module."""
 
@@ -91,14 +91,14 @@ def _held(module: str, name: str) -> Any:
 
 
 def find_format(name: str) -> Format | None:
-    """Return the format with this name. None for contents without a format, such as a checkpoint
+    """Return the format with this name, or None for contents without a format, such as a checkpoint
     under canonical names."""
     row = _ROWS.get(name)
     return None if row is None else _held(row.module, row.held_as)
 
 
 def find_normalizer(name: str) -> Normalizer | None:
-    """Return the function that gives a format's parts canonical names. None if the general one is used."""
+    """Return the function that normalizes a format, or None if it is the generic one."""
     row = _ROWS.get(name)
     return _held(row.normalizer, "normalize") if row is not None and row.normalizer else None
 

@@ -6,16 +6,16 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# Names that Hugging Face files leave out, because the model ties them to tensors that are stored:
+# Names that Hugging Face files omit, because the model ties them to stored tensors:
 #
 # - `lm_head.weight` of decoders: the embedding, unless the config says that it is not tied
 # - `cls.predictions.decoder.weight` and `.bias` of BERT and its kin: the embedding of words, and `cls.predictions.bias`
 # - `lm_head.decoder.weight` and `.bias` of RoBERTa and its kin: the same, and `lm_head.bias`
 # - `encoder.embed_tokens.weight` and `decoder. ...` of T5, BART, and their kin: `shared.weight`
 #
-# Files of transformers say nothing of this: it follows from the names that are there, and from
-# config.json where there is one. Ours, and those of `safetensors.torch.save_model`, have each name
-# in their metadata, with the one that is stored.
+# Files of transformers do not record this: it follows from the names in the files, and from
+# config.json if there is one. Files of reshard and of `safetensors.torch.save_model` record, in
+# their metadata, each omitted name and the stored name.
 
 
 _INPUTS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "backbone.embeddings.weight")
@@ -45,7 +45,7 @@ _WORDS = ("embeddings.word_embeddings.weight",)
 
 
 def tied_names(names: Iterable[str], config: Mapping[str, Any], metadata: Mapping[str, str]) -> dict[str, str]:
-    """The names that are omitted, each with the stored tensor that it is tied to."""
+    """Return the omitted names, each with the stored tensor that it is tied to."""
     known = set(names)
     told = {a: b for a, b in metadata.items() if a != "format" and a not in known and b in known}
     return {**_inferred({*known, *told}, config), **told}

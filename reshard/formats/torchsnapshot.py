@@ -144,7 +144,7 @@ def _key_path(logical: str, by_path: Mapping[str, Mapping[int, _Entry]]) -> KeyP
     for at, part in enumerate(parts):
         above = by_path.get("/".join(parts[:at])) or {}
         container = next((entry for entry in above.values() if entry["type"] in _CONTAINERS), None)
-        if container is None:  # the name of what was saved, in which nothing is quoted
+        if container is None:  # the outermost name, in which nothing is quoted
             path.append(part)
         elif container["type"] == "list":
             path.append(int(part))
@@ -174,7 +174,7 @@ class _Snapshot:
         rank = min(entries)
         first = entries[rank]
         if kinds <= _CONTAINERS:
-            # what is below implies the others
+            # non-empty containers follow from their contents
             if not first.get("keys"):
                 self.out.containers[path] = "list" if first["type"] == "list" else "dict"
             return

@@ -184,8 +184,12 @@ def lacks_memory(local: torch.Tensor) -> bool:
     its elements may end the process."""
     if type(local) not in PLAIN:
         return type(local).__name__ == "FakeTensor"
-    is_dense = local.layout is torch.strided and not local.is_meta
-    return is_dense and local.numel() > 0 and not local.untyped_storage().nbytes()
+    if local.layout is not torch.strided or local.is_meta or not local.numel():
+        return False
+    try:  # a part of freed memory still has an address, and a functional tensor has a size but no address
+        return not (local.untyped_storage().nbytes() and local.data_ptr())
+    except NotImplementedError:  # within torch.func.vmap and the like
+        return True
 
 
 def is_resolved(tensor: torch.Tensor) -> bool:

@@ -1,7 +1,8 @@
-"""What is known of each architecture: one line for each says how its decoder differs from Llama's.
+"""What is known about each architecture: one line each, which says how its decoder differs from
+Llama's.
 
-All ready mappings are built from this table and the model's config. *Plain* names are those that
-Llama, Qwen3-MoE, and DeepSeek have on disk: a matrix each for gate, up, queries, keys, values, and
+All ready mappings are built from this table and the model's config. *Plain* names are those of
+Llama's, Qwen3-MoE's, and DeepSeek's files: one matrix each for gate, up, queries, keys, values, and
 every expert.
 """
 
@@ -18,42 +19,43 @@ from planners.units import format_some
 from reshard.errors import CheckpointNotFoundError, NormalizationError, did_you_mean, option_error
 
 ENGINES = {"vllm": "fused_qkv_a_proj", "sglang": "fused_qkv_a_proj_with_mqa"}
-"""The name that each inference engine gives to the fused first projections of latent attention."""
+"""By inference engine: its name for the fused first projections of latent attention."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """How a family's decoder differs from Llama's. Names are those within a layer."""
+    """How a family's decoder differs from Llama's. Names are relative to a layer."""
 
     namings: tuple[str, ...] = ()
-    """Naming schemes that it has besides those of Hugging Face."""
+    """Supported naming schemes besides those of Hugging Face."""
     names: Dict[str, str] = field(default_factory=dict)
-    """Names on disk, and the plain names that stand for them, where they differ."""
+    """Names on disk that differ from the plain ones, with the plain names."""
     fused: tuple[str, ...] = ()
-    """Fused projections on disk: "qkv" or "gate_up"."""
+    """Projections that are fused on disk: "qkv", "gate_up"."""
     norms: tuple[str, str, str, str] = ("input_layernorm", "", "post_attention_layernorm", "")
-    """Plain names of the norms before and after attention, and before and after feed-forward. "" if it has none."""
+    """Plain names of the norms before and after attention, and before and after feed-forward. "" if
+    there is none."""
     experts: str = ""
-    """How experts are on disk: "apart", "packed" (as in memory), "stacked" (gate and up as one,
-    named as Granite's), or "transposed" stacks."""
+    """How experts are stored on disk: "apart", "packed" (as in memory), "stacked" (gate and up
+    fused, with Granite's names), or "transposed" (stacks of transposed matrices)."""
     shared: str = "shared_experts"
-    """The plain name of the experts that every token goes to."""
+    """Plain name of the shared experts, which process every token."""
     memory: Dict[str, str] = field(default_factory=dict)
-    """Names in memory that differ from those on disk or, for experts "apart", from the plain ones."""
+    """Names in memory that differ from those on disk (for experts "apart": from the plain ones)."""
     latent: bool = False
-    """Multi-head latent attention."""
+    """Has multi-head latent attention."""
     gated: bool = True
     """Feed-forward layers have a gate."""
     output_gates: bool = False
-    """True if each head's queries are followed by the gate of its output, in the same projection."""
+    """In the query projection, the queries of each head are followed by the gate of the head's output."""
     zero_centered: bool = False
     """Norm weights are stored as differences from 1."""
     joined: tuple[str, ...] = ()
-    """Modules that have one convolution or one `gate_up_proj` in memory, of several on disk."""
+    """Modules with one convolution or one `gate_up_proj` in memory, and several tensors on disk."""
     outer: Dict[str, str] = field(default_factory=dict)
-    """Full names on disk, and those that stand for them before `names` are looked up, where layers are elsewhere."""
+    """Full names on disk that are replaced before `names` applies, if layers have another prefix."""
     pairs: bool = False
-    """torchtitan and llama.cpp rotate adjacent pairs, and not halves of a head as on disk."""
+    """torchtitan and llama.cpp rotate adjacent pairs; on disk, the halves of a head are rotated."""
 
 
 _MEGATRON = ("megatron",)
@@ -151,7 +153,7 @@ _HUNYUAN_MOE = {
     **_HUNYUAN,
 }
 _AROUND = Architecture()
-"""Models around a decoder of another family, which `text_config` names."""
+"""Models with a decoder of another family, which `text_config` names."""
 _FORGET = {
     "self_attn.dt_bias": "self_attn.forget_gate.dt_bias",
     "self_attn.A_log": "self_attn.forget_gate.A_log",
@@ -189,7 +191,7 @@ _AXK2 = {
 
 
 def undone(names: Dict[str, str]) -> dict[str, str]:
-    """Plain names, and those on disk, of all but the experts: in memory these keep the names on disk."""
+    """Return plain name -> name on disk for everything but experts, whose names in memory are those on disk."""
     return {plain: disk for disk, plain in names.items() if "{e}" not in disk}
 
 
@@ -308,7 +310,7 @@ class Decoder:
     """The architecture of a decoder-only transformer."""
 
     family: str
-    """The `model_type`, such as "llama"."""
+    """The decoder's `model_type`, such as "llama"."""
     heads: int
     kv_heads: int
     head_size: int
@@ -316,38 +318,37 @@ class Decoder:
     layers: int = 0
     """Number of layers, without multi-token prediction layers. 0 if unknown."""
     next_layers: int = 0
-    """Number of multi-token prediction layers, which come after the others."""
+    """Number of multi-token prediction layers, which follow the others."""
     dense_layers: tuple[int, ...] = ()
-    """Numbers of the layers of a mixture-of-experts model that have no experts."""
+    """Numbers of the layers without experts, in a mixture-of-experts model."""
     expert_size: int = 0
-    """Number of rows of an expert's gate."""
+    """Rows of an expert's gate."""
     latent_rows: tuple[int, int] = (0, 0)
-    """Rows of the first projections of latent attention: those for queries (0 if there are none),
-    and those for keys and values."""
+    """Rows of the first projections of latent attention: for queries (0 if there is none), and for
+    keys and values."""
     vision_heads: int = 0
-    """Attention heads of the vision tower, in vision-language models."""
+    """Attention heads of the vision tower of a vision-language model."""
     linear_layers: tuple[int, ...] = ()
     """Numbers of the layers with linear attention."""
     linear_heads: tuple[int, int] = (1, 1)
-    """Key heads and value heads of linear attention."""
+    """Number of key heads and of value heads of linear attention."""
     linear_sizes: tuple[int, int] = (1, 1)
     """Rows of one key head and of one value head of linear attention."""
     text: str = ""
     """The `model_type` of the decoder within a vision-language model."""
     vision_size: int = 0
-    """Elements of a vector in the vision tower, in vision-language models."""
+    """Hidden size of the vision tower of a vision-language model."""
     missing: tuple[str, ...] = ()
-    """Entries that the config of a decoder within a vision-language model omits because they have
-    their default values."""
+    """Entries that the config of a vision-language model's decoder omits because they have default values."""
 
     def __post_init__(self) -> None:
-        """Raises NormalizationError for impossible numbers."""
+        """Raise NormalizationError for impossible numbers."""
         if min(self.heads, self.kv_heads, self.head_size, self.vocab_size) < 1 or self.heads % self.kv_heads:
             raise NormalizationError(f"{self.kv_heads} key/value heads do not divide {self.heads} query heads: {self}")
 
     @property
     def architecture(self) -> Architecture:
-        """The facts about the family. For an unknown one, raises OptionError, which names the closest."""
+        """The facts about the family. Raises OptionError for an unknown family, and names the closest one."""
         found, inner, name = ARCHITECTURES.get(self.family), ARCHITECTURES.get(self.text), self.family
         if self.text and (found is _AROUND or (found and inner and inner.experts and not found.experts)):
             name = f"{self.family} around {self.text}"
@@ -363,16 +364,16 @@ class Decoder:
 
     @property
     def linear_rows(self) -> tuple[int, int, int]:
-        """Rows of all queries, keys, and values of linear attention."""
+        """Rows of all queries, all keys, and all values of linear attention."""
         keys = self.linear_heads[0] * self.linear_sizes[0]
         return keys, keys, self.linear_heads[1] * self.linear_sizes[1]
 
     @classmethod
     def of(cls, config: Decoder | Dict[str, Any] | str | os.PathLike[str]) -> Decoder:
-        """Read a `config.json`: its path, its folder, or its content.
+        """Read a `config.json`, given as its path, its folder, or its content.
 
-        Raises CheckpointNotFoundError if there is no such file, NormalizationError if an entry is
-        missing.
+        Raises CheckpointNotFoundError if there is no such file, and NormalizationError if an entry
+        is missing.
         """
         if isinstance(config, Decoder):
             return config
@@ -404,13 +405,13 @@ class Decoder:
     def _of_settings(cls, config: Dict[str, Any]) -> Decoder:
         inner, seen = config.get("text_config") or {}, config.get("vision_config") or {}
         text = str(inner.get("model_type", ""))
-        # models that also see keep the decoder's settings apart, but names are those of the full model
+        # vision-language models nest the decoder's config, but names are those of the full model
         config = {**config, **inner, "model_type": config.get("model_type")}
         needed = ("num_attention_heads", "vocab_size", *(_WITHIN if inner else ()))
         missing = tuple(key for key in ("model_type", *needed) if config.get(key) is None)
         if missing and ("model_type" in missing or not inner):
             if "model_type" not in missing:
-                _ = cls(config["model_type"], 1, 1, 1, 1).architecture  # one that is not known is named first
+                _ = cls(config["model_type"], 1, 1, 1, 1).architecture  # reports an unknown family first
             raise NormalizationError(f"the model's config lacks {', '.join(missing)}")
         heads, vocab = (int(1 if key in missing else config[key]) for key in needed[:2])
         size = config.get("head_dim") or max(int(config.get("hidden_size", heads)) // heads, 1)
@@ -426,7 +427,7 @@ class Decoder:
             layers,
             _number(config, "num_nextn_predict_layers"),
             tuple(layer for layer in range(layers) if not _has_experts(config, layer)),
-            rows if isinstance(rows, int) else 0,  # of Gemma 3n those of each layer
+            rows if isinstance(rows, int) else 0,  # Gemma 3n has one value per layer
             (
                 _number(config, "q_lora_rank"),
                 _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim"),
@@ -442,7 +443,7 @@ class Decoder:
 
 
 _WITHIN = ("num_key_value_heads", "num_hidden_layers")
-"""Entries with defaults of the family, which nested configs on the Hub omit."""
+"""Entries that nested configs on the Hub omit because they have the family's default."""
 
 
 def _number(config: Dict[str, Any], key: str, otherwise: int = 0) -> int:
@@ -457,7 +458,7 @@ def _has_experts(config: Dict[str, Any], layer: int) -> bool:
         return bool(config["moe_layer_freq"][layer])
     if config.get("mlp_layer_types") is not None:
         return bool(config["mlp_layer_types"][layer] == "sparse")
-    if config.get("moe_layer_start_index") is not None:  # of Ernie
+    if config.get("moe_layer_start_index") is not None:  # Ernie
         first, last = int(config["moe_layer_start_index"]), int(config.get("moe_layer_end_index") or -1)
         is_within = first <= layer and (last < 0 or layer <= last)
         return is_within and (layer + 1) % _number(config, "moe_layer_interval", 1) == 0
@@ -469,7 +470,8 @@ def _has_experts(config: Dict[str, Any], layer: int) -> bool:
 
 
 def _is_linear(config: Dict[str, Any], layer: int) -> bool:
-    """Return True if a layer has linear attention, by its type or, in older configs of Qwen3-Next, by an interval."""
+    """Return True if a layer has linear attention: by its type or, in older configs of Qwen3-Next,
+    by the interval."""
     if config.get("linear_num_value_heads") is None:
         return False
     if config.get("layer_types") is not None:

@@ -1,4 +1,4 @@
-"""Dequantized weights, computed while they are read: of scales for blocks, and of MXFP4."""
+"""Weights that are dequantized while they are read: block-scaled ones and MXFP4."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from reshard.stored.tensor import LazyTensor, StoredTensor
 
 
 def dequantized(weight: StoredTensor, scale: StoredTensor, fqn: str, *, block: Shape, dtype: str) -> StoredTensor:
-    """`weight * scale`, each number of `scale` being that of a block of `block` elements; computed
-    in float32.
+    """Return `weight * scale`, with one scale for each block of shape `block`, computed in float32
+    and cast to `dtype`.
 
-    Raises NormalizationError if the scales are not one for each block.
+    Raises NormalizationError unless there is one scale per block.
     """
     shape = weight.spec.shape
     wanted = tuple(-(-n // b) for n, b in zip(shape, block))
@@ -45,15 +45,16 @@ def dequantized(weight: StoredTensor, scale: StoredTensor, fqn: str, *, block: S
 _FP4 = torch.tensor(
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], device="cpu"
 )
-"""What four bits stand for: a sign, two bits of exponent, one of mantissa."""
+"""The values of the 4-bit codes: a sign, two exponent bits, one mantissa bit."""
 
 
 def mxfp4(blocks: StoredTensor, scales: StoredTensor, fqn: str, *, dtype: str) -> StoredTensor:
-    """Numbers of four bits, two in a byte, the lower half first, times a power of two for each block.
+    """Return dequantized MXFP4: 4-bit floats, two per byte with the lower half first, times a power
+    of two per block.
 
         blocks uint8 [..., rows, groups, bytes], scales uint8 [..., rows, groups]  ->  [..., groups * bytes * 2, rows]
 
-    Raises NormalizationError for other dtypes, or scales that are not one for each block.
+    Raises NormalizationError for other dtypes, or unless there is one scale per block.
     """
     shape = blocks.spec.shape
     is_right = (blocks.spec.dtype, scales.spec.dtype) == ("uint8", "uint8") and len(shape) >= 3

@@ -38,7 +38,7 @@ from reshard.mapping.rules import (
 __all__ = ["FAMILIES", "NAMINGS", "Decoder", "in_memory_to_disk", "ready"]
 
 
-# Attention and feed-forward layers that Llama, Mistral, Qwen2, Qwen3 and their kin have in common.
+# Attention and feed-forward layers of Llama, Mistral, Qwen2, Qwen3, and similar models.
 
 
 HF = "model.layers.{i}."
@@ -48,7 +48,7 @@ _KINDS = ("weight", "bias")
 
 
 def outer_to_titan(generation: str) -> Rules:
-    """Map everything outside the layers. `lm_head` was called `output` up to torchtitan 0.2."""
+    """Map everything outside attention and feed-forward. In torchtitan 0.2, `lm_head` was called `output`."""
     names = {
         "model.embed_tokens.weight": "tok_embeddings.weight",
         "model.norm.weight": "norm.weight",
@@ -60,8 +60,8 @@ def outer_to_titan(generation: str) -> Rules:
 
 
 def rotary(model: Decoder, source: str, target: str) -> Rule:
-    """Map queries or keys. Their rows are reordered where the target rotates adjacent pairs, as
-    torchtitan's Llama does, and not halves of a head."""
+    """Map queries or keys. Reorder their rows if the target rotates adjacent pairs instead of
+    halves of a head, as torchtitan's Llama does."""
     return Rope(source, target, model.head_size, "pairs") if model.architecture.pairs else Rename(source, target)
 
 
@@ -88,11 +88,11 @@ def feed_forward_to_titan(source: str, target: str) -> Rules:
 
 
 def outer_to_megatron(model: Decoder, *, transformer_engine: bool, padded_vocab: int | None) -> Rules:
-    """Map everything outside attention and feed-forward. `padded_vocab`: rows of the vocabulary
-    with padding.
+    """Map everything outside attention and feed-forward. `padded_vocab`: rows of the padded
+    vocabulary.
 
-    TransformerEngine keeps a norm inside the projection that follows it, unless that is a router
-    or latent attention.
+    TransformerEngine keeps a norm in the projection that follows it, except before a router or
+    latent attention.
     """
     names = {"model.embed_tokens.weight": "embedding.word_embeddings.weight", "lm_head.weight": "output_layer.weight"}
     vocab: Rules = [
@@ -102,7 +102,7 @@ def outer_to_megatron(model: Decoder, *, transformer_engine: bool, padded_vocab:
 
 
 def norms_to_megatron(model: Decoder, *, transformer_engine: bool) -> Rules:
-    """Map all norms, with biases if they have some, but for those of queries and keys."""
+    """Map all norms except those of queries and keys, with their biases if there are any."""
     known = model.architecture
     before, after, between, last = known.norms
     first = "self_attention.linear_qkv.layer_norm_{kind}"
@@ -127,8 +127,8 @@ def norms_to_megatron(model: Decoder, *, transformer_engine: bool) -> Rules:
 
 
 def attention_to_megatron(model: Decoder) -> Rules:
-    """Fuse queries, keys, and values by query group, with the gates of the output if there are
-    some, and feed-forward layers."""
+    """Fuse queries, keys, and values by query group, with output gates if there are any. Fuse
+    feed-forward layers."""
     each = model.heads // model.kv_heads
     parts = {"q_proj": each, "k_proj": 1, "v_proj": 1}
     if model.architecture.output_gates:
@@ -158,12 +158,12 @@ def feed_forward_to_megatron(source: str, target: str, *, gated: bool = True) ->
     ]
 
 
-# Qwen3-Next and Qwen3.5: layers with linear attention, and gates of the output in those with
-# full attention.
+# Qwen3-Next and Qwen3.5: layers with linear attention, and output gates in those with full
+# attention.
 #
-# Qwen3-Next     in_proj_qkvz, by key head: its query, its key, its values, their gates; in_proj_ba likewise
-# Qwen3.5        in_proj_qkv: all queries, all keys, all values; in_proj_z, in_proj_b, in_proj_a
-# Megatron       in_proj and conv1d are one parameter each, of which checkpoints have the parts: in_proj.weight.query
+#     Qwen3-Next    in_proj_qkvz, by key head: query, key, values, and their gates; in_proj_ba likewise
+#     Qwen3.5       in_proj_qkv: all queries, all keys, all values; in_proj_z, in_proj_b, in_proj_a
+#     Megatron      in_proj and conv1d are one parameter each, saved in parts: in_proj.weight.query, ...
 
 
 _OUTPUT_GATE = "q_gate_proj"
@@ -171,13 +171,13 @@ _LINEAR = f"{HF}linear_attn."
 
 
 def gates_apart(model: Decoder) -> Mapping:
-    """Split queries from the gates of the output."""
+    """Split queries from output gates."""
     names = [f"{HF}self_attn.{x}.{{kind}}" for x in ("q_proj", _OUTPUT_GATE)]
     return Mapping([Split(names[0], names, (1, 1), model.heads)] if model.architecture.output_gates else [])
 
 
 def linear_to_megatron(model: Decoder, zero_centered: bool, exact: bool) -> Rules:
-    """Map linear attention. On disk its norm is not zero-centered; in Megatron it is, if all others are."""
+    """Map linear attention. On disk, its norm is not zero-centered. In Megatron, it is if all others are."""
     (keys, values), (key_size, value_size) = model.linear_heads, model.linear_sizes
     each, attention = values // keys, f"{MEGATRON}self_attention."
     qkv = ("query", "key", "value")
@@ -207,7 +207,7 @@ def linear_to_megatron(model: Decoder, zero_centered: bool, exact: bool) -> Rule
 
 
 def centred_otherwise(rules: Iterable[Rule], by: float, exact: bool) -> Rules:
-    """Return the same rules, with `by` added to the weight of every norm."""
+    """Return the same rules, but add `by` to the weight of every norm."""
     return [
         Offset(rule.sources[0].text, rule.targets[0].text, by, exact)
         if isinstance(rule, Rename) and rule.sources[0].text.endswith("norm.weight")
@@ -216,8 +216,8 @@ def centred_otherwise(rules: Iterable[Rule], by: float, exact: bool) -> Rules:
     ]
 
 
-# Mixtures of experts: one matrix an expert on Hugging Face's disks, stacks in torchtitan, pairs in
-# Megatron.
+# Mixture-of-experts models: one matrix per expert in Hugging Face files, stacks in torchtitan, and
+# fused gate and up in Megatron.
 
 
 _PARTS = {"gate_proj": "w1_EFD", "down_proj": "w2_EDF", "up_proj": "w3_EFD"}
@@ -240,17 +240,18 @@ def experts_to_titan(generation: str, fill: float | None) -> Rules:
 
 
 def titan_block(generation: str) -> str:
-    """Return the name of the block in which torchtitan keeps its experts."""
+    """Return the prefix of torchtitan's expert tensors."""
     return f"{TITAN}moe.routed_experts.inner_experts." if generation == "0.3" else f"{TITAN}moe.experts."
 
 
 def titan_name(name: str, generation: str) -> str:
-    """Return a torchtitan name. torchtitan 0.3 appends letters for the dims."""
+    """Return the torchtitan name of a tensor. torchtitan 0.3 appends letters for its dims."""
     return name if generation == "0.3" else name.rpartition("_")[0]
 
 
 def experts_to_megatron(model: Decoder, *, transformer_engine: bool) -> Rules:
-    """Fuse gate and up of each expert. In TransformerEngine's grouped experts, the expert number ends the name."""
+    """Fuse gate and up of each expert. With TransformerEngine's grouped experts, names end with the
+    expert's number."""
     rules: Rules = []
     for kind in ("weight", "bias") if model.family == "gpt_oss" else ("weight",):
         block, own = f"{MEGATRON}mlp.experts.", f"{HF}mlp.experts.{{e}}."
@@ -270,7 +271,7 @@ def experts_to_megatron(model: Decoder, *, transformer_engine: bool) -> Rules:
 
 
 def in_memory_to_disk(fill: float | None = None, gated: bool = True) -> Mapping:
-    """Map the stacked experts that transformers 5 has in memory to the names in its files."""
+    """Map the stacked experts of transformers 5 in memory to the names in its files."""
     block = f"{HF}mlp.experts."
     names = ("gate_up_proj" if gated else "up_proj", "down_proj")
     stacks = Mapping([Unstack(f"{block}{x}", f"{block}{{e}}.{x}.weight", over="e", fill=fill) for x in names])
@@ -282,7 +283,7 @@ def to_plain(model: Decoder, fill: float | None) -> Mapping:
     """Map names on disk that differ from the plain ones, split fused projections, and unstack experts."""
     known = model.architecture
     outer, rules = Mapping(renames(known.outer)), renames(known.names, HF, HF)
-    # fusing as inference engines do, undone
+    # the inverse of the fusing for inference engines
     fused = {"qkv": _attention(model), "gate_up": _gate_up("mlp")}
     apart = Mapping(rule.inverse() for name in known.fused for rule in fused[name])
     if known.experts != "stacked":
@@ -298,8 +299,8 @@ def to_plain(model: Decoder, fill: float | None) -> Mapping:
     return Mapping(rules) | in_memory_to_disk(fill)
 
 
-# DeepSeek-V2 and V3: multi-head latent attention, names only; and the layers that predict further
-# tokens.
+# DeepSeek-V2 and V3: multi-head latent attention (only names change), and multi-token prediction
+# layers.
 
 
 _TITAN = {
@@ -323,8 +324,7 @@ _MEGATRON = {
 
 
 def latent_to_megatron(*, transformer_engine: bool) -> Rules:
-    """Map DeepSeek's attention to Megatron. TransformerEngine keeps norms inside the projections
-    after them."""
+    """Map DeepSeek's attention to Megatron. TransformerEngine keeps each norm in the projection after it."""
     norms = {"kv_a_layernorm.weight": "kv_layernorm.weight", "q_a_layernorm.weight": "q_layernorm.weight"}
     if transformer_engine:
         norms = {
@@ -333,17 +333,18 @@ def latent_to_megatron(*, transformer_engine: bool) -> Rules:
         }
     names = {**norms, **_MEGATRON}
     indexer = {"wq_b": "linear_wq_b", "wk": "linear_wk", "k_norm": "k_norm", "weights_proj": "linear_weights_proj"}
-    for old, new in indexer.items():  # of sparse attention
+    for old, new in indexer.items():  # the indexer of sparse attention
         names[f"indexer.{old}.{{kind}}"] = f"core_attention.indexer.{new}.{{kind}}"
     return renames(names, f"{HF}self_attn.", f"{MEGATRON}self_attention.")
 
 
 def next_layers_to_megatron(model: Decoder, rules: Sequence[Rule], inner: str) -> Rules:
-    """Map multi-token prediction layers. On disk, their numbers continue; Megatron keeps them apart.
+    """Map multi-token prediction layers. On disk, layer numbers continue from the other layers.
+    Megatron numbers them separately.
 
-    `rules` are those of the other layers, and `inner` is Megatron's name for the transformer
-    layer inside. The copies of the embedding and the output layer on disk keep their names,
-    because Megatron has none for them.
+    `rules` map the other layers. `inner` is Megatron's name for the transformer layer inside. The
+    copies of the embedding and the output layer on disk keep their names, because Megatron has none
+    for them.
     """
     out: Rules = []
     for number in range(model.next_layers):
@@ -359,19 +360,19 @@ def next_layers_to_megatron(model: Decoder, rules: Sequence[Rule], inner: str) -
     return out
 
 
-# gpt-oss: experts stacked on disk, with biases; gate and up alternate, and matrices stand the other
-# way round.
+# gpt-oss: experts are stacked on disk, with biases. Gate and up alternate, and matrices are
+# transposed.
 #
-# Hugging Face    gate_up_proj [E, hidden, 2 * size]: columns gate, up, gate, up ... torchtitan
-# mlp1_weight [E, 2 * size, hidden]: the same, transposed Megatron        linear_fc1 of each expert
-# [2 * size, hidden]: all of the gate, then all of the up half
+#     Hugging Face    gate_up_proj [E, hidden, 2 * size]: columns gate, up, gate, up ...
+#     torchtitan      mlp1_weight [E, 2 * size, hidden]: the same, transposed
+#     Megatron        linear_fc1 of each expert [2 * size, hidden]: all of the gate, then all of up
 
 
 _BLOCK = f"{HF}mlp.experts."
 
 
 def gpt_oss_to_plain(model: Decoder, fill: float | None) -> Mapping:
-    """Map gpt-oss's own names to those of other mixture-of-experts models: one matrix per expert.
+    """Map gpt-oss's names to the plain ones: one matrix per expert.
 
     Raises NormalizationError if the number of rows of an expert is unknown.
     """
@@ -384,9 +385,11 @@ def gpt_oss_to_plain(model: Decoder, fill: float | None) -> Mapping:
 def turned_to_plain(
     block: str, beside: Sequence[Rule], fill: float | None, kinds: Dict[str, str] = {"weight": ""}, groups: int = 1
 ) -> Mapping:
-    """Map stacks of transposed expert matrices to the plain names. `beside` are rules for other
-    tensors, and `kinds` are the endings of names. Gate and up are interleaved in this number of
-    `groups`."""
+    """Map stacks of transposed expert matrices to the plain names.
+
+    `beside` are rules for other tensors, `kinds` the endings of names, and `groups` the number of
+    groups in which gate and up are interleaved.
+    """
     names = ("gate_up_proj", "down_proj")
     stacks = [
         Unstack(f"{block}{name}{end}", f"{_BLOCK}{{e}}.{name}.{kind}", over="e", fill=fill)
@@ -418,31 +421,30 @@ def gpt_oss_to_titan(generation: str) -> Rules:
     return rules
 
 
-# Llama 4: experts stacked on disk, as those of gpt-oss, but all of the gate comes before all of
-# the up half.
+# Llama 4: experts are stacked on disk as in gpt-oss, but all of the gate comes before all of up.
 
 
 def llama4_to_plain(fill: float | None) -> Mapping:
-    """Map Llama 4's own names to those of other mixture-of-experts models."""
+    """Map Llama 4's names to the plain ones."""
     parts = [f"{part}_proj.weight" for part in ("gate", "up", "down")]
     names = {f"shared_expert.{part}": f"shared_experts.{part}" for part in parts} | {part: part for part in parts}
     names["router.weight"] = "gate.weight"
     return turned_to_plain(f"{HF}feed_forward.experts.", renames(names, f"{HF}feed_forward.", f"{HF}mlp."), fill)
 
 
-# vLLM and SGLang: queries, keys and values as one, gate and up as one, experts side by side.
+# vLLM and SGLang: fused queries, keys, and values, fused gate and up, and stacked experts.
 #
-# vLLM        self_attn.qkv_proj, mlp.gate_up_proj, mlp.experts.routed_experts.w13_weight [E, 2 *
-# size, hidden], w2_weight SGLang      the same, but mlp.experts.w13_weight, as in vLLM up to the
-# middle of 2026
+#     vLLM      self_attn.qkv_proj, mlp.gate_up_proj,
+#               mlp.experts.routed_experts.w13_weight [E, 2 * size, hidden], w2_weight
+#     SGLang    the same, but mlp.experts.w13_weight, as in vLLM up to the middle of 2026
 #
-# These are the tensors that an engine has loaded into, of the whole model, before it repacks any
-# for a kernel. What an engine is given to load has Hugging Face's names.
+# These are the unsharded tensors into which an engine loads, before it repacks any for a kernel.
+# The input of its loader has Hugging Face's names.
 
 
 def to_engine(model: Decoder, engine: str, *, routed_experts: bool, fill: float | None) -> Mapping:
-    """Map the plain names to an engine, which keeps other names as they are on disk.
-    `routed_experts`: vLLM keeps its experts in a module of that name."""
+    """Map the plain names to an engine's. Other names stay as they are on disk. `routed_experts`:
+    vLLM's experts are in a module of that name."""
     known = model.architecture
     fused = _latent(model, engine) if known.latent else _attention(model)
     feed_forward = [*_gate_up("mlp"), *_gate_up(f"mlp.{known.shared}")] if known.gated else []
@@ -457,13 +459,13 @@ def to_engine(model: Decoder, engine: str, *, routed_experts: bool, fill: float 
 
 
 def _attention(model: Decoder) -> Rules:
-    """Fuse attention: all queries, then all keys, then all values, head by head."""
+    """Fuse queries, keys, and values: all queries, then all keys, then all values."""
     qkv = [f"{HF}self_attn.{x}_proj.{{kind}}" for x in "qkv"]
     return [Concat(qkv, f"{HF}self_attn.qkv_proj.{{kind}}", (model.heads, model.kv_heads, model.kv_heads))]
 
 
 def _latent(model: Decoder, engine: str) -> Rules:
-    """Fuse the first two projections, unless queries have no latent vector."""
+    """Fuse the first two projections of latent attention, unless queries have no latent vector."""
     if not model.latent_rows[0]:
         return []
     first = [f"{HF}self_attn.{x}.weight" for x in ("q_a_proj", "kv_a_proj_with_mqa")]
@@ -475,15 +477,14 @@ def _gate_up(block: str) -> Rules:
     return [Concat(pair, f"{HF}{block}.gate_up_proj.{{kind}}", (1, 1))]
 
 
-# Transformer Engine's `TransformerLayer`, with norms inside the projections that follow them, in
-# place of Llama's own.
+# Transformer Engine's `TransformerLayer`, which keeps norms in the projections that follow them.
 #
 #     self_attention.layernorm_qkv.{layer_norm_weight, query_weight, key_weight, value_weight}    self_attention.proj
 #     layernorm_mlp.{layer_norm_weight, fc1_weight (gate, then up), fc2_weight}
 #
-# What is outside the layers keeps Hugging Face's names. With `fuse_qkv_params` queries, keys and
-# values are one `weight`, by query groups or one after another, as `qkv_weight_interleaved` says:
-# such a file is read, and written with three.
+# Names outside of layers are Hugging Face's. With `fuse_qkv_params`, queries, keys, and values are
+# one `weight`, interleaved by query group or concatenated: see `qkv_weight_interleaved`. Such files
+# can be read, but are written with three weights.
 
 
 _QKV = f"{HF}self_attention.layernorm_qkv."
@@ -510,9 +511,9 @@ def to_transformer_engine() -> Rules:
 
 
 def as_not_fused(model: Decoder, interleaved: bool | None) -> Mapping:
-    """Split fused projections in three, and drop the states of fp8 recipes, which are not parameters."""
+    """Split fused projections into three, and drop the states of fp8 recipes, which are not parameters."""
     if interleaved is None and model.kv_heads == 1:
-        interleaved = False  # one query group is the same in both
+        interleaved = False  # with one query group, both orders are the same
     cut = _AmbiguousSplit if interleaved is None else Split
     parts, groups = (model.heads // model.kv_heads, 1, 1), model.kv_heads if interleaved else 1
     split: Rules = [
@@ -528,7 +529,7 @@ def as_not_fused(model: Decoder, interleaved: bool | None) -> Mapping:
 
 
 class _AmbiguousSplit(Split):
-    """A fused projection with an unknown order of rows. Both orders have the same name and shape."""
+    """Splits a fused projection whose row order is unknown: both orders have the same name and shape."""
 
     def build(self, views: Sequence[View]) -> list[View]:
         raise NormalizationError(
@@ -541,9 +542,9 @@ class _AmbiguousSplit(Split):
 
 # Names of llama.cpp, as GGUF files have them, for dense models: `blk.0.attn_q.weight`.
 #
-# Llama's and Mistral's rotate neighbors there, so rows of their queries and keys change places;
-# others rotate halves of a head as Hugging Face's do. `rope_freqs.weight` is computed from the
-# settings, and no parameter of the model.
+# In llama.cpp, Llama and Mistral rotate adjacent pairs, so rows of queries and keys are permuted.
+# Other models rotate halves of a head, as in Hugging Face files. `rope_freqs.weight` is computed
+# from the config, and is not a parameter.
 
 
 _LLAMA_CPP_BLOCK = "blk.{i}."
@@ -572,8 +573,7 @@ def to_llama_cpp(model: Decoder) -> Rules:
     ]
 
 
-# Which ready mappings there are: from every naming of every family to every other, put together of
-# its parts.
+# All ready mappings: between any two naming schemes of a family, composed of the parts above.
 
 
 NAMINGS = (
@@ -581,7 +581,7 @@ NAMINGS = (
 )  # fmt: skip
 FAMILIES = tuple(ARCHITECTURES)
 _ON_HUB = ("huggingface", "hf", "transformers", "plain")
-"""Naming schemes that every family has."""
+"""Naming schemes that every family supports."""
 
 
 def ready(
@@ -647,7 +647,7 @@ def ready(
 
 
 def _checked(config: Any, source: str, target: str, titan: str) -> Decoder:
-    """The model. Raises as `ready` does."""
+    """Return the model. Raises the errors of `ready`."""
     for naming in (source, target):
         if naming not in NAMINGS:
             meant = did_you_mean(naming, NAMINGS) or "."
@@ -709,28 +709,29 @@ def _titan(model: Decoder, generation: str, plain: Mapping, fill: float | None) 
         attention += feed_forward_to_titan("mlp", "feed_forward")
     else:
         attention = attention_to_titan(model, generation)
-    if model.family == "gpt_oss":  # as it is on disk
+    if model.family == "gpt_oss":  # experts stay as on disk
         return Mapping([*outer_to_titan(generation), *attention, *gpt_oss_to_titan(generation)])
     experts = experts_to_titan(generation, fill) if model.architecture.experts else []
     return plain | Mapping([*outer_to_titan(generation), *attention, *experts])
 
 
 def _titan_as_plain(model: Decoder) -> Mapping:
-    """torchtitan splits a fused projection when it saves the model, but not when it saves the optimizer."""
+    """Split fused projections, because torchtitan does so when it saves the model, but not when it
+    saves the optimizer."""
     parts = [f"{TITAN}attention.qkv_linear.w{x}.{{kind}}" for x in "qkv"]
     fused = f"{TITAN}attention.qkv_linear.wqkv.{{kind}}"
     rules: Rules = [Split(fused, parts, (model.heads // model.kv_heads, 1, 1), groups=model.kv_heads)]
     if model.architecture.experts and not model.architecture.latent:
-        # a buffer for balancing that these families' files do not have
+        # a load-balancing buffer, which the files of these families lack
         rules += [Drop(f"{TITAN}moe.expert_bias_E"), Drop(f"{TITAN}moe.expert_bias")]
     return Mapping(rules)
 
 
 _FIRST: dict[str, Callable[[Decoder], Mapping]] = {
     "torchtitan": _titan_as_plain,
-    "gguf": lambda model: Mapping([Drop("rope_freqs.weight")]),  # computed from the settings, and no parameter
+    "gguf": lambda model: Mapping([Drop("rope_freqs.weight")]),  # computed from the config
 }
-"""Applied first to the files of a naming scheme. These rules cannot be inverted."""
+"""Rules for the files of a naming scheme that apply first. They have no inverse."""
 
 
 def _megatron(

@@ -1,4 +1,4 @@
-"""Tensors that a mapping makes: windows of the sources' own bytes, or computed while they are read."""
+"""Tensors that a mapping creates: windows of the sources' bytes, or values computed while they are read."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from reshard.live.tensors import raw_bytes
 from reshard.stored.source import BytesSource, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor, read_box
 
-# Rows that a view takes at even distances, such as those of a rotary permutation, are one chunk
-# with a longer stride:
+# Evenly spaced rows of a view, such as those of a rotary permutation, become one chunk with a
+# larger stride:
 #
 #     target rows 0 1 2 3  <-  source rows 0 2 4 6        one window, stride 2 rows
 
 
 @dataclass(frozen=True)
 class _Strip:
-    """A box of the target, and a source box that is taken with steps."""
+    """A box of the target, and evenly spaced elements of a source."""
 
     target: Box
     tensor: int
@@ -36,12 +36,12 @@ class _Strip:
     dims: Dims
 
     def ranges(self) -> Iterator[tuple[int, int, int]]:
-        """Return where each dim of the source box starts, how many indexes it takes, and with which step."""
+        """Return the start, count, and step of each dim of the source."""
         return zip(self.start, self.counts, self.steps)
 
 
 def assembled(view: View, sources: Sequence[StoredTensor], fqn: str) -> StoredTensor:
-    """The tensor that `view` makes of its sources, which are given by their number: view source "2" is `sources[2]`."""
+    """Return the tensor that `view` describes. Its source "2" is `sources[2]`."""
     given = [sources[int(spec.fqn)] for spec in view.sources]
     chunks = [chunk for strip in _strips(view.geometry) for chunk in _chunks(strip, given[strip.tensor])]
     spec = TensorSpec(fqn, view.shape, view.spec.dtype)
@@ -50,13 +50,13 @@ def assembled(view: View, sources: Sequence[StoredTensor], fqn: str) -> StoredTe
 
 
 def constant(spec: TensorSpec, value: float) -> StoredTensor:
-    """A tensor of one number."""
+    """Return a tensor whose elements all equal `value`."""
     return StoredTensor(spec, (_constant(Fill(Box.full(spec.shape), value), spec),))
 
 
 @lru_cache(maxsize=4096)
 def _strips(geometry: ViewGeometry) -> tuple[_Strip, ...]:
-    """Return the patches, of which those that continue each other at an even distance are joined."""
+    """Return the patches as strips. Patches that continue each other at an even distance are joined."""
     found = [_strip(patch) for patch in geometry.patches]
     ndim = found[0].target.ndim if found else 0
     for d in range(ndim):
@@ -78,7 +78,8 @@ def _strip(patch: Patch) -> _Strip:
 
 
 def _joined(left: _Strip, right: _Strip, d: int) -> _Strip | None:
-    """`left` with `right`, of one row along dim `d`, behind it; None if it does not continue it evenly."""
+    """Return `left` extended by `right`, which has one row along dim `d`, or None if it does not
+    continue it evenly."""
     e = left.dims[d]
     if e is None or (left.tensor, left.dims) != (right.tensor, right.dims) or right.counts[e] != 1:
         return None
@@ -105,13 +106,14 @@ def _with_item(values: Shape, at: int, value: int) -> Shape:
 
 
 def _chunks(strip: _Strip, source: StoredTensor) -> Iterator[StoredChunk]:
-    """The stored chunks of the source that have elements of the strip, cropped and placed in the target."""
+    """Yield the source's chunks that contain elements of the strip, cropped and moved to their
+    place in the target."""
     span = tuple((n - 1) * step + 1 if n else 0 for n, step in zip(strip.counts, strip.steps))
     hull = Box.of(strip.start, span)
     if hull.is_empty:
         return
     for chunk, _ in source.meeting(hull):
-        ranges = [  # of the strip's own indexes, those that the chunk has
+        ranges = [  # the strip's indices that are in the chunk
             (max(0, -(-(low - start) // step)), min(n, -(-(high - start) // step)))
             for (start, n, step), low, high in zip(strip.ranges(), chunk.box.offsets, chunk.box.stops, strict=True)
         ]
@@ -137,7 +139,7 @@ def _cut(strip: _Strip, chunk: StoredChunk, ranges: Sequence[tuple[int, int]]) -
 
 
 def _constant(fill: Fill, spec: TensorSpec) -> StoredChunk:
-    """One element in memory that every element of the box points to."""
+    """Return a chunk of one element in memory, at which every element of the box points."""
     if why := refused_cast("", spec.dtype):
         raise NormalizationError(f"{spec.fqn!r} of {spec.dtype} cannot be filled with {fill.value}: {why}")
     raw = torch.full((1,), fill.value, dtype=torch.float64, device="cpu").to(dtype_from_name(spec.dtype))
@@ -146,11 +148,11 @@ def _constant(fill: Fill, spec: TensorSpec) -> StoredChunk:
     return StoredChunk(fill.target, Extent(BytesSource(data, f"the constant {fill.value}"), window), "constant")
 
 
-# Tensors that are computed while they are read: casts, and block-quantized weights dequantized.
-# Nothing is held.
+# Tensors that are computed while they are read, such as casts and dequantized weights. They take no
+# memory.
 #
-# A computed tensor is a source whose bytes do not exist: a reader of a range of them gets the
-# elements of that range computed from what is stored, in pieces of bounded size.
+# A computed tensor is a source without stored bytes: a read of a byte range computes its elements
+# from stored ones, in pieces of bounded size.
 
 
 _PIECE_BYTES = 8 << 20
@@ -158,7 +160,7 @@ _GAP_BYTES = 64 << 10
 
 
 class _Computed(Source):
-    """The row-major bytes of a tensor that `compute` gives box by box."""
+    """The row-major bytes of a tensor, of which `compute` returns any box."""
 
     max_gap_bytes = _GAP_BYTES
 
@@ -199,7 +201,7 @@ class _Computed(Source):
 
 
 def _pieces(spec: TensorSpec, first: int, last: int) -> Iterator[Box]:
-    """The row-major elements [first, last) in boxes of a limited size."""
+    """Yield the row-major elements [first, last) as boxes of limited size."""
     step = max(1, _PIECE_BYTES // spec.itemsize)
     for begin in range(first, last, step):
         yield from flat_boxes(spec.shape, begin, min(begin + step, last))
@@ -208,14 +210,14 @@ def _pieces(spec: TensorSpec, first: int, last: int) -> Iterator[Box]:
 def computed(
     spec: TensorSpec, compute: Callable[[Box], torch.Tensor], label: str, *inputs: StoredTensor
 ) -> StoredTensor:
-    """Return a tensor of which `compute` makes any box from `inputs`, in the box's sizes. The
-    result is cast to the spec's dtype."""
+    """Return a tensor whose boxes `compute` computes from `inputs`. The results are cast to the
+    spec's dtype."""
     place = Extent(_Computed(spec, compute, label, inputs), Window.row_major(0, spec.shape, spec.itemsize))
     return StoredTensor(spec, (StoredChunk(Box.full(spec.shape), place),))
 
 
 def is_floating(dtype: str) -> bool:
-    """Return True if elements are floating-point numbers."""
+    """Return True for a floating-point dtype."""
     return dtype_from_name(dtype).is_floating_point
 
 
@@ -223,16 +225,16 @@ LOSES = "integers and bool would truncate weights, mostly to 0"
 
 
 def check_cast(spec: TensorSpec, dtype: str) -> None:
-    """Raises NormalizationError for elements that torch cannot convert, or that would be truncated."""
+    """Raise NormalizationError if torch cannot convert the elements, or they would be truncated."""
     if why := refused_cast(spec.dtype, dtype):
         raise NormalizationError(f"{spec.fqn!r} of {spec.dtype} cannot become {dtype}: {why}")
 
 
 def cast(stored: StoredTensor, dtype: str, fqn: str | None = None) -> StoredTensor:
-    """The tensor converted as torch converts; itself where it has the dtype already.
+    """Return the tensor cast to `dtype` as torch does, or itself if it already has that dtype.
 
-    Raises NormalizationError if a cast would drop fractions or imaginary parts, or torch cannot
-    convert.
+    Raises NormalizationError if the cast would drop fractions or imaginary parts, or if torch does
+    not support it.
     """
     name = stored.fqn if fqn is None else fqn
     if stored.spec.dtype == dtype:
@@ -243,11 +245,10 @@ def cast(stored: StoredTensor, dtype: str, fqn: str | None = None) -> StoredTens
 
 
 def offset(stored: StoredTensor, fqn: str, *, by: float, exact: bool) -> StoredTensor:
-    """The tensor plus `by`, in its own dtype; with `exact`, all of it is read to see whether it
-    could come back.
+    """Return the tensor plus `by`, in its own dtype. With `exact`, first read all of it to check
+    that subtracting `by` restores every element.
 
-    Raises NormalizationError for integers, and if an element plus `by`, rounded, minus `by`,
-    rounded, is another one.
+    Raises NormalizationError for integers and, with `exact`, if an element would not be restored.
     """
     if not is_floating(stored.spec.dtype):
         raise NormalizationError(f"{stored.fqn!r} of {stored.spec.dtype} cannot get an offset of {by}")

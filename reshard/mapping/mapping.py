@@ -1,10 +1,10 @@
-"""`Mapping`: rules that convert names and shapes of a state to others, lazily, and back.
+"""`Mapping`: rules that convert the names and shapes of a state, lazily, and back.
 
     mapping = Mapping([Rename("tok_embeddings.weight", "model.embed_tokens.weight"), ...])
     mapping.apply(reshard.open(path))  # another lazy checkpoint; nothing is read
-    (first | second).inverse()         # two stages in sequence, and the way back
+    (first | second).inverse()         # the inverse of two consecutive stages
 
-Within a stage, the first rule that matches a name applies. Names that match no rule stay the same.
+In each stage, the first rule that matches a name applies. Names that match no rule stay the same.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Mapping:
         return made
 
     def __or__(self, then: Mapping) -> Mapping:
-        """This mapping, and `then` after it."""
+        """Return a mapping that applies this one, then `then`."""
         return Mapping._of((*self.stages, *then.stages))
 
     def inverse(self) -> Mapping:
@@ -118,7 +118,7 @@ class Mapping:
         return {name: now for name, now in out.items() if name in taken}
 
     def check_taken(self, state: Checkpoint) -> None:
-        """Raise KeyMismatchError if no rule takes anything of the checkpoint, unless a rule is optional."""
+        """Raise KeyMismatchError if no rule matches anything in the checkpoint, unless a rule is optional."""
         is_needed = self.stages and not any(rule.optional for stage in self.stages for rule in stage)
         names, objects = [*state, *state.aliases], [*state.objects, *state.contents.per_rank]
         if not is_needed or not (names or objects) or self.names(names):
@@ -143,10 +143,10 @@ class Mapping:
 
 
 def between(source: Mapping, target: Mapping) -> Mapping:
-    """Return the mapping from the names that `source` makes to those that `target` makes. Stages
-    that both begin with are omitted.
+    """Return the mapping from the names that `source` makes to those that `target` makes. Common
+    first stages are omitted.
 
-    Raises NormalizationError, naming the rule, where a stage of `source` cannot be undone.
+    Raises NormalizationError, which names the rule, if a stage of `source` has no inverse.
     """
     same = 0
     for mine, other in zip(source.stages, target.stages):
@@ -157,13 +157,12 @@ def between(source: Mapping, target: Mapping) -> Mapping:
 
 
 def apply_dict(names: Dict[str, str], checkpoint: Checkpoint) -> Checkpoint:
-    """A mapping new name -> name in the checkpoint, as `load` takes it.
+    """Apply a dict of new name -> stored name, as `load` accepts it.
 
-    Names that it does not mention stay, except those of the optimizer states of what it renames.
-    Further names of one tensor are tied to its first.
+    Other names stay, except that optimizer states are renamed with their parameter. If a tensor
+    gets several names, they are tied to the first.
 
-    Raises KeyMismatchError for a name that the checkpoint does not have, or one that would be there
-    twice.
+    Raises KeyMismatchError if the checkpoint lacks a name, or a name would occur twice.
     """
     known = {*checkpoint, *checkpoint.aliases, *checkpoint.objects, *checkpoint.contents.per_rank}
     unknown = [name for name in names.values() if name not in known]
@@ -194,8 +193,7 @@ def apply_dict(names: Dict[str, str], checkpoint: Checkpoint) -> Checkpoint:
     return renamed
 
 
-# One stage of a mapping, applied to the contents of a checkpoint: new names, and how each tensor is
-# made, lazily.
+# One stage of a mapping, applied to a checkpoint's contents: new names, and lazily created tensors.
 
 
 class MappingStage:
@@ -215,13 +213,13 @@ class MappingStage:
         self.per_rank: Makers = {}
         self.paths: dict[str, KeyPath] = {}
         self.renamed: dict[str, str] = {}
-        """What becomes of names that are not put together with others, or taken apart."""
+        """New names of tensors that are neither combined nor split."""
         self.warnings: list[str] = []
         self.change: dict[str, Rule] = {}
-        """The rule that changes such a tensor, if it does more than rename it, without its names."""
+        """For such a tensor: the rule that changes more than its name, with empty names."""
 
     def contents(self) -> Contents:
-        """The contents under the new names."""
+        """Return the contents under the new names."""
         for key in self.given.per_rank:
             hit = self.matcher.match_object(key)
             for new in [key] if hit is None else hit.target_names(None):
@@ -264,15 +262,19 @@ class MappingStage:
         self.paths[new] = path if new == old else mapped_path(path, old, new)
 
     def _count_in(self, group: RuleGroup) -> int | None:
-        """Return how many targets a tensor is split into, which its shape says; None if a rule
-        numbers none, and if it does not say it, as that of a step."""
+        """Return the number of targets, which the shape of the source determines.
+
+        Returns None if the rule does not number targets, or the shape does not determine it, as for
+        a step.
+        """
         source = self.tensors[group.members[0]]() if group.rule.numbers_targets else None
         if source is None or self._is_carried(group, [source.spec.shape]):
             return None
         return len(self._views(group, [source]))
 
     def _count_of(self, group: RuleGroup) -> int | None:
-        """Return how many targets the parameter or another state has; None if a rule numbers none."""
+        """Return the number of targets of the parameter or of another state, or None if the rule
+        does not number targets."""
         if group.rule.numbers_targets and group.identity not in self._counts:
             raise KeyMismatchError(
                 f"{group.members[0]!r} belongs to a parameter that is not in {self.url}, so the number of its parts is "
@@ -320,8 +322,8 @@ class MappingStage:
         return self._assembled(self._views(group, sources)[number], sources, new)
 
     def _views(self, group: RuleGroup, sources: Sequence[StoredTensor]) -> tuple[View, ...]:
-        """The targets of the rule. Raises NormalizationError, naming the tensors, for shapes that
-        do not fit it, and for quantized weights."""
+        """Return the targets as views. Raises NormalizationError, which names the tensors, if their
+        shapes do not fit or the weights are quantized."""
         known, takes = self.tensors, self.matcher.as_in(group)
         for source in [] if group.site.is_state else sources:
             check_plain(group.rule, source.spec.fqn, lambda name: known[name]().spec, known, takes)
@@ -350,16 +352,16 @@ class MappingStage:
         return group.rule.compute(sources, new, group.site.state)
 
     def _check_equal(self, sources: Sequence[StoredTensor]) -> None:
-        """States that go along, such as steps, become one: then they must be one."""
+        """Raise KeyMismatchError unless states that become one, such as steps, are equal."""
         first, *others = map(LazyTensor, sources)
         for source, other in zip(sources[1:], others):
             if (other[...] != first[...]).any():
                 raise _unequal(sources[0].fqn, first[...].tolist(), source.fqn, other[...].tolist())
 
     def _add_objects(self) -> None:
-        """Settings and states that are no tensors follow their parameter; lists of parameters are translated."""
+        """Rename settings and plain states with their parameter, and translate lists of parameters."""
         objects = self.given.objects
-        # keys of states and settings belong to a parameter; others are for no pattern
+        # only keys of states and settings belong to a parameter, so only they match patterns
         mine = [key for key in objects if self.matcher.match_object(key) is not None]
         groups, _ = self.matcher.groups(mine, self.matcher.counts(self.tensors) if mine else {})
         taken, lists = set(mine), _flat_lists(objects)
@@ -397,7 +399,7 @@ class MappingStage:
         return self._translated(value)
 
     def _translated(self, names: Iterable[str]) -> list[str]:
-        """A list of parameters under their new names, each once."""
+        """Return the new names of a list of parameters, without duplicates."""
         out: dict[str, None] = {}
         for name in names:
             hit = self.matcher.match_listed(name)
@@ -407,7 +409,7 @@ class MappingStage:
 
 
 class _ViewsStage(MappingStage):
-    """The same, applied to views in place of tensors."""
+    """One stage, applied to views instead of tensors."""
 
     def _renamed(self, tensor: Any, new: str) -> Any:
         return tensor.rename(new)
@@ -419,7 +421,7 @@ class _ViewsStage(MappingStage):
         return view.through({str(number): source for number, source in enumerate(sources)}).rename(new)
 
     def _computed(self, group: RuleGroup, new: str) -> Any:
-        """Raise what the rule raises, since its values are no elements of the sources."""
+        """Raise the rule's error: computed values are not elements of the sources."""
         return group.rule.build(())
 
     def _check_equal(self, sources: Sequence[Any]) -> None:
@@ -427,7 +429,7 @@ class _ViewsStage(MappingStage):
 
 
 def _names_of(contents: Contents) -> tuple[list[str], list[str]]:
-    """The keys, and the names in lists of parameters."""
+    """Return all keys, and the names in lists of parameters."""
     objects = contents.objects
     listed: list[Any] = []
     for key in objects:
@@ -458,13 +460,13 @@ _LIST_ITEM = re.compile(r"(.*\.param_groups\.\d+\.params)\.(\d+)")
 
 
 def _flat_lists(objects: Iterable[str]) -> list[list[str]]:
-    """The keys of lists of parameters that were saved item by item, list by list, in order."""
+    """Return the keys of each list of parameters that was saved item by item, in order."""
     matches = filter(None, map(_LIST_ITEM.fullmatch, objects))
     found = grouped((match[1], (int(match[2]), match[0])) for match in matches)
     return [[key for _, key in sorted(items)] for items in found.values()]
 
 
-# Which rule takes which names, and which of them belong together.
+# Which rule matches which names, and which names belong together.
 
 
 T = TypeVar("T")
@@ -475,27 +477,28 @@ NO_COUNTS: Counts = {}
 
 @dataclass(frozen=True)
 class Application:
-    """A rule that matched: the values of its pattern's words, and where."""
+    """A rule that matched: where, and the values of its placeholders."""
 
     number: int
-    """Number of the rule."""
+    """Index of the rule."""
     rule: Rule
     site: Site
-    """Where the name matched. If the rule makes several names, that of the first."""
+    """Where the name matched, or the first name if the rule combines several."""
     words: dict[str, str]
 
     @property
     def identity(self) -> Identity:
-        """The rule and the words in common: the same for parameters that belong together, and for their states."""
+        """The rule and the common placeholders. Equal for parameters that belong together, and for
+        their states."""
         return self.number, tuple(sorted(self.common.items()))
 
     @property
     def common(self) -> dict[str, str]:
-        """The words, except the one that numbers the sources."""
+        """The values of all placeholders except the one that numbers the sources."""
         return {word: value for word, value in self.words.items() if word != self.rule.sources[0].number}
 
     def target_names(self, count: int | None) -> list[str]:
-        """The keys that are made; `count` is how many targets there are where they are numbered."""
+        """Return the new keys. `count` is the number of targets if the rule numbers them."""
         words, out = self.common, list[str]()
         for pattern in self.rule.targets:
             numbers = [{}] if pattern.number is None else [{pattern.number: str(i)} for i in range(count or 0)]
@@ -505,33 +508,36 @@ class Application:
 
 @dataclass(frozen=True)
 class Hit(Application):
-    """A name that a rule takes."""
+    """A name that matches a rule."""
 
     source: int
-    """Which of the rule's sources matched."""
+    """Index of the source pattern that matched."""
 
 
 @dataclass(frozen=True)
 class RuleGroup(Application):
-    """Names that one application of a rule takes together."""
+    """Names that one application of a rule combines."""
 
     members: tuple[str, ...]
-    """Names in the order of the rule's sources, or of their numbers."""
+    """Names in the order of the rule's sources or of their numbers."""
     all_sites: tuple[Site, ...]
     missing: tuple[int, ...] = ()
-    """Positions, in the same order, of missing states, which the rule's `fill` replaces."""
+    """Positions, in the same order, of missing states, which `fill` replaces."""
 
     def filled(self, members: Sequence[T], filling: T) -> list[T]:
-        """Return `members` with `filling` at each missing place."""
+        """Return `members` with `filling` inserted at each missing position."""
         out = list(members)
         for place in self.missing:
             out.insert(place, filling)
         return out
 
     def is_carried(self, shapes: Sequence[Shape], parameters: Dict[str, Shape]) -> bool:
-        """Return True if the members do not have one value for each element of their parameters:
-        then they go along, unchanged. Raises NormalizationError for several elements, such as one
-        for each row: those of a parameter that a rule rearranges are others."""
+        """Return True if members are states without a value for each element of their parameter:
+        they stay unchanged.
+
+        Raises NormalizationError if such a state has several elements, such as one per row, and the
+        rule rearranges the parameter.
+        """
         if not self.site.is_state:
             return False
         for key, site, shape in zip(self.members, self.all_sites, shapes):
@@ -546,7 +552,7 @@ class RuleGroup(Application):
 
 
 class Matcher:
-    """The rules of a stage. `keys` and `listed`: see `States`."""
+    """Matches keys with the rules of a stage. `keys` and `listed`: see `States`."""
 
     def __init__(
         self,
@@ -557,27 +563,27 @@ class Matcher:
         self.rules, self._states = tuple(rules), States(keys, listed)
         self._sources = [(n, s, p) for n, rule in enumerate(rules) for s, p in enumerate(rule.sources)]
         bare = [re.sub(r"\?P<\w+>", "?:", pattern.regex.pattern) for _, _, pattern in self._sources]
-        # one look for all patterns: named by their place
+        # one search for all patterns, in groups named by their index
         self._any = re.compile("|".join(f"(?P<p{i}>{text})" for i, text in enumerate(bare)) or r"(?!)")
 
     def match(self, key: str) -> Hit | None:
-        """The first rule that takes the key, as itself or at any other site."""
+        """Return the first rule that matches the key, as it is or at another site."""
         own = self._best(site for site in self._states.sites(key) if not site.is_state)
         hits = [hit for hit in (self._as_state(key), own) if hit is not None]
         return min(hits, key=lambda hit: hit.number, default=None)
 
     def match_object(self, key: str) -> Hit | None:
-        """Return the same for a value that is no tensor: a key of an optimizer, or one that a
-        Rename or Drop has in full."""
+        """Return the rule that matches a plain value: a key of an optimizer, or the full name in a
+        Rename or Drop."""
         hit, of_state = self.match(key), self._as_state(key)
         return hit if of_state or (hit and not hit.words and isinstance(hit.rule, Rename | Drop)) else None
 
     def as_in(self, group: RuleGroup) -> Callable[[str], bool]:
-        """Return what says whether the group's rule takes a key."""
+        """Return a function that returns True if the group's rule matches a key."""
         return lambda key: (hit := self.match(key)) is not None and hit.number == group.number
 
     def match_listed(self, name: str) -> Hit | None:
-        """The rule that takes a parameter that an optimizer calls so."""
+        """Return the rule that matches a parameter under the optimizer's name for it."""
         return self._with_parameter(Site("", name))
 
     def _as_state(self, key: str) -> Hit | None:
@@ -587,8 +593,7 @@ class Matcher:
         return self._best(site for site in sites(key) if site.is_state)
 
     def _with_parameter(self, site: Site) -> Hit | None:
-        """The rule that takes the parameter of a state, at the state's site: states follow their
-        parameters."""
+        """Return the rule for a state's parameter, at the state's site: states follow their parameters."""
         key = self._states.parameters.get(site.name) or site.name
         hit = self._best(self._states.sites(key))
         if hit is None:
@@ -614,17 +619,19 @@ class Matcher:
         return best
 
     def parameters(self, keys: Iterable[str]) -> Iterator[tuple[str, Hit]]:
-        """The keys that are parameters that rules take."""
+        """Yield the keys of parameters that match a rule."""
         for key in keys:
             hit = self.match(key)
             if hit is not None and not hit.site.is_state:
                 yield key, hit
 
     def groups(self, keys: Iterable[str], counts: Counts = NO_COUNTS) -> tuple[list[RuleGroup], list[str]]:
-        """Return the keys that rules take, in groups, and the other keys. A group of states has the
-        same number of members as that of the parameters, which are among the keys or in `counts`.
+        """Return the matching keys in groups, and the other keys.
 
-        Raises KeyMismatchError if some of a rule's sources are there, and others are not.
+        A group of states has as many members as the group of its parameters, which are in the keys
+        or in `counts`.
+
+        Raises KeyMismatchError if only some of a rule's sources exist.
         """
         found: dict[Identity, dict[tuple[int, int], tuple[str, Hit]]] = {}
         rest: list[str] = []
@@ -651,9 +658,9 @@ class Matcher:
         return groups, rest
 
     def _check_parameter(self, key: str, hit: Hit) -> None:
-        """Raise KeyMismatchError for a state that a rule would rearrange though its parameter,
-        unlike others, is neither there nor in a list: it may have another shape. torchtitan lists
-        fused parameters, whose states are fused, and stores them split."""
+        """Raise KeyMismatchError if a rule would rearrange a state whose parameter is neither in
+        the checkpoint nor in a list, while other parameters are: its shape may differ. torchtitan
+        lists fused parameters, whose states are fused, and stores them split."""
         site, states = hit.site, self._states
         if not site.is_state or isinstance(hit.rule, Rename | Drop | Computing):
             return
@@ -665,7 +672,7 @@ class Matcher:
             )
 
     def counts(self, keys: Iterable[str]) -> Counts:
-        """Return how many numbered parameters among the keys belong together, by rule and words."""
+        """Return, by identity, the number of numbered parameters that belong together."""
         out: Counts = {}
         for _, hit in self.parameters(keys):
             _count(out, hit)
@@ -682,7 +689,7 @@ class Matcher:
         if is_short and rule.optional:
             return None
         if is_short and (rule.fill is None or not first.site.is_state):
-            missing = next(place for place in places if place not in of)  # there may be billions
+            missing = next(place for place in places if place not in of)  # there may be billions of places
             raise KeyMismatchError(_missing(first, missing, next(iter(of.values()))[0]))
         wanted = list(places)
         hits = [of[place] for place in wanted if place in of]
@@ -698,9 +705,9 @@ class Matcher:
 
 
 class _ExactMatcher(Matcher):
-    """Renames of names as they are: of tensors, objects, and optimizer states.
+    """Renames tensors, objects, and optimizer states by exact name.
 
-    Rules are made when they match.
+    Rules are created when they match.
     """
 
     def __init__(
@@ -713,7 +720,7 @@ class _ExactMatcher(Matcher):
         self._names = names
 
     def match(self, key: str) -> Hit | None:
-        return self._best([Site("", key)]) or self._as_state(key)  # a state may be named itself
+        return self._best([Site("", key)]) or self._as_state(key)  # a state may be renamed itself
 
     def match_object(self, key: str) -> Hit | None:
         return self.match(key)
@@ -732,7 +739,7 @@ def _count(counts: Counts, hit: Hit) -> None:
 
 
 def _missing(first: Hit, place: tuple[int, int], there: str) -> str:
-    """Return what to say of a source that is not there."""
+    """Return the message about a missing source."""
     source, index = place
     pattern = first.rule.sources[source]
     words = {**first.common, **({pattern.number: str(index)} if pattern.number else {})}
@@ -746,10 +753,10 @@ def _missing(first: Hit, place: tuple[int, int], there: str) -> str:
 
 
 def mapped_path(path: KeyPath, old: str, new: str) -> KeyPath:
-    """The path in the nested state that a key gets when it is renamed from `old` to `new`.
+    """Return the path in the nested state for a key that is renamed from `old` to `new`.
 
-    The parts of the path in which the keys differ are replaced: by one part where the name was one
-    part, else by one part for each part of the name.
+    Replaces the segments of the path in which the keys differ: a single segment by one segment,
+    several by one for each segment of the new name.
     """
     texts = [str(part) for part in path]
     if ".".join(texts) != old:

@@ -1,4 +1,5 @@
-"""Which rules may rearrange quantized weights: these are packed, or have scales that must go along."""
+"""Checks which rules may rearrange quantized weights, which are packed or have scales that must be
+rearranged, too."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ _PARTS = re.compile(
     r"qweight|qzeros|scales|g_idx|SCB|absmax"
     r"|(weight|input|output|k|v)_(packed|shape|g_idx|zero_point|(global_)?scale.*)"
 )
-"""Names beside or instead of a quantized weight: those of AWQ, GPTQ, bitsandbytes,
-compressed-tensors, ModelOpt, and fp8."""
+"""Last segments of tensor names that accompany or replace a quantized weight, in AWQ, GPTQ,
+bitsandbytes, compressed-tensors, ModelOpt, and fp8."""
 _PACKED = ("uint8", "int8", "int32")
 _QUANTIZED = (*_PACKED, "float8", "float4")
 Specs = Callable[[str], TensorSpec]
@@ -28,11 +29,11 @@ def check_plain(
     known: Container[str],
     takes: Callable[[str], bool],
 ) -> None:
-    """Raise NormalizationError if `rule`, which rearranges, takes a name whose rows are not those
-    of a weight.
+    """Raise NormalizationError if `rule` would rearrange a tensor whose rows are not those of a
+    plain weight.
 
-    `known` has all names; `takes` says whether the rule takes another one, too. What the rule
-    names in full, such as "qweight", it may rearrange.
+    `known` contains all names. `takes` returns True if the rule matches a name. A rule may
+    rearrange a tensor that it names in full, such as "qweight".
     """
     last = name.rpartition(".")[2]
     by_word = all(pattern.text.rpartition(".")[2] != last for pattern in rule.sources)
@@ -54,14 +55,14 @@ def check_plain(
 
 
 def _follows(rule: Rule, name: str, specs: Specs, known: Container[str]) -> bool:
-    """Return True for scales of which each row is that of as many rows of the weight, if the rule
-    moves these together."""
+    """Return True for scales whose rows each belong to an equal number of the weight's rows, if the
+    rule moves them together."""
     weight = re.sub("_scale(_inv)?$", "", name)
     scale = specs(name).shape
     if weight == name or weight not in known or len(scale) != 2 or not scale[0]:
         return False
     rows, rest = divmod(specs(weight).shape[0], scale[0])
-    if rest or rows & (rows - 1):  # blocks have 2^n rows: else the last one is smaller
+    if rest or rows & (rows - 1):  # blocks have 2^n rows, unless the last one is smaller
         return False
     if isinstance(rule, Concat | Split):
         return rule.dim == 0

@@ -1,12 +1,12 @@
-"""Rules: each builds tensors under new names from tensors under old ones. A rule is a value
-and knows its inverse.
+"""Rules: each builds tensors under new names from tensors under old ones. A rule is a value. Most have an
+inverse.
 
     Rename("layers.{i}.attention.wo.weight", "model.layers.{i}.self_attn.o_proj.weight")
     Concat(["{l+}.gate_proj.weight", "{l+}.up_proj.weight"], "{l+}.gate_up_proj.weight", parts=(1, 1))
     Stack("{l+}.experts.{e}.w1.weight", "{l+}.experts.w1", over="e")
 
 A rule describes its targets as views: `build` converts views of the sources to views of the
-targets, and a plan follows them down to byte ranges.
+targets, which a plan resolves to byte ranges.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Rule(ABC):
     optional: ClassVar[bool] = False
     """True: names stay the same if a source is missing. False: that is an error."""
     fill: float | None = field(default=None, repr=False, kw_only=True)
-    """Value for optimizer states that some of the sources do not have. None: that is an error."""
+    """Value for optimizer states that some of the sources lack. None: a missing state is an error."""
 
     @abstractmethod
     def build(self, views: Sequence[View]) -> list[View]:
@@ -51,7 +51,7 @@ class Rule(ABC):
     @abstractmethod
     def inverse(self) -> Rule:
         """Return the rule that builds the sources from the targets. Raises NormalizationError if
-        there is none."""
+        there is no inverse."""
 
     def _set(
         self,
@@ -62,7 +62,7 @@ class Rule(ABC):
         targets_over: str | None = None,
         **values: Any,
     ) -> None:
-        """Fill the frozen fields; `sources_over` and `targets_over` are the words that number them."""
+        """Set the frozen fields. `sources_over` and `targets_over` are the placeholders that number them."""
         for name, value in values.items():
             object.__setattr__(self, name, value)
         for side, names, over in (("sources", sources, sources_over), ("targets", targets, targets_over)):
@@ -78,8 +78,8 @@ class Rule(ABC):
         return f"{type(self).__name__}({' -> '.join(sides)})"
 
     def _check_words(self) -> None:
-        """Raises NormalizationError for a word of a target that no source has, or sources that
-        differ in words."""
+        """Raise NormalizationError if a target has a placeholder that no source has, or the sources
+        have different placeholders."""
         if "*" in str(self):
             raise NormalizationError(
                 f"{self}: rules have placeholders in place of *: {{x}} for one segment of a name, {{x+}} for several, "
@@ -95,7 +95,7 @@ class Rule(ABC):
                 raise NormalizationError(f"{self}: all sources must have the same placeholders")
 
     def renamed(self, change: Callable[[str], str]) -> Rule:
-        """Return the same rule for other names: `change` is called with the text of each pattern."""
+        """Return the same rule with other names. `change` is called with the text of each pattern."""
         made = copy.copy(self)
         for side in ("sources", "targets"):
             patterns = tuple(Pattern(change(p.text), p.number) for p in getattr(self, side))
@@ -114,14 +114,14 @@ class Rule(ABC):
 
     @property
     def numbers_targets(self) -> bool:
-        """Whether the placeholder numbers the targets of one source."""
+        """Whether `over` numbers the targets of one source."""
         return bool(self.targets) and self.targets[0].number is not None
 
 
 @lru_cache(maxsize=4096)
 def views_of(rule: Rule, shapes: tuple[Shape, ...], dtype: str) -> tuple[View, ...]:
-    """The targets of a rule, made of sources called "0", "1" ...: computed once for tensors of the
-    same shapes."""
+    """Return the targets of a rule, as views of sources "0", "1", ... Cached, because many tensors
+    have the same shapes."""
     return tuple(rule.build([View.of(TensorSpec(str(i), shape, dtype)) for i, shape in enumerate(shapes)]))
 
 
@@ -143,7 +143,7 @@ Rules = list[Rule]
 
 
 def renames(names: Mapping[str, str], source: str = "", target: str = "") -> Rules:
-    """Rules that rename what is in a table, each side behind its prefix."""
+    """Return rules that rename each key of a table to its value, with a prefix on either side."""
     return [Rename(source + old, target + new) for old, new in names.items()]
 
 
@@ -396,14 +396,15 @@ class Rope(Rule):
 
 
 def _reshaped(view: View, new: Shape) -> View:
-    """Row-major: dims that are equal stay, those between are made one, and that one is split."""
+    """Return the view with shape `new`, row-major. Common leading and trailing dims stay. The dims
+    between are merged, and then split."""
     old = view.shape
     same = next((i for i, (a, b) in enumerate(zip(old, new)) if a != b), min(len(old), len(new)))
     last = next((i for i, (a, b) in enumerate(zip(old[:same:-1], new[:same:-1])) if a != b), None)
     if last is None:
         last = min(len(old), len(new)) - same - 1
     last = max(last, 0)
-    if len(old) - last == same:  # only dims of size 1 are added, or it stays
+    if len(old) - last == same:  # only dims of size 1 are added, or nothing changes
         return view.rearrange([*range(same), *[None] * (len(new) - len(old)), *range(same, len(old))])
     for _ in range(len(old) - last - same - 1):
         view = view.merge_dims(same)
@@ -429,15 +430,15 @@ def _check_parts(rule: Concat | Split, count: int, needed: bool = False) -> None
         raise NormalizationError(f"{count} tensors need as many parts, each >= 1, got {parts}")
 
 
-# Rules whose targets are computed from their sources, and are not the same elements.
+# Rules whose targets are computed: their elements are not those of the sources.
 
 
 _MASTERS = ("fp32_param", "master_param", "fp32", "param")
-"""States that are the parameter in a wider dtype, as Megatron, TransformerEngine and DeepSpeed call them."""
+"""States that are the parameter in a wider dtype, as named by Megatron, TransformerEngine, and DeepSpeed."""
 
 
 class Computing(Rule):
-    """A rule that computes its single target when it is read. It gives no views, so plans from
+    """A rule that computes its single target when it is read. It has no views, so plans from
     metadata alone cannot use it."""
 
     @abstractmethod
@@ -558,12 +559,11 @@ class Mxfp4(Computing):
         return mxfp4(blocks, scales, name, dtype=self.dtype)
 
 
-# Names by pattern: `layers.{i}.attention.wq.{kind}`, and where in a checkpoint's keys such a name
-# can stand.
+# Patterns of names, such as `layers.{i}.attention.wq.{kind}`, and where in a key a name can be.
 #
-# `{word}` is one part of a dotted name, or a piece of one; `{word+}` is one part or more. The word
-# after `over` of a rule stands for a number. A rule speaks of parameters; a key may also be a
-# parameter within a section, or a state of it:
+# `{word}` matches one segment of a dotted name, or a part of one. `{word+}` matches one or more
+# segments. A rule's `over` placeholder matches a number. Patterns match parameters. A key can also
+# be a parameter in a section, or its optimizer state:
 #
 #     model.<name>          optim.state.<name>.exp_avg          optimizer.state.exp_avg.<name>
 
@@ -573,13 +573,13 @@ _WORD = re.compile(r"\{([A-Za-z_]\w*)(\+?)\}")
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern of names. `number` is the placeholder that stands for a number."""
+    """A pattern of names. `number` is the placeholder that matches a number."""
 
     text: str
     number: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises NormalizationError for braces that hold no word, and for a word that occurs twice."""
+        """Raise NormalizationError for braces without a word, and for a word that occurs twice."""
         rest = _WORD.sub("", self.text)
         if "{" in rest or "}" in rest:
             raise NormalizationError(f"the pattern {self.text!r} has a brace that holds no word")
@@ -591,12 +591,12 @@ class Pattern:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The words in it."""
+        """The placeholders, without braces."""
         return tuple(match[1] for match in _WORD.finditer(self.text))
 
     @cached_property
     def regex(self) -> re.Pattern[str]:
-        """Matches a whole name; the words are its groups."""
+        """A regular expression that matches a full name, with a group for each placeholder."""
         out, at = "", 0
         for match in _WORD.finditer(self.text):
             out += re.escape(self.text[at : match.start()])
@@ -606,12 +606,12 @@ class Pattern:
         return re.compile(out + re.escape(self.text[at:]))
 
     def match(self, name: str) -> dict[str, str] | None:
-        """Return the values of the words, or None."""
+        """Return the values of the placeholders, or None."""
         found = self.regex.fullmatch(name)
         return None if found is None else found.groupdict()
 
     def fill(self, words: Mapping[str, str]) -> str:
-        """Return the name with these values of the words. Raises NormalizationError for a word without a value."""
+        """Return the name with these placeholder values. Raises NormalizationError if one is missing."""
 
         def value(match: re.Match[str]) -> str:
             if match[1] not in words:
@@ -629,19 +629,19 @@ class Site:
     name: str
     suffix: str = ""
     is_state: bool = False
-    """Whether the value belongs to an optimizer and may have another shape than the parameter."""
+    """Whether the value is optimizer state, which may have another shape than the parameter."""
     section: str = ""
-    """What the name begins with, but not the key: states of `model.w` are often those of `w`."""
+    """The part of the name that the key lacks: states of `model.w` are often saved as those of `w`."""
 
     @property
     def state(self) -> str:
-        """What the state is called, such as "exp_avg"; "" for a parameter."""
+        """Name of the state, such as "exp_avg", or "" for a parameter."""
         if not self.is_state:
             return ""
         return self.suffix[1:] or self.prefix.removesuffix("module.").rstrip(".").rpartition(".")[2]
 
     def key(self, name: str) -> str:
-        """The key of another parameter at the same site."""
+        """Return the key of another parameter at the same site."""
         if self.section:
             inner = name.removeprefix(self.section)
             name = inner if inner != name else _ONE_SECTION.sub("", name)
@@ -656,7 +656,7 @@ _STATE_FIRST = re.compile(r"(.*?\b(?:optim|optimizers?|optimizer_\d+)(?:\.\d+)?\
 
 
 def state_sites(key: str) -> Iterator[Site]:
-    """Every way in which a key can be read as a state of a parameter: `w.Q.0` is the state `0` of
+    """Yield all ways to read a key as a state of a parameter: `w.Q.0` can be the state `0` of
     `w.Q`, or the state `Q.0` of `w`."""
     state = _STATE.fullmatch(key)
     numbered = state is not None and state[1].endswith(".param_groups.") and _GROUP.match(state[2])
@@ -672,8 +672,8 @@ def state_sites(key: str) -> Iterator[Site]:
 
 
 def sites(key: str) -> Iterator[Site]:
-    """Every way in which a key can be read: as a state of a parameter, as a name, as a name within
-    a section. The last part of a state's name is taken for that of the state."""
+    """Yield all ways to read a key: as a state of a parameter, as a name, and as a name in a
+    section. Here, a state's name is one segment."""
     yield from (site for site in state_sites(key) if site.suffix.count(".") < 2)
     yield Site("", key)
     section = _SECTION.match(key)
@@ -686,8 +686,8 @@ def sites(key: str) -> Iterator[Site]:
 
 
 class States:
-    """Which parameter each optimizer state of a checkpoint belongs to, and within which sections
-    optimizers know parameters. `listed`: names in an optimizer's lists of parameters."""
+    """The parameter of each optimizer state of a checkpoint, and the sections whose names
+    optimizers omit. `listed`: names in an optimizer's lists of parameters."""
 
     def __init__(self, keys: Iterable[str], listed: Iterable[str] = ()) -> None:
         names = dict.fromkeys(listed, "")
@@ -696,7 +696,7 @@ class States:
             is_state = next(state_sites(key), None) is not None
             (states if is_state else others).append(key)
         self.parameters: dict[str, str] = {}
-        """Names of parameters as an optimizer may know them, and their keys. "" if only an optimizer knows one."""
+        """Optimizer's name of a parameter -> its key, or "" if only an optimizer has it."""
         if not names and not states:
             self.sections = frozenset[str]()
             return
@@ -710,11 +710,11 @@ class States:
         self.sections = frozenset(key.removesuffix(name) for key, name in found if key)
 
     def of(self, key: str) -> Site | None:
-        """The site of a known parameter within a state's key, if there is one."""
+        """Return the site of a known parameter in a state's key, or None."""
         return next((site for site in state_sites(key) if site.name in self.parameters), None)
 
     def sites(self, key: str) -> list[Site]:
-        """Every way in which a key can be read. Those as an optimizer knows it come first, so that
-        words of rules stand for the same of parameters and states."""
+        """Return all ways to read a key. The optimizer's name for it comes first, so that
+        placeholders have the same values for parameters and states."""
         found = list(sites(key))
         return sorted(found, key=lambda site: -len(site.prefix) if site.prefix in self.sections else 1)

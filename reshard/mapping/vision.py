@@ -1,4 +1,4 @@
-"""Models that also see: where their decoder is on disk, in memory, and in Megatron, and how vision towers are named.
+"""Vision-language models: prefixes of their decoders on disk, in memory, and in Megatron, and names of vision towers.
 
     family                      on disk                 in memory               Megatron
     qwen2_vl, qwen2_5_vl        model.                  model.language_model.   language_model.
@@ -12,10 +12,10 @@
     gemma3, mistral3            language_model.model.   model.language_model.   language_model.
     minimax_m3_vl, kimi_k25     language_model.model.   model.language_model.
 
-Families around a decoder of any other family, such as LLaVA and InternVL, stand as `_ON_DISK` says.
+For families with a decoder of any other family, such as LLaVA and InternVL, see `_ON_DISK`.
 
-Megatron's names are those of Megatron-Bridge, which leaves the vision towers of Qwen2.5-VL, Gemma 3, Mistral 3, and
-GLM-4.5V as they are; of Llama 4 those of NeMo.
+Megatron's names are those of Megatron-Bridge, which does not rename the vision towers of Qwen2.5-VL, Gemma 3,
+Mistral 3, and GLM-4.5V. For Llama 4, they are those of NeMo.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ON_DISK = {
     }.items()
     for family in families.split()
 }
-"""Prefix of the decoder's names, and of its `lm_head`."""
+"""By family: prefixes of the decoder's names and of its `lm_head`."""
 FAMILIES = tuple(_ON_DISK)
 _PER_LAYER = tuple(
     f"{x}.weight"
@@ -51,7 +51,7 @@ _PER_LAYER = tuple(
         *("altup_projections.{i}", "altup_unembed_projections.{i}"),
     )
 )
-"""Tensors of the decoders of Gemma 3n and 4 outside their layers."""
+"""Tensors outside the layers in the decoders of Gemma 3n and 4."""
 _MEMORY = {
     name: f"model.{name}"
     for name in (
@@ -65,7 +65,7 @@ _MINIMAX = {
     "vision_tower.vision_model.pre_layrnorm.{kind}": "model.vision_tower.pre_layrnorm.{kind}",
     "patch_merge_mlp.{part}.{kind}": "model.multi_modal_projector.merge_{part}.{kind}",
 }
-"""Names of what is outside the decoder, on disk and in memory, if these differ."""
+"""Names outside the decoder on disk, and in memory if they differ."""
 _KINDS = ("weight", "bias")
 _KIMI_BLOCK, _KIMI_LAYER = "vision_tower.encoder.blocks.{i}.", "model.vision_tower.layers.{i}."
 _KIMI = {
@@ -83,14 +83,13 @@ _MOVED = {"minimax_m3_vl": _MINIMAX, "kimi_k25": _KIMI}
 
 
 def to_decoder(family: str) -> Mapping:
-    """Map the names on disk to those of the decoder alone; the names of the vision tower stay. Models without one stay
-    as they are."""
+    """Map the names on disk to those of the decoder alone. Names of the vision tower stay, as do
+    models without one."""
     return Mapping(_decoder(family, "model."))
 
 
 def in_memory(family: str, head_size: int) -> Mapping:
-    """Map the names on disk to those that a model of transformers 5 has in memory. Heads of the tower have
-    `head_size`."""
+    """Map the names on disk to those of transformers 5 in memory. `head_size` is that of the tower."""
     if family == "llama4" or _ON_DISK.get(family, [""])[0] not in ("model.", _LLAVA[0]):
         return Mapping()
     rules = [*_decoder(family, "model.language_model."), *renames(_MOVED.get(family, {}) | _MEMORY)]
@@ -102,7 +101,7 @@ def in_memory(family: str, head_size: int) -> Mapping:
 
 
 def _decoder(family: str, target: str) -> Rules:
-    """Rename what the decoder has on disk, with the output layer."""
+    """Rename the decoder's tensors on disk, and the output layer."""
     source, head = _ON_DISK.get(family, ("model.", ""))
     names = ("embed_tokens.weight", "norm.weight", "layers.{rest+}", *_PER_LAYER)
     pairs = [(source + name, target + name) for name in names] + [(f"{head}lm_head.weight", "lm_head.weight")]
@@ -110,8 +109,8 @@ def _decoder(family: str, target: str) -> Rules:
 
 
 def to_megatron(family: str, heads: int, *, transformer_engine: bool) -> Mapping:
-    """Map Megatron's names of the decoder alone, and the vision tower's on disk, to Megatron's. The
-    tower has `heads`."""
+    """Map Megatron's names of the decoder, and the disk's names of the vision tower, to Megatron's
+    names of the full model. The tower has `heads` attention heads."""
     names = {
         "decoder.{rest+}": "decoder.{rest+}",
         "embedding.{rest+}": "embedding.{rest+}",
@@ -140,13 +139,13 @@ _BLOCKS = "model.visual.blocks.{i}."
 
 
 def _by_heads(parts: dict[str, list[str]], heads: int) -> Rules:
-    """Queries, keys, and values as one, head by head."""
+    """Fuse queries, keys, and values head by head."""
     fused = f"{_TOWER}self_attention.linear_qkv."
     return [Concat(names, f"{fused}{kind}", (1, 1, 1), groups=heads) for kind, names in parts.items()]
 
 
 def _norms(first: str, second: str, transformer_engine: bool) -> Rules:
-    """Norms of a layer of the tower; TransformerEngine keeps them in the projections that follow."""
+    """Map the norms of a layer of the tower. TransformerEngine keeps them in the projections that follow."""
     before, between = "input_layernorm.{kind}", "pre_mlp_layernorm.{kind}"
     if transformer_engine:
         before, between = "self_attention.linear_qkv.layer_norm_{kind}", "mlp.linear_fc1.layer_norm_{kind}"
@@ -154,7 +153,7 @@ def _norms(first: str, second: str, transformer_engine: bool) -> Rules:
 
 
 def _qwen3(transformer_engine: bool) -> Rules:
-    """The vision tower of Qwen3-VL."""
+    """Map the vision tower of Qwen3-VL."""
     merger, deep = "merger.", "deepstack_merger_list.{i}."
     names = {f"{_BLOCKS}attn.proj.": f"{_TOWER}self_attention.linear_proj."}
     for part in ("linear_fc1.", "linear_fc2."):
@@ -172,7 +171,7 @@ def _qwen3(transformer_engine: bool) -> Rules:
 
 
 def _llama4(heads: int, transformer_engine: bool) -> Rules:
-    """The vision tower of Llama 4, and what leads to the decoder."""
+    """Map the vision tower of Llama 4, and its projection to the decoder."""
     layer = "vision_model.model.layers.{i}."
     names = {
         "vision_model.positional_embedding_vlm": "vision_model.position_embeddings.weight",
@@ -194,15 +193,13 @@ def _llama4(heads: int, transformer_engine: bool) -> Rules:
     ]
 
 
-# Experts of Qwen3-VL are stacked on disk: in files of transformers 5 as in memory, [experts, rows, columns], in those
-# before, which are on the hub, transposed.
+# Experts of Qwen3-VL are stacked on disk. In files of transformers 5, they are as in memory,
+# [experts, rows, columns]. In older files, which are on the Hub, they are transposed.
 
 
 @dataclass(frozen=True, init=False)
 class _Turned(Transpose):
-    """Stacks of experts of which `dim` has `size` elements in memory; on disk
-    they may be transposed.
-    """
+    """Transposes stacks of experts on disk if necessary: in memory, `dim` has `size` elements."""
 
     dim: int
     size: int
@@ -225,7 +222,7 @@ class _Turned(Transpose):
 
 
 def qwen3_experts(expert_size: int) -> Mapping:
-    """Stacks as they are in memory; written back as they are on the hub."""
+    """Map stacks on disk to those in memory. The inverse writes them as on the Hub."""
     block = "model.language_model.layers.{i}.mlp.experts."
     sizes = {"gate_up_proj": (1, 2 * expert_size), "down_proj": (2, expert_size)}
     return Mapping([_Turned(block + name, *at) for name, at in sizes.items()])

@@ -1,4 +1,5 @@
-"""Publishes saves: a folder for each generation, the manifest last, leftovers removed."""
+"""Publishes saves: each writes a folder of its own (a generation), then the manifest, and then
+removes leftovers."""
 
 from __future__ import annotations
 
@@ -58,21 +59,21 @@ _MANY_ARRAY_BYTES = 4 << 20
 
 
 class Written(msgspec.Struct, frozen=True):
-    """What one rank has done for a generation."""
+    """What one rank wrote for a generation."""
 
     record: FileRecord | None = None
-    """The record of its data file, if it has one."""
+    """Its data file, if it has one."""
     parts: PartsRecord | None = None
-    """The record of its table of parts, if files of earlier saves have some of its elements."""
+    """Its table of parts, if files of earlier saves contain some of its elements."""
     linked: tuple[LinkedRecord, ...] = ()
-    """The files of earlier saves, and how much of each belongs to this rank."""
+    """Files of earlier saves, each with the number of bytes that belong to this rank."""
     ranks: tuple[int, ...] = ()
-    """Ranks with arrays in its data file, if several ranks wrote it. The others have no record of the file."""
+    """If several ranks wrote the data file: the ranks with arrays in it. Only the first has the `record`."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One save: its contents, which rank writes what, and where."""
+    """One save: its contents, its location, and which rank writes what."""
 
     storage: Storage
     save_id: str
@@ -81,7 +82,7 @@ class Generation:
     plan: SavePlan
     subset: tuple[str, ...] | None
     replaces: str | None = None
-    """The save id that counted when this one began."""
+    """Id of the save that was current when this one began."""
 
     @property
     def folder(self) -> str:
@@ -95,14 +96,14 @@ class Generation:
         tally: bytes | None = None,
         check: Callable[[], None] | None = None,
     ) -> None:
-        """Make the generation count. On the first rank, when all ranks have written.
+        """Make this the current generation. The first rank calls it after all ranks have written.
 
         Args:
-            written: by each rank.
-            tally: the sum of all that adds to fingerprints, packed; None: without these.
-            check: raises where this process may not publish any more.
+            written: by rank.
+            tally: the packed sum of all contributions to fingerprints. None: no fingerprints.
+            check: raises if this process may no longer publish.
 
-        Raises StorageError if a file is not there with its whole length.
+        Raises StorageError if a file is missing or has another size than its record.
         """
         seen = self.storage.list(f"{self.folder}/")
         for rank, one in written.items():
@@ -122,7 +123,7 @@ class Generation:
         manifest = self.manifest(written, tally, table)
         look = partial(self._check_current, check)
         look()
-        with suppress(StorageError):  # it always leads to the same save as the manifest, or is replaced below
+        with suppress(StorageError):  # until then, it leads to the same save as the manifest, and later it is replaced
             self.storage.delete(HF_INDEX)
         if (arrays := array_bytes(self.census.objects)) > _MANY_ARRAY_BYTES:
             _log.warning(
@@ -137,16 +138,15 @@ class Generation:
         names = {record.name for record in manifest.files.values()}
         weight_map = _weight_map(self.plan, names) if is_model and not manifest.tables else None
         if weight_map is None:
-            self.storage.delete(HF_INDEX)  # of an older save
+            self.storage.delete(HF_INDEX)  # that of an older save
         else:
             self._publish_index(weight_map)
 
     def _publish_index(self, weight_map: dict[str, str]) -> None:
-        """Say in which file every tensor is.
+        """Write the index, which maps each tensor to its file.
 
-        Of two saves that race, only the one whose manifest counts leaves an index. If the other's
-        came later nevertheless, there is none in the end, which is better than one of files that
-        are gone.
+        If two saves race, only the current one leaves an index. If the other publishes in between,
+        no index remains: better than one that names deleted files.
         """
         if counting(self.storage) == self.save_id:
             index = _Index(weight_map, {"total_size": self.census.tensors.nbytes})
@@ -155,15 +155,16 @@ class Generation:
                 self.storage.delete(HF_INDEX)
 
     def _remove_unused(self, names: Iterable[str], written: Mapping[int, Written]) -> None:
-        """Second names of files of earlier saves that ranks could not use after all."""
+        """Delete links to files of earlier saves that no rank uses in the end."""
         used = {f"{record.name}{end}" for one in written.values() for record in one.linked for end in LINKED_ENDS}
         for name in names:
             if name not in used:
-                with suppress(StorageError):  # it goes with the generation
+                with suppress(StorageError):  # otherwise, it is deleted with the generation
                     self.storage.delete(name)
 
     def _check_current(self, check: Callable[[], None] | None) -> None:
-        """Raises StorageError if another save published while this process was paused, or what `check` raises."""
+        """Raise StorageError if another save was published while this process was paused, or what
+        `check` raises."""
         if check is not None:
             check()
         found, where = counting(self.storage), self.storage.url
@@ -179,9 +180,9 @@ class Generation:
         liveness.check_fences(where)
 
     def remove_replaced(self, rank: int) -> None:
-        """Remove the files of the replaced save that the rank of that number wrote. No list is needed.
+        """Remove the files of the replaced save that `rank` wrote, without listing the folder.
 
-        A failure is only logged, as by `tidy`, which removes the rest.
+        Failures are only logged, because `tidy` removes the rest.
         """
         try:
             for end in _OF_RANK:
@@ -190,11 +191,10 @@ class Generation:
             _log.warning("files of the previous save could not be deleted: %s", error)
 
     def tidy(self) -> None:
-        """Remove the claim, and leftovers of older saves. A failure is only logged: the checkpoint
-        already counts, and the next save tries again.
-        """
+        """Remove the claim and leftovers of older saves. Failures are only logged: the checkpoint
+        is already published, and the next save tries again."""
         try:
-            self.storage.delete(f"{self.folder}/{CLAIM}")  # from now on it stays only while a manifest names it
+            self.storage.delete(f"{self.folder}/{CLAIM}")  # from now on, only a manifest keeps the folder
             remove_dead(self.storage)
         except ReshardError as error:
             _log.warning(
@@ -207,24 +207,24 @@ class Generation:
         tally: bytes | None = None,
         table: TableRecord | None = None,
     ) -> Manifest:
-        """Return the manifest. Arguments are those of `publish`.
+        """Return the manifest. `written` and `tally` are those of `publish`.
 
         Args:
-            table: of the data files, which are listed in the manifest without one.
+            table: the record of the table of data files. None: the manifest lists the files.
         """
         records = {rank: one.record for rank, one in sorted(written.items()) if one.record is not None}
         files = {} if table is not None else records
         census = self.census
         tables = {str(rank): one.parts for rank, one in sorted(written.items()) if one.parts is not None}
-        shared: dict[str, LinkedRecord] = {}  # each with the parts of all ranks
+        shared: dict[str, LinkedRecord] = {}  # by name, with the live bytes of all ranks
         for record in (record for one in written.values() for record in one.linked):
             live = record.live_bytes + (shared[record.name].live_bytes if record.name in shared else 0)
             shared[record.name] = msgspec.structs.replace(record, live_bytes=live)
         linked = list(shared.values())
-        # unknown to older readers: the class of a mapping or of a tensor
+        # older readers do not know the class of a mapping or of a tensor
         classes = [kind for kind in census.containers.values() if kind.startswith(("dict:", "tensor:"))]
         has_own_blocks = any(record.block_bytes is not UNSET for record in linked)
-        return Manifest(  # of the oldest version that can express everything
+        return Manifest(  # with the oldest version that can express everything
             version=3 if has_own_blocks else 2 if tables or table is not None or classes else 1,
             save_id=self.save_id,
             created_unix_s=self.started_unix_s,
@@ -245,32 +245,31 @@ class Generation:
         )
 
 
-# Generations: every save writes into a folder of its own, and only the manifest says which one
-# counts.
+# Generations: every save writes into a folder of its own. The manifest names the current one.
 #
 #     manifest.json  ─────────►  data-0192f3c1a8-5d2e.../      the checkpoint
 #                                data-0192f3c199-77ab.../      of a save that was killed, or is still running
 #
-# A folder that no manifest names belongs to a save that is running or dead: its claim says which.
+# A folder that no manifest names belongs to a running or a dead save: its claim says which.
 
 
 CLAIMING_S = 60.0
-"""For this time, a new save is assumed to be about to make its claim."""
+"""For this many seconds, a new save without a claim is assumed to be about to make it."""
 LINKED, LINKED_ENDS = "from-", ("", ".sums", ".blocks")
-"""Prefix of second names of files of earlier saves, and suffixes of the files beside them."""
+"""Prefix of links to files of earlier saves, and the suffixes of a data file and of the files beside it."""
 _OF_RANK = (".safetensors", ".safetensors.sums", ".safetensors.blocks", ".parts")
-"""How the names of what a rank wrote end, behind its number."""
+"""Suffixes of the files of a rank, after its number."""
 _VISIBLE_S = 2.0
-"""Longest time until a network file system shows on one machine what another one wrote."""
+"""Longest time until a network file system shows one host what another has written, in seconds."""
 
 
 def new_save_id() -> str:
-    """Return a unique name that sorts by time."""
+    """Return a unique ID that sorts by time."""
     return f"{int(time.time() * 1000):012x}-{secrets.token_hex(6)}"
 
 
 def save_id_of(job_id: str) -> str:
-    """Return the save id for a job that identifies itself by 24 digits."""
+    """Return the save id for a job id of 24 digits."""
     return f"{job_id[:12]}-{job_id[12:24]}"
 
 
@@ -278,25 +277,25 @@ _begun: list[float] = [0.0]
 
 
 def begin() -> float:
-    """Return the time at which a save begins, in seconds since 1970: later than all others of this
-    process, even if clocks are set back."""
+    """Return the start time of a save, in seconds since 1970. It is later than those of all earlier
+    saves of this process, even if the clock is set back."""
     _begun[0] = max(time.time(), _begun[0] + 1e-6)
     return _begun[0]
 
 
 def folder_of(save_id: str) -> str:
-    """Return the generation's folder, within the checkpoint's."""
+    """Return the name of a generation's folder within the checkpoint."""
     return f"data-{save_id}"
 
 
 def refuse_foreign(storage: Storage) -> Mapping[str, int]:
-    """Make sure that a save here would neither replace foreign files nor be lost among them.
+    """Check that a save here neither replaces foreign files nor is confused with them.
 
-    Returns the names and sizes of what is there.
+    Returns the names and sizes of the files here.
 
-    Raises StorageError if the folder holds an index or manifest that we did not write, a DCP
-    checkpoint, or a `model.safetensors`, which other readers would take for this checkpoint;
-    FormatError for a checkpoint of a newer version.
+    Raises StorageError if the folder contains an index or manifest that reshard did not write, a
+    DCP checkpoint, or a `model.safetensors`, which other readers would take for this checkpoint.
+    Raises FormatError for a checkpoint of a newer version.
     """
     names = storage.list()
     ours = detect(storage, names)
@@ -315,18 +314,17 @@ def refuse_foreign(storage: Storage) -> Mapping[str, int]:
 
 
 def claim(storage: Storage, save_id: str) -> None:
-    """Publish that this process is writing the generation, until `liveness.release_lease`."""
+    """Publish that this process writes the generation, until `liveness.release_lease`."""
     liveness.take_lease(storage, f"{folder_of(save_id)}/{CLAIM}", save_id)
 
 
 def check_claimed(storage: Storage, save_id: str, claimer: str) -> None:
-    """Make sure that the first rank's claim is in the storage that this rank writes to, before it
-    writes anything.
+    """Before this rank writes, check that the first rank's claim is visible in this rank's storage.
 
     Args:
         claimer: the first rank and its folder, as text.
 
-    Raises StorageError if its claim cannot be seen from here.
+    Raises StorageError if the claim is not visible.
     """
     until = time.monotonic() + _VISIBLE_S
     while not has_claim(storage, save_id):
@@ -339,7 +337,7 @@ def check_claimed(storage: Storage, save_id: str, claimer: str) -> None:
 
 
 def has_claim(storage: Storage, save_id: str) -> bool:
-    """Return whether the generation is claimed: it was neither published nor given up."""
+    """Return True if the generation is claimed: neither finished nor given up."""
     with suppress(FileNotFoundError):
         storage.size(f"{folder_of(save_id)}/{CLAIM}")
         return True
@@ -347,7 +345,8 @@ def has_claim(storage: Storage, save_id: str) -> bool:
 
 
 def counting(storage: Storage) -> str | None:
-    """Return the save id that counts; None also if the manifest cannot be read, or is of a newer version."""
+    """Return the id of the current save, or None if there is no manifest, or it is unreadable or of
+    a newer version."""
     try:
         return published(storage)
     except CheckpointError:
@@ -355,8 +354,9 @@ def counting(storage: Storage) -> str | None:
 
 
 def replaced_by_save(storage: Storage, names: Collection[str], overwrite: bool) -> str | None:
-    """Return the id of what a save replaces where these files are: the save that counts, or one
-    whose manifest is damaged or lost. Raises CheckpointExistsError if it may not."""
+    """Return the id of the save that a new one would replace: the current one, or else the newest
+    whose manifest is damaged or lost. Raises CheckpointExistsError if there is one and `overwrite`
+    is False."""
     found = counting(storage) or max(without_claim(names), default="").removeprefix("data-") or None
     if found is not None and not overwrite:
         raise CheckpointExistsError(
@@ -367,18 +367,18 @@ def replaced_by_save(storage: Storage, names: Collection[str], overwrite: bool) 
 
 
 def unpublish(storage: Storage, save_ids: Collection[str], only: str | None) -> bool:
-    """Make sure that no generation counts, so that an interrupted removal does not look like a lost
-    manifest. Returns False, and changes nothing, if a save other than `only` now counts.
-    """
+    """Remove the manifest, so that no generation is current and an interrupted removal does not
+    look like a lost manifest. Returns False, and keeps the manifest, if a save other than `only` is
+    current."""
     if not _may_retract(storage, only):
         return False
     for save_id in save_ids:
-        with suppress(CheckpointNotFoundError):  # another process has removed it
-            storage.publish(f"{folder_of(save_id)}/{CLAIM}", b"{}")  # of no process
-    if not _may_retract(storage, only):  # one that began and ended since `save_ids` were listed
+        with suppress(CheckpointNotFoundError):  # another process has removed the folder
+            storage.publish(f"{folder_of(save_id)}/{CLAIM}", b"{}")  # a claim of no process
+    if not _may_retract(storage, only):  # a save began and ended since `save_ids` were listed
         return False
     storage.delete(HF_INDEX)
-    storage.retract(MANIFEST)  # which makes both durable
+    storage.retract(MANIFEST)  # makes both removals durable
     return True
 
 
@@ -390,11 +390,11 @@ def _may_retract(storage: Storage, only: str | None) -> bool:
 
 
 def remove_dead(storage: Storage, *, dry_run: bool = False) -> list[str]:
-    """Remove generations that neither count nor are being written, except data whose manifest was
-    lost. Returns their save ids. With `dry_run`, only returns them.
+    """Remove generations that are neither current nor being written, except data whose manifest was
+    lost. Returns their save ids. With `dry_run`, only returns the ids.
 
-    A save publishes its manifest before it releases its claim. So where a claim is gone, the
-    manifest that is read *after* seeing that names this generation, or one that came later.
+    A save publishes its manifest before it releases its claim. So if a claim is gone, a manifest
+    that is read *after* that names this generation or a later one.
     """
     names = storage.names()
     by_id = generations_in(names)
@@ -410,7 +410,7 @@ def remove_dead(storage: Storage, *, dry_run: bool = False) -> list[str]:
             removed.append(save_id)
     if removed and not dry_run and published(storage) is None:
         _remove_index_of(storage, {folder_of(save_id) for save_id in removed})
-    if not running:  # of several saves it is not known whose an unfinished manifest is: the last to end cleans up
+    if not running:  # an unfinished manifest may belong to any running save, so the last save to end removes it
         for name in filter(is_temporary, names):
             if name.startswith((MANIFEST, HF_INDEX)):
                 storage.delete(name)
@@ -418,7 +418,7 @@ def remove_dead(storage: Storage, *, dry_run: bool = False) -> list[str]:
 
 
 def generations_in(names: Iterable[str]) -> dict[str, list[str]]:
-    """Save id -> names of the files of its generation; other files with such names are foreign."""
+    """Return the names of each generation's files by save id. Files outside of such folders are foreign."""
     by_id: dict[str, list[str]] = {}
     for name in names:
         folder, slash, _ = name.partition("/")
@@ -428,13 +428,12 @@ def generations_in(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def remove_empty(storage: Storage, others: Collection[str] = ()) -> None:
-    """Remove generations that hold nothing: folders of saves that were killed before they made
-    their claim.
+    """Remove empty generations, left by saves that were killed before they made their claim.
 
-    A save that is just making its claim makes its folder again.
+    A save that is just making its claim creates its folder again.
 
     Args:
-        others: folders that may go, too, if they are empty.
+        others: folders to remove, too, if they are empty.
     """
     for folder in storage.empty_folders():
         if is_generation(folder) or folder in others:
@@ -442,8 +441,8 @@ def remove_empty(storage: Storage, others: Collection[str] = ()) -> None:
 
 
 def remove(storage: Storage, save_id: str, names: list[str] | None = None) -> None:
-    """Remove a generation. Its claim is removed last, after all other deletions are durable: data
-    without a claim counts as a save whose manifest was lost."""
+    """Remove a generation. Its claim is removed last, after all other deletions are durable,
+    because data without a claim looks like a save whose manifest was lost."""
     claim = f"{folder_of(save_id)}/{CLAIM}"
     names = storage.names(f"{folder_of(save_id)}/") if names is None else names
     *some, last = [name for name in names if name != claim] or [claim]
@@ -454,30 +453,30 @@ def remove(storage: Storage, save_id: str, names: list[str] | None = None) -> No
         last = claim
     storage.delete(last)
     removed: list[str] = []
-    while (late := storage.names(f"{folder_of(save_id)}/")) and late != removed:  # of a rank that continued late
+    while (late := storage.names(f"{folder_of(save_id)}/")) and late != removed:  # files of a rank that still wrote
         for name in late:
             storage.delete(name)
         removed = late
 
 
 def is_alive(storage: Storage, save_id: str, names: list[str]) -> bool:
-    """Return whether a process may still be writing the generation, whose files are `names`."""
+    """Return True if a process may still be writing the generation. `names` are its files."""
     name = f"{folder_of(save_id)}/{CLAIM}"
-    if name not in names:  # a claim is made before anything else and removed last
+    if name not in names:  # the claim is made first and removed last
         return all(map(is_temporary, names)) and time.time() - _began(save_id) < CLAIMING_S
     return liveness.may_be_alive(liveness.read_lease(storage, name), save_id)
 
 
 def _began(save_id: str) -> float:
-    """Return when the save began, in seconds since 1970; 0 if that is no save id."""
+    """Return the time at which the save began, in seconds since 1970. Returns 0 for an invalid save id."""
     try:
         return int(save_id.partition("-")[0], 16) / 1000
     except ValueError:
         return 0.0
 
 
-# The index beside a native checkpoint of one file of a model's full tensors, for Hugging Face tools:
-# they read no manifest. Older releases also wrote it beside nested states.
+# For Hugging Face tools, which read no manifest: an index beside a native checkpoint that has one
+# file with a model's full tensors. Older releases also wrote it for nested states.
 #
 # {"metadata": {"total_size": 96}, "weight_map": {"w": "data-<save id>/00000.safetensors"}}
 
@@ -488,16 +487,16 @@ class _Index(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def _remove_index_of(storage: Storage, folders: Collection[str]) -> None:
-    """Remove the index of a checkpoint whose manifest was deleted, if it names these folders."""
-    with suppress(CheckpointNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):  # there is none of ours
+    """Remove the index of a checkpoint whose manifest was deleted, if it names only files in these folders."""
+    with suppress(CheckpointNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):  # no index of ours
         index = msgspec.json.decode(storage.read(HF_INDEX), type=_Index)
         if index.weight_map and all(file.partition("/")[0] in folders for file in index.weight_map.values()):
             storage.delete(HF_INDEX)
 
 
 def index_problem(native: NativeFacts) -> str | None:
-    """Return how the index would lead Hugging Face tools to other tensors than the manifest names;
-    None if there is no problem."""
+    """Return how the index would make Hugging Face tools read other tensors than the manifest
+    names, or None if it would not."""
     if HF_INDEX not in native.storage.names(HF_INDEX):
         return None
     where = f"{native.storage.url.rstrip('/')}/{HF_INDEX}"
@@ -523,12 +522,12 @@ def index_problem(native: NativeFacts) -> str | None:
 
 
 def _weight_map(plan: SavePlan, files: Collection[str]) -> dict[str, str] | None:
-    """The file of every tensor; None unless there is one file, of full tensors."""
+    """Return the file of each tensor, or None unless a single file contains all tensors, in full."""
     if len(files) != 1:
         return None
     for assigned in plan.assignments:
         shape = plan.layout[assigned.names[0]].spec.shape
-        # what a rank takes must end between two tensors
+        # each rank's part must end between two tensors
         if (assigned.chunks.sizes != shape).any() or (assigned.ends % assigned.units.max(initial=1)).any():
             return None
     return dict.fromkeys(plan.layout, *files)

@@ -1,4 +1,5 @@
-"""Writes the data files of one rank or of several together: safetensors, streamed, with checksums and digests."""
+"""Writes a data file of one rank or of several ranks together: streamed safetensors, with checksums
+and digests."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from reshard.stored.safetensors_header import MAX_HEADER_BYTES, encode_header, e
 from reshard.stored.source import OnBytes
 
 _AT_ONCE_BYTES = 512 << 10
-"""Bytes that are hashed, and then written while they are still in a cache."""
+"""This many bytes are written, and then hashed while they are still in a CPU cache."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,9 @@ class Entry:
     spec: TensorSpec
     """Spec of the full tensor."""
     box: Box
-    """The region of it that the array holds, in global coordinates."""
+    """The box of the tensor that the array contains, in global coordinates."""
     tensor: torch.Tensor
-    """The elements, with the box's sizes, on any device and with any strides."""
+    """The elements, with the box's sizes, on any device, with any strides."""
 
 
 def write_file(
@@ -52,16 +53,15 @@ def write_file(
     """Write `entries` as one safetensors file, and its block checksums beside it. Both are durable
     on return.
 
-    Large elements come first, so that every array is aligned to its item size.
+    Entries with the largest elements come first, so that every array is aligned to its item size.
 
     Args:
-        lanes: by which entries on devices come to the host; those of other devices are copied one
-            after another.
-        stage_bytes: for elements that are not in row-major order, or not on the CPU, on their way
-            to the file.
-        digests: leave digests of the blocks of every array, too, for later saves.
+        lanes: streams that copy entries from devices to the host. Without a stream for its device,
+            one entry is copied after another.
+        stage_bytes: memory for elements that are not in row-major order or not on the CPU.
+        digests: also write digests of the blocks of every array, for later saves.
 
-    Raises FormatError if two entries have one key; StorageError if the storage fails.
+    Raises FormatError if two entries have the same key, and StorageError if the storage fails.
     """
     ordered = sorted(entries, key=lambda entry: -entry.spec.itemsize)
     header = encode_header((entry_key(entry.spec, entry.box), entry.spec.dtype, entry.box.sizes) for entry in ordered)
@@ -90,8 +90,8 @@ def write_pieces(
     on_bytes: OnBytes | None = None,
     seen: Callable[[memoryview], object] | None,
 ) -> FileRecord:
-    """Write a data file front to end, and its block checksums: its header, then arrays of these
-    sizes, in pieces. `seen` is called with all that is written."""
+    """Write a data file and its block checksums: first the header, then `nbytes` of arrays, in
+    pieces. Calls `seen` with everything that is written."""
     with storage.create(name) as out:
         sums = BlockSums(out, len(header) + nbytes, seen)
         sums.put(0, memoryview(header))
@@ -100,7 +100,7 @@ def write_pieces(
 
 
 def recorded(storage: Storage, name: str, header_bytes: int, sums: BlockSums) -> FileRecord:
-    """Write the block checksums beside a complete data file."""
+    """Write the block checksums of a complete data file, and return the file's record."""
     checksums = np.fromiter(sums.blocks.values(), "<u8").tobytes()
     with storage.create(f"{name}.sums") as out:
         out.write(checksums)
@@ -108,12 +108,12 @@ def recorded(storage: Storage, name: str, header_bytes: int, sums: BlockSums) ->
 
 
 def _in_file_order(plan: SavePlan, rank: int) -> list[WriteItem]:
-    """Return the arrays of a rank's file, in the order in which they are written."""
+    """Return the arrays of a rank's file, in the order in which they are stored."""
     return sorted(plan.items(rank), key=lambda item: -plan.layout[item.fqn].spec.itemsize)
 
 
 def header_of(plan: SavePlan, rank: int) -> bytes:
-    """Return the header of a rank's file. It follows from the plan, as do the arrays."""
+    """Return the header of a rank's file, which follows from the plan."""
     specs = plan.layout.specs
     return encode_header(
         (entry_key(specs[item.fqn], item.box), specs[item.fqn].dtype, item.box.sizes)
@@ -122,32 +122,33 @@ def header_of(plan: SavePlan, rank: int) -> bytes:
 
 
 def arrays_of(plan: SavePlan, rank: int, header_bytes: int) -> list[tuple[str, Box, int, int]]:
-    """(tensor, region, first byte, one past the last) of every array in a rank's file."""
+    """Return (FQN, box, first byte, one past the last byte) of every array in a rank's file."""
     items = _in_file_order(plan, rank)
     starts = accumulate((item.nbytes for item in items), initial=header_bytes)
     return [(item.fqn, item.box, at, at + item.nbytes) for item, at in zip(items, starts)]
 
 
 class BlockSums:
-    """Passes bytes on to their places in a file, and digests each block of them."""
+    """Writes bytes to their positions in a file, and computes the digest of each block."""
 
     def __init__(self, out: Writer, nbytes: int, seen: Callable[[memoryview], object] | None = None) -> None:
-        """`nbytes`: of the whole file, which ends its last block; `seen` is called with all that passes."""
+        """`nbytes` is the size of the file, where the last block ends. `seen` is called with
+        everything that is written."""
         self._out, self.nbytes, self._seen = out, nbytes, seen
         self._state = xxhash.xxh3_64()
         self._start = self.stop = 0
         self.blocks: dict[int, int] = {}
-        """Number of a block -> the digest of a block that was written completely."""
+        """Digest by block number, for blocks that were written completely."""
         self.edges: list[WrittenRange] = []
 
     def put(self, at: int, data: memoryview) -> None:
-        """Write the bytes from position `at` on; only a `PlacedWriter` takes others than those that follow the last."""
+        """Write bytes at position `at`. Only a `PlacedWriter` can leave the previous position."""
         if at != self.stop:
             self.close()
             assert isinstance(self._out, PlacedWriter)
             self._start = self.stop = self._out.at = at
         while data:
-            # written first, up to the end of a block: then its digests find it in a cache
+            # write up to the end of a block first: then its bytes are in a cache for the digests
             some = data[: self.stop // BLOCK_BYTES * BLOCK_BYTES + max(_AT_ONCE_BYTES, BLOCK_BYTES) - self.stop]
             data = data[len(some) :]
             self._out.write(some)
@@ -157,7 +158,7 @@ class BlockSums:
                 some = some[len(piece) :]
                 if self._seen is not None:
                     self._seen(piece)
-                if len(piece) == BLOCK_BYTES:  # as nearly all have: so none was begun
+                if len(piece) == BLOCK_BYTES:  # as most are: then none was begun
                     self.blocks[self._start // BLOCK_BYTES] = xxhash.xxh3_64_intdigest(piece)
                     self._start = self.stop = end
                     continue
@@ -172,7 +173,7 @@ class BlockSums:
         pieces: Iterable[memoryview],
         on_bytes: OnBytes | None,
     ) -> None:
-        """Write pieces into runs (first byte, length) one after another: the last bytes that pass."""
+        """Write pieces one after another into runs (first byte, length)."""
         places, at, left = iter(runs), 0, 0
         for piece in pieces:
             done = 0
@@ -187,7 +188,7 @@ class BlockSums:
         self.close()
 
     def close(self) -> None:
-        """End the current run of bytes, whose last ones may be only a part of a block."""
+        """End the current run, whose last block may be incomplete."""
         if self._start == self.stop:
             return
         digest = self._state.intdigest()
@@ -199,34 +200,32 @@ class BlockSums:
         self._start = self.stop
 
 
-# Writes one data file of several ranks of a machine: each puts its own arrays where
-# they belong.
+# Several ranks on a host write one data file: each writes its own arrays at their positions.
 #
-#     header: rows of rank 0 | of rank 1    8-byte elements of rank 0 | of rank 1    4-byte elements of rank 0 | of
-# rank 1
+#     header: rows of rank 0 | rank 1    8-byte elements of rank 0 | rank 1    4-byte elements of rank 0 | rank 1
 #
-# Larger elements come first, whichever rank has them, so that every array is aligned to its item size.
-# Ranks exchange how many bytes they have of each item size, and then how long their rows
-# are: so each knows where its own belong. A block whose bytes several of them wrote is hashed by
-# the first one, which reads it back and compares each rank's bytes with the digest that this rank
-# took of them before it wrote them.
+# The largest elements of all ranks come first, so that every array is aligned to its item size.
+# Ranks exchange how many bytes they have of each item size, and then the lengths of their header
+# rows. From these, each computes the positions of its own. If several ranks wrote parts of a block,
+# the first rank in the group hashes it: it reads the block back, and compares each rank's bytes
+# with the digest that this rank computed before writing.
 
 
 @dataclass(frozen=True)
 class FileGroup:
-    """The ranks of one machine that write one file."""
+    """The ranks on one host that write one file."""
 
     ranks: tuple[int, ...]
-    """The ranks, ascending. The file has the name of the first."""
+    """The ranks, ascending. The file is named after the first."""
     place: int
-    """This rank's number in the group."""
+    """This rank's index in `ranks`."""
     tell: Callable[[bytes], list[bytes]]
-    """Collective: what each of them says, in their order."""
+    """Collective: send bytes to all of these ranks, and return those of all, in the order of `ranks`."""
 
 
 @dataclass(frozen=True)
 class CommonFile:
-    """The file that was written."""
+    """The written file."""
 
     record: FileRecord
     ranks: tuple[int, ...]
@@ -234,40 +233,40 @@ class CommonFile:
 
 
 class WrittenRange(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes of a file that one rank wrote."""
+    """A byte range of a file that one rank wrote."""
 
     start: int
     stop: int
     digest: int
-    """XXH3-64, taken before they were written."""
+    """XXH3-64, computed before the bytes were written."""
 
 
 class _WriteReport(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank reports about what it wrote."""
+    """What a rank reports after writing."""
 
     edges: list[WrittenRange]
-    """Ranges in blocks that this rank shares with others."""
+    """Ranges in blocks that this rank shares with other ranks."""
     sums: list[WrittenRange]
-    """Ranges in the file of sums, for blocks that only this rank wrote."""
+    """Ranges in the file of checksums, for blocks that only this rank wrote."""
 
 
 @dataclass(frozen=True)
 class _Shape:
-    """The structure of the file, and which part of it is this rank's."""
+    """The structure of the file, and this rank's part of it."""
 
     nbytes: int
     header_bytes: int
     ranks: tuple[int, ...]
-    """The ranks that have arrays in the file."""
+    """The ranks with arrays in the file."""
     header: list[tuple[int, bytes]]
-    """This rank's part of the header, by position."""
+    """This rank's parts of the header, each with its position."""
     runs: list[Range]
-    """Where its elements go: first byte and length of each run, in the order in which they come."""
+    """Where this rank's elements are stored: first byte and length of each run, in order."""
 
 
 def places(held: Sequence[dict[int, int]]) -> list[dict[int, int]]:
-    """Return where the bytes of each rank begin, counted from the end of the header, by item size;
-    `held` says how many each has."""
+    """Return, for each rank, where its bytes of each item size begin, counted from the end of the
+    header. `held` is the number of bytes of each rank by item size."""
     out: list[dict[int, int]] = [{} for _ in held]
     at = 0
     for size in sorted({size for row in held for size in row}, reverse=True):
@@ -287,15 +286,15 @@ def write_common_file(
     stage_bytes: int = STAGE_BYTES,
     on_bytes: OnBytes | None = None,
 ) -> CommonFile | None:
-    """Write this rank's `entries` into the safetensors file that the ranks of `file_group` write
-    together, and what it knows of the checksums beside it. Collective among them, also for a rank
-    that has no entries.
+    """Write this rank's `entries` into the safetensors file that the ranks of `file_group` share,
+    and its part of the checksums. Collective, also for ranks without entries.
 
-    Returns the result on the first rank of them, when all have written and all is durable; None on
-    the others, and if no rank had any.
+    On the first rank of the group, returns the result after all ranks have written durably. Returns
+    None on the others, and if no rank has entries.
 
-    Raises FormatError if two arrays of this rank have one key, or the header would be larger than
-    other tools read; StorageError if the storage fails, or bytes are not what some rank wrote.
+    Raises FormatError if two arrays of this rank have the same key, or the header would be larger
+    than other tools read. Raises StorageError if the storage fails, or stored bytes differ from
+    what a rank wrote.
     """
     ordered = sorted(entries, key=lambda entry: -entry.spec.itemsize)
     shape = _agreed(name, ordered, file_group)
@@ -366,7 +365,7 @@ def _write(
 
 
 def _consecutive(blocks: dict[int, int]) -> Iterator[tuple[int, list[int]]]:
-    """Return runs of consecutive blocks: the number of the first, and the digests."""
+    """Yield each run of consecutive blocks: the number of its first block, and the digests."""
     for _, run in groupby(enumerate(sorted(blocks)), key=lambda row: row[1] - row[0]):
         numbers = [number for _, number in run]
         yield numbers[0], [blocks[number] for number in numbers]
@@ -377,7 +376,7 @@ def _sums_bytes(nbytes: int) -> int:
 
 
 def _closed(storage: Storage, name: str, nbytes: int, wrote: dict[int, _WriteReport]) -> bytes:
-    """Add the sums of blocks that several ranks wrote to, and return those of all blocks."""
+    """Add the checksums of blocks that several ranks wrote. Return the checksums of all blocks."""
     divided: dict[int, list[tuple[WrittenRange, int]]] = {}
     for rank, one in wrote.items():
         for edge in one.edges:
@@ -389,7 +388,7 @@ def _closed(storage: Storage, name: str, nbytes: int, wrote: dict[int, _WriteRep
             for edge, rank in sorted(edges, key=lambda row: row[0].start):
                 _check(storage, name, rank, edge, data[edge.start - block * BLOCK_BYTES :], at)
                 at = edge.stop
-            assert at == block * BLOCK_BYTES + len(data)  # the places of all ranks make up the file
+            assert at == block * BLOCK_BYTES + len(data)  # the ranges of all ranks make up the file
             out.at = 8 * block
             out.write(xxhash.xxh3_64_intdigest(data).to_bytes(8, "little"))
     sums = storage.read(f"{name}.sums")
@@ -407,8 +406,8 @@ def _check(storage: Storage, name: str, rank: int, wrote: WrittenRange, found: m
         )
 
 
-# Blocks: a digest of each MiB of the arrays of a data file, by which a later save sees what it need
-# not write again.
+# Digests of blocks: one for each MiB of the arrays in a data file. With them, a later save finds
+# out what it need not write again.
 #
 #     array of the file        00003.safetensors.blocks
 #     +-----------+
@@ -417,32 +416,33 @@ def _check(storage: Storage, name: str, rank: int, wrote: WrittenRange, found: m
 #     |  block 1  |            ...
 #     +-----------+
 #
-# Blocks are boxes of the array, not bytes of the file, so that a rank with all elements of one
-# can compute its digest, however the tensor is sharded at that time. A probe is a digest of the first few
-# bytes: where these differ, no more need be read.
+# Blocks are boxes of the array, not byte ranges of the file. So a rank that holds all elements of a
+# block can compute its digest under any sharding. A probe is the digest of the first few bytes: if
+# it differs, the rest need not be read.
 
 
 DIGEST_BLOCK_BYTES = 1 << 20
-"""A block has at most this many bytes, or one element."""
+"""Largest size of a block, unless one element is larger."""
 PROBE_BYTES = 256
 _VERSION = 2
 _RECORD = np.dtype([("probe", "<u8"), ("digest", "V16")])
 
 Digests = npt.NDArray[np.void]
-"""A record (probe, digest) for each block."""
+"""A record (probe, digest) per block."""
 
 
 def blocks_of(box: Box, itemsize: int) -> list[Box]:
-    """The blocks of an array of these elements, in row-major order: some rows, or rows of rows, of
-    at most 1 MiB.
+    """Return the blocks of an array in row-major order: each some rows, or rows of rows, of at most
+    1 MiB.
 
-    A function of the box and the item size alone. Where it changes, files of blocks need another name.
+    Depends only on the box and the item size. If this function changes, files of digests need
+    another name.
     """
     return [] if box.is_empty else list(_cut(box, 0, itemsize))
 
 
 def _cut(box: Box, dim: int, itemsize: int) -> Iterator[Box]:
-    """Yield the blocks of a box whose dims before `dim` have one index each."""
+    """Yield the blocks of a box whose dims before `dim` have size 1."""
     inner = itemsize * math.prod(box.sizes[dim + 1 :])
     if dim == box.ndim or box.sizes[dim] * inner <= DIGEST_BLOCK_BYTES:
         yield box
@@ -457,15 +457,15 @@ def _cut(box: Box, dim: int, itemsize: int) -> Iterator[Box]:
 
 
 def probe_of(head: bytes | memoryview) -> int:
-    """Return the probe of a block that begins with these bytes."""
+    """Return the probe of a block, given its first bytes."""
     return xxhash.xxh3_64_intdigest(head[:PROBE_BYTES])
 
 
 class BlockDigests:
-    """Digests passing bytes."""
+    """Computes digests of blocks whose bytes are passed in order."""
 
     def __init__(self, lengths: Iterable[int]) -> None:
-        """`lengths` are those of the blocks that will pass, in bytes, none of them 0."""
+        """`lengths` are the sizes of the blocks in bytes, in order, none of them 0."""
         self._lengths = iter(lengths)
         self._state = xxhash.xxh3_128()
         self._head = b""
@@ -473,7 +473,7 @@ class BlockDigests:
         self._found: list[tuple[int, bytes]] = []
 
     def write(self, data: memoryview) -> None:
-        """Block by block."""
+        """Add the next bytes."""
         at = 0
         while at < len(data):
             piece = data[at : at + self._left]
@@ -499,24 +499,24 @@ class BlockDigests:
 
 
 class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A file of digests. Those of the first releases, with other fields, are rejected."""
+    """A file of digests. Files of the first releases, which have other fields, are rejected."""
 
     version: int
     body: bytes
     digest: bytes
-    """XXH3-128 of the body, which is all that the file says."""
+    """XXH3-128 of the body."""
 
 
 class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_bytes: int
     sums: str
-    """Of the data file, as its manifest has it: these digests are of no other bytes."""
+    """The `sums` of the data file in its manifest. It ties the digests to that file's bytes."""
     starts: list[int]
     counts: list[int]
     records: bytes
 
     def __post_init__(self) -> None:
-        """Raises ValueError, which becomes an error of the parser, for what no save writes."""
+        """Raise ValueError for values that no save writes. The parser turns it into its own error."""
         if self.block_bytes != DIGEST_BLOCK_BYTES:
             raise ValueError(f"its blocks have up to {self.block_bytes} bytes, not {DIGEST_BLOCK_BYTES}")
         if len(self.starts) != len(self.counts) or min([*self.starts, *self.counts], default=0) < 0:
@@ -527,25 +527,25 @@ class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class BlockTable:
-    """The digests of a data file, as read from its `.blocks`.
+    """The digests of a data file, as read from its `.blocks` file.
 
     The file is a MessagePack map: `version` (2), `body`, and `digest`, the XXH3-128 of the body.
     The body is a map: `block_bytes` (1048576), `sums` of the data file as in its manifest, `starts`
-    and `counts` of the arrays (first byte, number of blocks), and `records`. A writer ignores a
-    file of another version, or whose digest or `sums` do not match.
+    and `counts` of the arrays (first byte, number of blocks), and `records`. Writers ignore files
+    of another version, or whose digest or `sums` do not match.
 
-    A block is a box of the array: the full array if it has at most `block_bytes` bytes; else as
-    many consecutive indices of the first dim as fit; if not even one fits, each index, divided the
-    same way in the next dim. A record is the XXH3-64 of the block's first 256 bytes and the
-    XXH3-128 of all of it.
+    A block is a box of the array: the full array if it has at most `block_bytes` bytes; otherwise,
+    as many consecutive indices of the first dim as fit; if not even one fits, each index, divided
+    the same way in the next dim. A record consists of the XXH3-64 of the block's first 256 bytes
+    and the XXH3-128 of the complete block.
     """
 
     records: Digests
     first: dict[int, tuple[int, int]]
-    """First byte of an array in the file -> the number of its first block, and how many it has."""
+    """First byte of each array in the file -> the number of its first block, and the number of its blocks."""
 
     def of_array(self, start: int, blocks: Sequence[Box]) -> Digests | None:
-        """The digests of an array that has these blocks; None if there are none of it."""
+        """Return the digests of the array at byte `start`, or None if there are none for these blocks."""
         at, count = self.first.get(start, (0, 0))
         return self.records[at : at + count] if count == len(blocks) else None
 
@@ -553,18 +553,18 @@ class BlockTable:
 def write_blocks(
     storage: Storage, name: str, sums: str, starts: Sequence[int], counts: Sequence[int], digests: Digests
 ) -> None:
-    """Store the digests of the arrays that begin at `starts` in the data file `name`. `sums` is what
-    the manifest says of its checksums."""
+    """Store the digests of the arrays that begin at `starts` in the data file `name`. `sums` is
+    that of the file's record in the manifest."""
     body = msgspec.msgpack.encode(_Body(DIGEST_BLOCK_BYTES, sums, list(starts), list(counts), digests.tobytes()))
     with storage.create(f"{name}.blocks") as out:
         out.write(msgspec.msgpack.encode(_Sealed(_VERSION, body, xxhash.xxh3_128_digest(body))))
 
 
 def read_blocks(storage: Storage, name: str, sums: str) -> BlockTable:
-    """The digests of the data file `name`, of which the manifest says `sums`.
+    """Read the digests of the data file `name`, whose record in the manifest has these `sums`.
 
-    Raises CheckpointNotFoundError if there are none; CorruptCheckpointError if they are not valid:
-    they were changed, are of other bytes, or are such as the first releases wrote.
+    Raises CheckpointNotFoundError if there are none. Raises CorruptCheckpointError if they are
+    invalid: they were changed, belong to other bytes, or were written by one of the first releases.
     """
     data = storage.read(f"{name}.blocks")
     try:
@@ -574,7 +574,7 @@ def read_blocks(storage: Storage, name: str, sums: str) -> BlockTable:
         found = msgspec.msgpack.decode(sealed.body, type=_Body)
         if found.sums != sums:
             raise ValueError("it belongs to another file")
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # text that is no UTF-8 is a ValueError
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # invalid UTF-8 is a ValueError
         raise CorruptCheckpointError(f"{storage.url}: {name}.blocks cannot be relied on: {error}") from None
     ends = accumulate(found.counts, initial=0)
     first = {start: (at, count) for start, at, count in zip(found.starts, ends, found.counts, strict=False)}

@@ -25,31 +25,31 @@ from reshard.version import __version__
 #     data-<save id>/00000.safetensors           what rank 0 wrote
 #     data-<save id>/00000.safetensors.sums      a checksum for each 64 KiB of it
 #
-# Version 2 has, beside these, files of earlier saves that still hold some of the elements, or a
-# table of many files.
+# In version 2, there can also be files of earlier saves that still contain some of the elements,
+# and a table of many files.
 #
-# Which rank wrote which region is not listed: it follows from the layouts by the same
-# deterministic save plan that the ranks wrote by. `docs/format.md` is the specification.
+# The manifest does not list which rank wrote which region: that follows from the layouts, by the
+# deterministic save plan that the ranks used. `docs/format.md` is the specification.
 
 
 MANIFEST = "manifest.json"
 HF_INDEX = "model.safetensors.index.json"
 """Written beside the manifest for Hugging Face tools, if one rank holds every full tensor of a bare model."""
 VERSION = 3
-"""The newest that is known. Written is the oldest that says everything."""
+"""The newest version that can be read. A save writes the oldest version that can express it."""
 STAGE_BYTES = 32 << 20
-"""Default memory for elements that are not in row-major order, or not on the CPU, on their way to the file."""
+"""Default memory for elements that are not in row-major order or not on the CPU."""
 BLOCK_BYTES = 64 << 10
-"""Bytes of a data file that one checksum covers."""
+"""Bytes of a data file per checksum."""
 _MAX_HEADER_BYTES = 1 << 30
 _MAX_RANKS = 1 << 20
 _MAX_ELEMENTS = 1 << 56
-"""Their bytes, and those of some thousand replicas of them, can still be counted in 63 bits."""
+"""Even with thousands of replicas, the number of their bytes fits in 63 bits."""
 _AXIS_SIZE = re.compile(r"=\s*(\d{1,30})")
 GENERATION = re.compile(r"data-[0-9a-f]{12}-[0-9a-f]{12}/")
-"""Files of a save, see `reshard.native.commit`."""
+"""Prefix of the files of a save: see `reshard.native.commit`."""
 _FILE = re.compile(GENERATION.pattern + r"(?:from-[0-9a-f]{12}-[0-9a-f]{12}/)?\w[\w.-]*", re.ASCII)
-"""The first checkpoints of version 2 have a folder for each earlier save."""
+"""The first checkpoints of version 2 have a subfolder for each earlier save."""
 
 SaveId = Annotated[str, Meta(pattern=r"\A[0-9a-f]{12}-[0-9a-f]{12}\Z")]
 FileName = Annotated[str, Meta(pattern=rf"\A(?a:{_FILE.pattern})\Z")]
@@ -67,14 +67,14 @@ class PartsRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def entry_key(spec: TensorSpec, box: Box) -> str:
-    """Return the name of a region of a tensor in a data file: the tensor's own name for a full tensor."""
+    """Return the key of a box of a tensor in a data file: the FQN for the full tensor."""
     if box.sizes == spec.shape:
         return spec.fqn
     return f"{spec.fqn}#{','.join(f'{o}:{o + s}' for o, s in zip(box.offsets, box.sizes))}"
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All of a checkpoint except the bytes of its tensors. See `docs/format.md` for the meaning of each field."""
+    """Everything in a checkpoint except the bytes of its tensors. See `docs/format.md` for the fields."""
 
     reshard: Literal["checkpoint"] = "checkpoint"
     version: int = 1
@@ -84,7 +84,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     block_bytes: BlockBytes = BLOCK_BYTES
     divide_above_bytes: int
     files: dict[Rank, FileRecord]
-    """Files by the rank whose arrays they have."""
+    """Rank -> the file with its arrays."""
     layout: dict[str, Any]
     paths: dict[str, list[Any]] = {}
     containers: list[tuple[list[Any], str]] = []
@@ -94,25 +94,25 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     aliases: dict[str, str] = {}
     fingerprints: dict[str, str] = {}
     subset: list[str] | None = None
-    """The globs that chose what was saved, where that was not everything."""
+    """If only a part of the state was saved: the globs that selected it."""
     parts: dict[Rank, PartsRecord] | UnsetType = UNSET
-    """By rank: what it did not write, since an earlier save has it. Of version 2, as is the next."""
+    """Version 2. By rank: what it did not write, because an earlier save contains it."""
     linked: list[LinkedRecord] | UnsetType = UNSET
-    """Data files of earlier saves, which are in this folder, too."""
+    """Version 2. Data files of earlier saves, which are linked into this folder."""
     table: TableRecord | UnsetType = UNSET
-    """Of version 2, too: where there are many files, a table has them, and `files` is empty."""
+    """Version 2. If there are many files: the table that lists them. `files` is then empty."""
 
     @property
     def tables(self) -> dict[str, PartsRecord]:
-        """`parts`, {} where every rank has written all that is its."""
+        """`parts`, or {} if every rank wrote all of its arrays."""
         return {} if self.parts is UNSET else self.parts
 
     def __post_init__(self) -> None:
-        """Raises ValueError, which becomes an error of the parser, for what no save writes."""
+        """Raise ValueError for values that no save writes. The parser turns it into its own error."""
         for rank, row in ((rank, row) for by_rank in self.per_rank.values() for rank, row in by_rank.items()):
             if set(row) not in ({"tensor"}, {"object"}) or not isinstance(row.get("tensor", ""), str):
                 raise ValueError(f"the value of rank {rank} is neither a tensor nor an object: {str(row)[:80]}")
-        # a damaged manifest must not take all memory before the damage is found
+        # find damage before a damaged manifest can exhaust memory
         forms = self.layout.get("forms")
         meshes = [f.get("mesh") for f in forms if isinstance(f, dict)] if isinstance(forms, list) else []
         sizes = [math.prod(map(int, _AXIS_SIZE.findall(mesh))) for mesh in meshes if isinstance(mesh, str)]
@@ -130,17 +130,18 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 CLAIM = "claim.json"
-"""The file in the folder of a save that says who writes there. The save removes it after its manifest is published."""
+"""A file in a save's folder that says which process is writing there. The save removes it after it
+publishes its manifest."""
 
 
 def without_claim(names: Collection[str]) -> list[str]:
-    """The folders with files of saves that have ended, in order: a manifest names them, or was lost."""
+    """Return the folders with files of ended saves, sorted. A manifest names them or was lost."""
     data = {name.partition("/")[0] for name in names if _FILE.fullmatch(name)}
     return sorted(folder for folder in data if f"{folder}/{CLAIM}" not in names)
 
 
 def is_generation(folder: str) -> bool:
-    """Return True if a folder, by its name, belongs to a save."""
+    """Return True if a folder's name is that of a generation."""
     return GENERATION.fullmatch(f"{folder.rpartition('/')[2]}/") is not None
 
 
@@ -161,17 +162,17 @@ T = TypeVar("T")
 
 
 def encode_sealed(record: msgspec.Struct) -> bytes:
-    """Return the text of a manifest, or of another small file. The last field is a digest of all before it."""
+    """Encode a manifest or another small file as JSON. Its last field is a digest of everything before it."""
     body = msgspec.json.encode(record)[:-1]
     return body + _DIGEST % xxhash.xxh3_128_hexdigest(body).encode()
 
 
 def decode_sealed(data: bytes, kind: type[T], where: str = "", newest: int | None = None) -> T:
-    """Return what `encode_sealed` got. For manifests, see `read_manifest`.
+    """Decode the output of `encode_sealed`. For manifests, see `read_manifest`.
 
-    Raises msgspec.DecodeError; for a file of another kind ValidationError, its subclass. With
-    `newest`, FormatError for a newer version, which names the file as `where`; older ones have no
-    digest.
+    Raises msgspec.DecodeError, or its subclass ValidationError for a file of another kind. With
+    `newest`, raises FormatError for a newer version, with `where` as the file's name, and accepts
+    older versions without a digest.
     """
     body = data[:-_DIGEST_BYTES]
     tail = data[-_DIGEST_BYTES:]
@@ -195,14 +196,15 @@ def _newer(where: str, version: int, newest: int) -> NewerVersionError:
 
 
 def has_digest(storage: Storage) -> bool:
-    """Return True if the manifest has a digest of itself, which older versions lack."""
+    """Return True if the manifest has a digest of itself. Older versions have none."""
     return storage.read(MANIFEST)[-_DIGEST_BYTES:].startswith(_DIGEST_FIELD)
 
 
 def published(storage: Storage) -> str | None:
-    """Return the save id that counts, None if there is no manifest. Other errors: see `read_manifest`.
+    """Return the id of the current save, or None if there is no manifest. Other errors: see
+    `read_manifest`.
 
-    If the digest is right, the rest is not decoded: there may be a million tensors.
+    If the digest matches, only the id is decoded: there may be a million tensors.
     """
     try:
         found: str = read_manifest(storage, _SaveId).save_id
@@ -212,13 +214,13 @@ def published(storage: Storage) -> str | None:
 
 
 def read_manifest(storage: Storage, kind: Any = Manifest) -> Any:
-    """Return the manifest in `storage`, or as `kind` a part of it. Its digest must fit.
+    """Return the manifest in `storage`, or only the fields of `kind`. Checks the digest.
 
-    One without a digest, as older versions wrote it, is decoded whole. What is so damaged that it
-    does not look like one is an unknown field.
+    A manifest without a digest, from older versions, is decoded completely. If damage hides the
+    digest, it appears as an unknown field.
 
-    Raises CheckpointNotFoundError if there is none; FormatError for one of a newer version;
-    CorruptCheckpointError for one that was changed, or is no manifest.
+    Raises CheckpointNotFoundError if there is no manifest. Raises FormatError if its version is
+    newer. Raises CorruptCheckpointError if it was changed or is not a manifest.
     """
     data, where = storage.read(MANIFEST), f"{storage.url.rstrip('/')}/{MANIFEST}"
     try:
@@ -246,28 +248,28 @@ def read_manifest(storage: Storage, kind: Any = Manifest) -> Any:
 
 
 def refuse_newer(storage: Storage) -> None:
-    """Raise FormatError for a manifest of a newer version, which an older release must not replace."""
-    with suppress(CorruptCheckpointError):  # a damaged one may be replaced
+    """Raise FormatError if the manifest has a newer version: an older release must not replace it."""
+    with suppress(CorruptCheckpointError):  # a damaged manifest may be replaced
         read_manifest(storage, _Version)
 
 
-# The data files of a checkpoint: few are listed in the manifest, many in a table beside it, of
-# which one reads a page.
+# Records of data files: the manifest lists few files itself. Many are in a table beside it, which
+# is read by page.
 #
 #     manifest.json             which ranks' files there are, and a digest of each page
 #     data-<save id>/files      256 rows | 256 rows | ...    a row is lengths of a file and of its header, and a digest
 #
-# So who opens the checkpoint of 16,384 ranks reads of the table what it needs: one page for one
-# file.
+# So a process that opens a checkpoint of 16,384 ranks reads only the pages that it needs: one page
+# for one file.
 
 
 FEW_FILES = 256
-"""Up to this many are listed in the manifest itself."""
+"""The manifest itself lists at most this many files."""
 PAGE_ROWS = 256
 _ROW = np.dtype([("nbytes", "<u8"), ("header_bytes", "<u8"), ("sums", "V16")])
 _PAGE_BYTES = PAGE_ROWS * _ROW.itemsize
 _HEX = 16
-"""Digits of a page's digest."""
+"""Hex digits of a page's digest."""
 
 
 class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -277,12 +279,12 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Relative to the checkpoint's folder."""
     nbytes: int
     header_bytes: int
-    """Length of the safetensors header, its 8 length bytes included."""
+    """Length of the safetensors header, including the 8 bytes of its length."""
     sums: str
     """XXH3-128 of the sums file, in hex. Its name is that of the data file with `.sums` appended."""
 
     def block_bytes_or(self, others: int) -> int:
-        """Bytes that one of its checksums covers, where the manifest says `others` of all files."""
+        """Return the bytes per checksum of this file. `others` is the manifest's value for all files."""
         return others
 
 
@@ -290,9 +292,9 @@ class LinkedRecord(FileRecord, frozen=True, forbid_unknown_fields=True):
     """The manifest's record of an earlier save's data file."""
 
     live_bytes: int
-    """How many of its bytes are elements of this checkpoint."""
+    """Bytes that are elements of this checkpoint."""
     block_bytes: BlockBytes | UnsetType = UNSET
-    """Size of the blocks of its checksums, if it differs from that of the other files (version 3)."""
+    """Bytes per checksum, if it differs from that of the other files (version 3)."""
 
     def block_bytes_or(self, others: int) -> int:
         return others if self.block_bytes is UNSET else self.block_bytes
@@ -308,7 +310,7 @@ class TableRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """XXH3-64 of each page, in hex, concatenated."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError for ranks that do not ascend, or without a digest for each of their pages."""
+        """Raise ValueError if the ranks do not ascend or a page has no digest."""
         last = -1
         for first, step, count in self.ranks:
             if first <= last or step < 1 or not 1 <= count <= 1 << 20:
@@ -329,7 +331,7 @@ class TableRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def encode_table(name: str, records: Mapping[int, FileRecord]) -> tuple[TableRecord, bytes]:
-    """The table of the files that are called by these ranks, ascending, and what the manifest says of it."""
+    """Return the table of these files, by ascending rank, and its record for the manifest."""
     rows = [(record.nbytes, record.header_bytes, bytes.fromhex(record.sums)) for record in records.values()]
     data = np.array(rows, dtype=_ROW).tobytes()
     pages = (data[at : at + _PAGE_BYTES] for at in range(0, len(data), _PAGE_BYTES))
@@ -349,11 +351,10 @@ def _runs(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 class FileTable(Mapping[str, FileRecord]):
-    """All data files of a checkpoint that has a table, by name: those that its ranks wrote, in
-    their order, and those of earlier saves.
+    """All data files of a checkpoint with a table, by name: those of its ranks, in order, and those
+    of earlier saves.
 
-    Reads of the table what is asked for, once. Raises CorruptCheckpointError for a page that was
-    changed.
+    Reads each page when first needed. Raises CorruptCheckpointError for a page that was changed.
     """
 
     def __init__(self, storage: Storage, table: TableRecord, linked: Iterable[LinkedRecord] = ()) -> None:
@@ -372,7 +373,8 @@ class FileTable(Mapping[str, FileRecord]):
         return row if row >= 0 and self._name(row) == name else None
 
     def of_rank(self, rank: int) -> FileRecord | None:
-        """The file that has the arrays of a rank, if any has: one that several ranks wrote is called by the first."""
+        """Return the file with the arrays of a rank, or None. A file that several ranks wrote is
+        named after the first."""
         row = bisect_right(self._ranks, rank) - 1
         return self._at(row) if row >= 0 else None
 

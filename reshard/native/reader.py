@@ -1,4 +1,4 @@
-"""Reads the native format. The layouts say which file holds which region."""
+"""Reads the native format. The layouts determine which file contains which region."""
 
 from __future__ import annotations
 
@@ -50,26 +50,26 @@ T = TypeVar("T")
 
 
 class Share(NamedTuple):
-    """One of several parts of equal size."""
+    """One of `of` parts of equal size."""
 
     number: int
     of: int
 
     def among(self, things: Collection[T]) -> Iterator[T]:
-        """Yield the things of this part, which are next to one another."""
+        """Return the consecutive items of this part."""
         start, stop = (len(things) * number // self.of for number in (self.number, self.number + 1))
         return islice(things, start, stop)
 
 
 ALL = Share(0, 1)
 _MAX_HEADER_BYTES = 1 << 30
-"""A manifest that says more is damaged."""
+"""A larger value in a manifest is damage."""
 _MOST_NAMES, _MOST_PLACES = 3, 16
-"""How many tensors an error names, and at how many places it looks for them."""
+"""How many tensors an error names, and the most byte ranges in which it looks for them."""
 
 
 def detect(storage: Storage, names: Mapping[str, int]) -> bool:
-    """Return True if there is a native manifest, or native data beside a damaged or missing one."""
+    """Return True if there is a native manifest, or native data whose manifest is damaged or missing."""
     if any(GENERATION.match(name) for name in names):
         return True
     if MANIFEST not in names:
@@ -87,10 +87,10 @@ def is_replaced(native: NativeFacts) -> bool:
 
 
 def open(files: Files) -> Contents:
-    """Open the checkpoint, from its manifest alone: see `look_for_files`.
+    """Open the checkpoint from its manifest alone: see `look_for_files`.
 
-    Raises CheckpointNotFoundError if no save was ever finished here, CorruptCheckpointError for a
-    manifest that is lost, or of nonsense.
+    Raises CheckpointNotFoundError if no save was finished here. Raises CorruptCheckpointError if
+    the manifest is lost or contradicts itself.
     """
     storage, names = files.storage, files.listed
     if MANIFEST not in names:
@@ -147,9 +147,9 @@ def look_for_files(
     Without `check`, files may have other lengths.
 
     Args:
-        names: sizes of what was listed, by name; where only the top was, it has folders, with a
-            slash behind.
-        refuse: gets an error that names the file.
+        names: listed names with their sizes. If only the top level was listed, folders end with
+            "/".
+        refuse: called with an error that names the file.
     """
     storage, is_listed = native.storage, not any(name.endswith("/") for name in names)
     if not is_listed and share == ALL:
@@ -165,8 +165,8 @@ def look_for_files(
 
 
 def _lengths(native: NativeFacts, share: Share) -> Iterator[tuple[str, int]]:
-    """Return names and sizes of a share of the files beside the manifest: neighbors, whose rows are
-    neighbors, too."""
+    """Yield names and expected sizes of a share of the files beside the manifest. The share is
+    contiguous, so its rows in a table are, too."""
     manifest = native.manifest
     if manifest.table is not UNSET and share.number == 0:
         yield manifest.table.name, manifest.table.nbytes
@@ -179,7 +179,7 @@ def _lengths(native: NativeFacts, share: Share) -> Iterator[tuple[str, int]]:
 
 
 def check_inside(storage: Storage, file: str) -> None:
-    """Raise CorruptCheckpointError for a link out of the checkpoint's folder."""
+    """Raise CorruptCheckpointError if the file is a link to outside the checkpoint's folder."""
     if storage.is_link_outside(file):
         raise CorruptCheckpointError(
             f"{storage.url}: {file} is a link to outside the checkpoint's folder, and such links are not "
@@ -196,8 +196,8 @@ def _of_wrong_length(storage: Storage, file: str, nbytes: int, found: int | None
 
 @dataclass(eq=False)
 class Once(Generic[T]):
-    """The result of a function for a name, computed once, whichever thread asks first. Errors are
-    not kept."""
+    """Calls a function once per name and keeps the result, also if several threads ask at once.
+    Errors are not kept."""
 
     _make: Callable[[str], T]
     _made: dict[str, T] = field(default_factory=dict)
@@ -212,8 +212,8 @@ class Once(Generic[T]):
 
 
 class NativeFacts(Facts):
-    """What a load needs of a native checkpoint beyond its contents: data files, headers, checksums,
-    and tables of parts, each read when first needed."""
+    """What a load needs of a native checkpoint besides its contents: data files, headers,
+    checksums, and tables of parts. Each is read when first needed."""
 
     def __init__(self, sources: Files, manifest: Manifest, plan: SavePlan) -> None:
         self.storage, self.manifest, self.plan = sources.storage, manifest, plan
@@ -221,7 +221,7 @@ class NativeFacts(Facts):
         self.files: Mapping[str, FileRecord]
         """All data files, by name."""
         self._file_of: Callable[[int], FileRecord | None]
-        """The one that has the arrays of a rank, if any has."""
+        """Returns the file with the arrays of a rank, or None."""
         if manifest.table is UNSET:
             by_rank = {int(rank): record for rank, record in manifest.files.items()}
             self.files = {record.name: record for record in (*by_rank.values(), *linked)}
@@ -229,7 +229,7 @@ class NativeFacts(Facts):
         else:
             self.files = table = FileTable(self.storage, manifest.table, linked)
             self._file_of = table.of_rank
-        # these are made of no method of this: a circle would keep files mapped until
+        # these refer to no method of `self`: a reference cycle would keep files mapped until the
         # garbage is collected
         storage, files, size = self.storage, self.files, manifest.block_bytes
         self.sums = Once(
@@ -240,46 +240,45 @@ class NativeFacts(Facts):
                 files[file].sums,
             )
         )
-        """The block checksums of a file of this name, checked."""
+        """Returns the verified block checksums of a file."""
         self.source = Once(partial(_source, sources, files, self.sums, size))
-        """The data file of this name."""
+        """Returns the data file of a name."""
         self._headers = Once(partial(_header, self.source, files))
         self._tables = LazyMapping({int(r): partial(read_parts, storage, t) for r, t in manifest.tables.items()})
         self.is_checked = sources.checking.enabled
 
     def prefetch(self, ranks: Iterable[int]) -> None:
         """Read the headers of the files of these ranks, and their checksums if they are to be
-        compared, many at a time: they need not be waited for one by one when they are asked for."""
+        compared. Reads many at a time, so that later calls need not wait for each."""
         names = {record.name for record in map(self._file_of, ranks) if record is not None}
         kinds: list[Callable[[str], object]] = [self._headers, *([self.sums] if self.is_checked else [])]
         with ThreadPoolExecutor(self.storage.requests, thread_name_prefix="reshard-read") as pool:
             pending = deque(pool.submit(read, name) for name in sorted(names) for read in kinds)
             while pending:
-                pending.popleft().result()  # in no variable, so that this frame keeps no error
+                pending.popleft().result()  # not in a variable: this frame must not keep an error
 
     def block_bytes(self, file: str) -> int:
-        """Return how many bytes of a data file one of its checksums covers."""
+        """Return the bytes per checksum of a data file."""
         return self.files[file].block_bytes_or(self.manifest.block_bytes)
 
     def uncompared(self, file: str) -> BlockChecksums:
-        """The checksums of a data file, of which no block was compared yet."""
+        """Return the checksums of a data file, with no block compared yet."""
         return BlockChecksums(self.files[file].nbytes, self.block_bytes(file), partial(self.sums, file))
 
     def tensor(self, fqn: str) -> StoredTensor:
-        """A tensor of the layout, whose chunks are found when they are asked for."""
+        """Return a tensor of the layout. Its chunks are located when needed."""
         layout = self.plan.layout[fqn]
         return StoredTensor(layout.spec, _Arrays(self, layout), layout)
 
     def values_of_ranks(self, rows: Mapping[str, Any]) -> dict[int, Any]:
-        """rank -> StoredTensor or plain object, out of the rows of a key."""
+        """Return the values of a key, tensors or plain objects, by rank."""
         return {
             int(rank): self.tensor(row["tensor"]) if "tensor" in row else decode_plain(row.get("object"))
             for rank, row in rows.items()
         }
 
     def parts_near(self, fqn: str, box: Box) -> Iterator[ArrayPart]:
-        """Yield where the elements of a tensor are that share one with a box, each with its file
-        and array."""
+        """Yield the parts of a tensor that overlap a box, each with its file and array."""
         spec = self.plan.layout[fqn].spec
         for rank, found in self.plan.writers_near(fqn, box):
             for part in self.parts(spec, rank, found):
@@ -292,8 +291,7 @@ class NativeFacts(Facts):
                 yield ArrayPart(part.box, part.box, source.name, start)
 
     def naming_tensors(self, error: CorruptCheckpointError) -> CorruptCheckpointError:
-        """Add to an error the tensors whose bytes are missing or were changed, as far as the
-        headers of files say."""
+        """Add the tensors in missing or changed bytes to an error, as far as the files' headers show."""
         found = {key: place for at in error.places[:_MOST_PLACES] for key, place in self.arrays_at(*at).items()}
         words = [f"{key!r} (bytes [{start}, {stop}))" for key, (start, stop) in islice(found.items(), _MOST_NAMES)]
         if words:
@@ -302,10 +300,11 @@ class NativeFacts(Facts):
         return error
 
     def arrays_at(self, file: str, first: int, last: int) -> dict[str, Range]:
-        """Return which tensors have bytes in [first, last) of a file, and where, as far as its header says."""
+        """Return the tensors with bytes in [first, last) of a file, and their byte ranges, if the
+        header is readable."""
         record, found = self.files.get(file), {}
         if record is not None:
-            with suppress(CheckpointError):  # a header that is missing or damaged says nothing
+            with suppress(CheckpointError):  # a missing or damaged header yields no names
                 for key, entry in _read_offsets(FileSource(self.storage, file), record.header_bytes).items():
                     start, stop = (record.header_bytes + offset for offset in entry.data_offsets or (0, 0))
                     if start < last and first < stop and entry.data_offsets:
@@ -313,8 +312,7 @@ class NativeFacts(Facts):
         return found
 
     def parts(self, spec: TensorSpec, rank: int, box: Box) -> Sequence[ArrayPart]:
-        """Return what makes up an array that the rank holds: itself, in the rank's own file, in
-        most cases."""
+        """Return the parts of an array of a rank. Usually, it is one part in the rank's own file."""
         if not self.manifest.tables or rank not in self._tables:
             return (ArrayPart(box, box),)
         return self._tables[rank].get(entry_key(spec, box)) or (ArrayPart(box, box),)
@@ -333,8 +331,8 @@ class NativeFacts(Facts):
         return Extent(source, Window.row_major(start, box.sizes, size))
 
     def _find(self, spec: TensorSpec, rank: int, part: ArrayPart) -> tuple[FileSource, int, int]:
-        """(file, first byte, one past the last byte) of the array that has a part."""
-        if part.file:  # of an earlier save
+        """Return the file, first byte, and one past the last byte of the array that contains a part."""
+        if part.file:  # a file of an earlier save
             record, what = self.files.get(part.file), str(part.box)
             if record is None:
                 raise CorruptCheckpointError(f"the manifest does not name {part.file}, which must hold {what}")
@@ -357,7 +355,7 @@ class NativeFacts(Facts):
 
 @dataclass(eq=False, slots=True)
 class _Arrays(LazyChunks):
-    """The chunks of a tensor, as the save plan and the tables of ranks say."""
+    """The chunks of a tensor, according to the save plan and the ranks' tables of parts."""
 
     _facts: NativeFacts
     _layout: TensorLayout
@@ -365,7 +363,7 @@ class _Arrays(LazyChunks):
 
     @property
     def geometry(self) -> Hashable:
-        # data of an earlier save may be sharded otherwise
+        # an earlier save may have sharded its data differently
         return None if self._facts.manifest.tables else self._layout.geometry_key
 
     def near(self, box: Box) -> Iterable[StoredChunk]:
@@ -389,7 +387,7 @@ class _Arrays(LazyChunks):
 def _source(
     sources: Files, records: Mapping[str, FileRecord], sums: Callable[[str], bytes], block_bytes: int, file: str
 ) -> FileSource:
-    """A data file. All reads of it are compared with its checksums."""
+    """Return a data file whose reads are all compared with its checksums."""
     record, source = records[file], sources[file]
     source.checksums = BlockChecksums(record.nbytes, record.block_bytes_or(block_bytes), partial(sums, file))
     return source
@@ -398,23 +396,23 @@ def _source(
 def _header(source_of: Callable[[str], FileSource], records: Mapping[str, FileRecord], file: str) -> dict[str, _Place]:
     record, source = records[file], source_of(file)
     if (found := source.nbytes) != record.nbytes and source.checking.enabled:
-        # another rank may have been the one to look for it
+        # another rank may have checked for this file
         raise _of_wrong_length(source.storage, file, record.nbytes, found)
     check_inside(source.storage, file)
     return _read_offsets(source, record.header_bytes)
 
 
 class _Place(msgspec.Struct):
-    """Where the data of a tensor begin and end, counted from the end of the header; None in the
-    entry of metadata."""
+    """Where the data of a tensor begin and end, counted from the end of the header. None for the
+    metadata entry."""
 
     data_offsets: Range | None = None
 
 
 def _read_offsets(source: FileSource, header_bytes: int) -> dict[str, _Place]:
-    """The entries of a header whose length the manifest says. Nothing else of it is read.
+    """Return the entries of a header whose length the manifest gives. Reads nothing else.
 
-    Raises CorruptCheckpointError if the header is no such one.
+    Raises CorruptCheckpointError if the header is invalid.
     """
     if not 8 <= header_bytes <= min(source.nbytes, _MAX_HEADER_BYTES):
         raise CorruptCheckpointError(f"{source.label}: a header of {header_bytes} bytes does not fit the file")
@@ -428,7 +426,7 @@ def _read_offsets(source: FileSource, header_bytes: int) -> dict[str, _Place]:
 
 
 def _unchanged(storage: Storage, file: str, nbytes: int, digest: str) -> bytes:
-    """The content of a small file, which must have this length and digest."""
+    """Read a small file. Raises CorruptCheckpointError unless it has this length and digest."""
     try:
         data = storage.read(file)
     except CheckpointNotFoundError as error:
@@ -442,8 +440,8 @@ def _unchanged(storage: Storage, file: str, nbytes: int, digest: str) -> bytes:
     return data
 
 
-# Parts: where those arrays of a rank are that it did not write whole, as a file of an earlier save
-# has some of them.
+# Parts: if a rank did not write all of an array, because a file of an earlier save contains some of
+# it, they say where each part is.
 #
 #     what rank 3 holds of "w"         00003.parts
 #     +-----------+
@@ -452,21 +450,21 @@ def _unchanged(storage: Storage, file: str, nbytes: int, digest: str) -> bytes:
 #     |  rows 4:6 |  changed           its own file, under "w#4:6,0:8"
 #     +-----------+
 #
-# The file of the earlier save is in this checkpoint's folder by a second name: a link. So nothing
-# refers to another folder, and whatever becomes of the earlier checkpoint, this one stays whole.
+# The earlier save's file is linked (in object stores, copied) into this checkpoint's folder. So no
+# file refers to another folder, and this checkpoint stays complete whatever happens to the earlier.
 
 
 class ArrayPart(NamedTuple):
-    """Where some elements of a tensor are."""
+    """Where some elements of a tensor are stored."""
 
     box: Box
     """The box of the tensor, in global coordinates."""
     array: Box
-    """The region that an array of a file holds, of which the box is a part."""
+    """The box of the array in the file, which contains `box`."""
     file: str = ""
-    """Path relative to the checkpoint's folder. Empty for the rank's own file, in which the box is one array."""
+    """Path relative to the checkpoint's folder. Empty: the rank's own file, which stores `box` as one array."""
     start: int = 0
-    """The first byte of the array in that file."""
+    """First byte of the array in that file."""
 
 
 class _Row(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -475,7 +473,7 @@ class _Row(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     file: int = -1
     start: int = 0
     array: tuple[Shape, Shape] | None = None
-    """None if it is the box."""
+    """None if it equals `box`."""
 
 
 class _PartTable(msgspec.Struct, forbid_unknown_fields=True):
@@ -484,7 +482,7 @@ class _PartTable(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def write_parts(storage: Storage, name: str, arrays: Mapping[str, Sequence[ArrayPart]]) -> PartsRecord:
-    """Store a rank's table of parts, by the key that an array would have in its file."""
+    """Store a rank's table of parts. Its keys are those that the arrays would have in a data file."""
     files = dict.fromkeys(part.file for parts in arrays.values() for part in parts if part.file)
     numbers = {"": -1, **{file: i for i, file in enumerate(files)}}
     table = _PartTable(list(files), {key: [_row(part, numbers) for part in parts] for key, parts in arrays.items()})
@@ -495,7 +493,7 @@ def write_parts(storage: Storage, name: str, arrays: Mapping[str, Sequence[Array
 
 
 def read_parts(storage: Storage, record: PartsRecord) -> dict[str, list[ArrayPart]]:
-    """Read what `write_parts` stored. Raises CorruptCheckpointError."""
+    """Read a table that `write_parts` stored. Raises CorruptCheckpointError if it is damaged."""
     data = _unchanged(storage, record.name, record.nbytes, record.digest)
     try:
         table = msgspec.msgpack.decode(data, type=_PartTable)
@@ -516,15 +514,14 @@ def _part(row: _Row, files: Sequence[str]) -> ArrayPart:
     return ArrayPart(box, box if row.array is None else Box(*row.array), files[row.file], row.start)
 
 
-# Compares byte ranges of data files with their checksums, whatever was read or compared of them
-# before.
+# Compares byte ranges of data files with their checksums, even if they were compared before.
 
 
 def compare_ranges(facts: NativeFacts, spans: Mapping[FileSource, Sequence[Range]]) -> int:
-    """Compare all blocks that share bytes with these ranges of data files; returns how many bytes
-    those blocks have.
+    """Compare all blocks that overlap these ranges of data files. Returns the number of bytes in
+    those blocks.
 
-    Raises CorruptCheckpointError that names the first file and byte range whose checksum differs.
+    Raises CorruptCheckpointError, which names the first file and byte range whose checksum differs.
     """
     compared = 0
     for source, ranges in spans.items():

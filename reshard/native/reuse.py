@@ -1,8 +1,8 @@
-"""Finds what a save need not write: elements in a file of an earlier checkpoint, by digest of their
-block.
+"""Finds what a save need not write: elements whose block has the same digest in a file of an
+earlier checkpoint.
 
-Such a file gets a second name in the new checkpoint's folder, and its parts are listed. So each
-checkpoint is whole by itself, and removing one harms no other.
+Such a file is linked into the new checkpoint's folder, and a table lists the parts that are used.
+So each checkpoint is complete by itself, and you can remove one without damage to others.
 """
 
 from __future__ import annotations
@@ -39,47 +39,47 @@ from reshard.stored.checksums import changed_block
 from reshard.stored.contents import LazyMapping
 
 LEAST_LIVE = 0.25
-"""A file of which less would be in use is let go, and what it had is written again: so the files of
-a checkpoint take at most about four times the bytes of its elements."""
+"""A file is reused only if at least this fraction of it stays in use. Otherwise, its elements are
+written again. So the files of a checkpoint take at most about four times the bytes of its elements."""
 
 _log = logging.getLogger("reshard")
 
 
 @dataclass(frozen=True)
 class Base:
-    """An earlier checkpoint, in the storage of the new one. Whatever is wrong with it is noted and
-    skipped: a save may do without a base."""
+    """An earlier checkpoint, in the same storage as the new one. Data with a problem is recorded
+    and not reused: a save can do without a base."""
 
     storage: Storage
     there: str
-    """Folder of the earlier one within it: empty, or ends with "/"."""
+    """Folder of the earlier checkpoint in `storage`: empty, or ends with "/"."""
     here: str
-    """Folder of the new one, likewise."""
+    """Folder of the new checkpoint, in the same form."""
     facts: NativeFacts
     skipped: dict[str, None] = field(default_factory=dict)
-    """What of it could not be relied on, and why: each once, in the order in which it was found."""
+    """Why some data cannot be reused: each reason once, in order."""
 
     @cached_property
     def has_digests(self) -> bool:
-        """True if there are digests of all its files. All names are listed: for one rank."""
+        """True if all of its files have digests. Lists all names, so call it on one rank only."""
         names = self.facts.storage.list(f"{folder_of(self.facts.manifest.save_id)}/")
         return all(f"{name}.blocks" in names for name in self.facts.files)
 
     @cached_property
     def tables(self) -> LazyMapping[str, BlockTable | None]:
-        """The digests of each file of the earlier checkpoint."""
+        """The digests of each file."""
         return LazyMapping({name: partial(self._read_table, name) for name in self.facts.files})
 
     @cached_property
     def intact(self) -> LazyMapping[str, bool]:
-        """Whether all but the data of each file is what the manifest says: length, checksums, and
-        the header, which says where arrays are. What is reused has all of these from here on."""
+        """By file: True if its length, checksums, and header (which places the arrays) match the
+        manifest. The data itself is not read."""
         return LazyMapping({name: partial(self._look_at, name) for name in self.facts.files})
 
     def _read_table(self, file: str) -> BlockTable | None:
         try:
             return read_blocks(self.facts.storage, file, self.facts.files[file].sums)
-        except CheckpointNotFoundError:  # no save stored them
+        except CheckpointNotFoundError:  # the save stored no digests
             return None
         except (CheckpointError, StorageError) as error:
             self.pass_over(error)
@@ -103,26 +103,26 @@ class Base:
         return True
 
     def pass_over(self, error: object) -> None:
-        """Note and log why data of the base cannot be reused. It is then written again."""
+        """Record and log why some data of the base is not reused. It is then written again."""
         if str(error) not in self.skipped:
             _log.warning("some data is not reused and is written again: %s", error)
             self.skipped[str(error)] = None
 
     def live_share(self, file: str) -> float:
-        """Return how much of a file's bytes are elements of the earlier checkpoint."""
+        """Return the fraction of a file's bytes that are elements of the earlier checkpoint."""
         record = self.facts.files[file]
         return record.live_bytes / max(record.nbytes, 1) if isinstance(record, LinkedRecord) else 1.0
 
     def parts_near(self, entry: Entry) -> list[tuple[ArrayPart, Box]]:
-        """Return where the earlier checkpoint has the entry's elements, and which of them; [] where
-        it does not have all."""
+        """Return the parts of the earlier checkpoint that overlap the entry, each with the overlap,
+        or [] if they do not contain all of its elements."""
         layout = self.facts.plan.layout
         fqn = entry.spec.fqn
         if fqn not in layout or layout[fqn].spec != entry.spec:
             return []
         try:
             found = [(part, part.box & entry.box) for part in self.facts.parts_near(fqn, entry.box)]
-        except (CheckpointError, StorageError, PlanError) as error:  # it was removed since it was opened, or is damaged
+        except (CheckpointError, StorageError, PlanError) as error:  # removed since it was opened, or damaged
             self.pass_over(error)
             return []
         near = [(part, inside) for part, inside in found if inside is not None]
@@ -130,18 +130,18 @@ class Base:
         return near if whole and all(self._fits(part, entry.spec.itemsize) for part, _ in near) else []
 
     def _fits(self, part: ArrayPart, itemsize: int) -> bool:
-        """Return True if its array is within its file, and it is within the array."""
+        """Return True if the part's array is within its file and contains the part."""
         record = self.facts.files.get(part.file)
         if record is None or part.start < record.header_bytes or not part.array.contains(part.box):
             return False
         return part.start + part.array.numel * itemsize <= record.nbytes
 
     def link(self, file: str, folder: str) -> str | None:
-        """Give a file and what is beside it second names in a generation's folder; None if that
-        cannot be.
+        """Link a file, and the files beside it, into a generation's folder. Return its new name, or
+        None if that fails.
 
-        Names that were given before it failed stay until the save is published: other ranks may use
-        them.
+        After a failure, links that were made stay until the save is published, because other ranks
+        may use them.
         """
         generation, _, last = file.rpartition("/")
         name = f"{folder}/{'' if last.startswith(LINKED) else generation.replace('data-', LINKED) + '-'}{last}"
@@ -152,29 +152,29 @@ class Base:
             ):
                 return name
             self.pass_over(f"{self.storage.url} does not support links")
-        except (CheckpointError, StorageError) as error:  # it was removed since it was opened
+        except (CheckpointError, StorageError) as error:  # removed since it was opened
             self.pass_over(error)
         return None
 
 
 @dataclass(frozen=True)
 class Reused:
-    """What is left to write of some entries, and where the rest is."""
+    """What is left to write of some entries, and where the rest is stored."""
 
     entries: tuple[Entry, ...]
     arrays: dict[str, list[ArrayPart]]
-    """Key of an entry -> the parts that make it up, if some of it is not written again."""
+    """By key of the entry: the parts of an array of which some are not written again."""
     linked: tuple[LinkedRecord, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of elements that are not written."""
+        """Bytes of elements that are not written again."""
         return sum(record.live_bytes for record in self.linked)
 
 
 @dataclass
 class _Found:
-    """The parts of one entry that earlier files hold unchanged, and the rest of it."""
+    """The parts of one entry that are unchanged in earlier files, and the rest of its boxes."""
 
     entry: Entry
     kept: list[ArrayPart]
@@ -184,15 +184,16 @@ class _Found:
 def reuse(
     entries: Sequence[Entry], base: Base, folder: str, *, same: Collection[str], lanes: CopyStreams, stage_bytes: int
 ) -> Reused:
-    """Compare `entries` with the data of an earlier checkpoint, and link the files that are reused.
-    Files that cannot be relied on are not reused: see `Base`. Their data is not read: it is assumed
-    to be what was written.
+    """Compare `entries` with an earlier checkpoint by digests, and link the files that are reused.
+
+    Files with a problem are not reused: see `Base`. The data of files is not read, and is assumed
+    to match their checksums.
 
     Args:
-        folder: of the new generation, within the new checkpoint's.
-        same: tensors that are known to be what they were, by their fingerprints.
-        lanes: by which entries on devices come to the host.
-        stage_bytes: for elements that are not in row-major order, or not on the CPU.
+        folder: folder of the new generation within the new checkpoint.
+        same: FQNs of tensors that are known to be unchanged, by their fingerprints.
+        lanes: streams that copy entries from devices to the host.
+        stage_bytes: memory for elements that are not in row-major order or not on the CPU.
     """
     possible: dict[str, int] = {}
     found = [_looked_up(entry, base, possible, same, lanes, stage_bytes) for entry in entries]
@@ -211,7 +212,8 @@ def reuse(
 def _looked_up(
     entry: Entry, base: Base, possible: dict[str, int], same: Collection[str], lanes: CopyStreams, stage_bytes: int
 ) -> _Found:
-    """Look up what the earlier checkpoint has of an entry. Adds to `possible` how many bytes each file could have."""
+    """Find the unchanged parts of an entry. Add to `possible` how many bytes of the entry each file
+    could provide."""
     one = _Found(entry, [], [])
     for part, inside in base.parts_near(entry):
         possible[part.file] = possible.get(part.file, 0) + inside.numel * entry.spec.itemsize
@@ -225,7 +227,7 @@ def _looked_up(
 
 
 def _divided(found: Sequence[_Found], base: Base, names: dict[str, str], live: dict[str, int]) -> Reused:
-    """Return what to write, now that it is known which files are kept, by second name."""
+    """Return what to write and what to reuse. `names` has the new name of each file that is linked."""
     entries: list[Entry] = []
     arrays: dict[str, list[ArrayPart]] = {}
     for one in found:
@@ -252,7 +254,8 @@ def _divided(found: Sequence[_Found], base: Base, names: dict[str, str], live: d
 def _compare(
     one: _Found, part: ArrayPart, inside: Box, table: BlockTable | None, lanes: CopyStreams, stage_bytes: int
 ) -> None:
-    """Add to `one` which blocks of the part, of those `inside`, did not change."""
+    """Compare the blocks of a part within the box `inside` by digest, and add each to `one.kept` or
+    `one.rest`."""
     entry = one.entry
     blocks = blocks_of(part.array, entry.spec.itemsize)
     digests = table.of_array(part.start, blocks) if table is not None else None
@@ -275,8 +278,8 @@ def _compare(
 def _are_equal(blocks: Sequence[Entry], wanted: Sequence[np.void], lanes: CopyStreams, stage_bytes: int) -> list[bool]:
     if not blocks or lanes[blocks[0].tensor.device] is None:
         return [_is_equal(block, record, lanes, stage_bytes) for block, record in zip(blocks, wanted, strict=True)]
-    # from a device come the heads of all, and then the whole of those that may be equal: what differs crosses once, to
-    # be written
+    # copy the heads of all blocks from the device, and then only those blocks whose heads match:
+    # the others are copied once, when they are written
     heads = _digests([_head(b.tensor, PROBE_BYTES // b.spec.itemsize) for b in blocks], lanes, stage_bytes)
     good = [bool(head["probe"] == record["probe"]) for head, record in zip(heads, wanted, strict=True)]
     hopeful = [i for i, may_be in enumerate(good) if may_be]
@@ -287,7 +290,7 @@ def _are_equal(blocks: Sequence[Entry], wanted: Sequence[np.void], lanes: CopySt
 
 
 def _digests(blocks: Sequence[Sequence[torch.Tensor]], lanes: CopyStreams, stage_bytes: int) -> Digests:
-    """Digest groups of elements, one tensor after another."""
+    """Return one digest for each group of tensors, whose elements follow one another."""
     passing = BlockDigests([sum(tensor.nbytes for tensor in block) for block in blocks])
     for piece in row_major_pieces([tensor for block in blocks for tensor in block], lanes, stage_bytes):
         passing.write(piece)
@@ -295,7 +298,7 @@ def _digests(blocks: Sequence[Sequence[torch.Tensor]], lanes: CopyStreams, stage
 
 
 def _head(block: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """This many elements, the first in row-major order, or all."""
+    """Return views of the first `count` elements in row-major order, or of all if there are fewer."""
     if block.numel() <= count:
         return [block]
     rows, rest = divmod(count, block[0].numel())
@@ -321,7 +324,7 @@ def _part_of(entry: Entry, box: Box) -> Entry:
 
 
 def _merged(boxes: Sequence[Box]) -> list[Box]:
-    """Join neighbors in row-major order that together are a box: rows of rows, then rows."""
+    """Merge consecutive boxes that together form a box: first within rows, then rows."""
     out = list(boxes)
     while True:
         before, out = out, []
@@ -336,7 +339,7 @@ def _merged(boxes: Sequence[Box]) -> list[Box]:
 
 
 def _joined(a: Box, b: Box) -> Box | None:
-    """`a` and `b` as one box, if `b` comes right after `a` in one dim and is equal in all others."""
+    """Return `a` and `b` as one box if `b` follows `a` in one dim and equals it in all others, else None."""
     differ = [d for d in range(a.ndim) if a.offsets[d] != b.offsets[d] or a.sizes[d] != b.sizes[d]]
     if len(differ) != 1:
         return None

@@ -1,4 +1,4 @@
-"""Writes the native format, as if the ranks of a layout had saved it."""
+"""Writes the native format as if the ranks of a layout had saved the state."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ from reshard.stored.tensor import StoredTensor
 
 
 class NativeWriter(FormatWriter):
-    """Full tensors in files of limited size, or the files that the ranks of `onto` would have written."""
+    """Writes full tensors in files of limited size, or the files that the ranks of `onto` would
+    have written."""
 
     takes_fingerprints = True
     _replaces: str | None = None
@@ -65,7 +66,7 @@ class NativeWriter(FormatWriter):
         self.objects = {key: self._encoded(key, value, OWN_TENSOR_BYTES) for key, value in contents.objects.items()}
 
     def _values_of_ranks(self) -> tuple[dict[str, dict[int, Any]], dict[str, StoredTensor]]:
-        """The manifest's table of values that are each rank's own, and the tensors among these, by hidden names."""
+        """Return the manifest's table of per-rank values, and the tensors among them by hidden names."""
         table: dict[str, dict[int, Any]] = {}
         tensors: dict[str, StoredTensor] = {}
         for key, values in self.contents.per_rank.items():
@@ -80,7 +81,7 @@ class NativeWriter(FormatWriter):
         return table, tensors
 
     def _encoded(self, key: str, value: Any, tensor_bytes: int = 0) -> Any:
-        """Return plain data for the manifest. Raises for other values."""
+        """Return plain data for the manifest. Records values that cannot be encoded in `refused`."""
         try:
             return encode_plain(value, tensor_bytes=tensor_bytes)
         except FormatError as error:
@@ -88,12 +89,12 @@ class NativeWriter(FormatWriter):
             return None
 
     def stored(self, name: str) -> StoredTensor:
-        """The stored tensor of a name or alias, or one rank's own."""
+        """Return the stored tensor of a name, an alias, or a per-rank value's hidden name."""
         return self._own[name] if name in self._own else super().stored(name)
 
     @contextmanager
     def claimed(self, storage: Storage) -> Iterator[None]:
-        """The generation has a claim."""
+        """Claim the generation within the block."""
         self._replaces = commit.counting(storage)
         commit.claim(storage, self.save_id)
         try:
@@ -140,7 +141,7 @@ class NativeWriter(FormatWriter):
             for name, row in out.done.items()
         }
         tally = pack_tally(fingerprint_parts(out.done.values()), census.tensors)
-        native = contents.details(NativeFacts)  # the state is as old as it was: `elastic` compares ages
+        native = contents.details(NativeFacts)  # keeps the time of the original save: `elastic` compares ages
         made = commit.begin() if native is None else native.manifest.created_unix_s
         generation = Generation(out.storage, self.save_id, made, census, self.plan, None, self._replaces)
         generation.publish(written, tally, out.check)
@@ -150,12 +151,13 @@ class NativeWriter(FormatWriter):
         generation.tidy()
 
     def occupied(self, names: Mapping[str, int]) -> str | None:
-        """A manifest, or data whose manifest was lost."""
+        """Return the manifest's name, or a folder whose manifest was lost, if there is one."""
         return MANIFEST if MANIFEST in names else next(iter(without_claim(names)), None)
 
 
 def _with(onto: StateLayout | None, own: Mapping[str, StoredTensor]) -> StateLayout | None:
-    """The layout with each rank's own tensors, written by it if it is there, and by the first otherwise."""
+    """Return the layout with the per-rank tensors added. Each is written by its own rank, or by
+    rank 0 if that rank is not in the layout."""
     if onto is None or not own:
         return onto
     more = {}

@@ -318,13 +318,7 @@ def _new_keys(live: LiveOptimizers, saved: SavedOptimizer) -> list[Any]:
 def _apart(state: list[Entry], live: LiveOptimizers) -> list[str]:
     """Return dicts in place of tensors of a class, such as the parts of a quantized one, and
     quantized tensors for one of torch's optimizers: no step could use them."""
-    dicts = [
-        (one, key)
-        for one, values in state
-        if values and dict in map(type, values.values())
-        for key, value in values.items()
-        if type(value) is dict
-    ]
+    dicts = [(one, key) for one, values in state for key, value in (values or {}).items() if type(value) is dict]
     made: dict[tuple[int, Any], str] = {}
     for k, optimizer in enumerate(live.optimizers if dicts else ()):
         for own in optimizer.state.values():

@@ -21,7 +21,7 @@ from reshard.live.optimizer_state import SCALARS, PartialState, is_nested, liste
 from reshard.live.state import same_value
 from reshard.live.tensors import global_shape, is_dtensor, is_sharded, tensor_class
 from reshard.live.tree import leaves_of
-from reshard.live.wrappers import loads_itself
+from reshard.live.wrappers import WrapperNames, loads_itself
 from reshard.state_dict.live_model import where
 from reshard.state_dict.optimizer_parameters import LiveOptimizers, OptimizedParameter
 from reshard.state_dict.options import StateDictOptions
@@ -127,9 +127,7 @@ def read_saved(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer
             if name in fields:
                 raise NormalizationError(f"parameter {name!r} is in two groups of the given optimizer state dict")
             fields[name] = own
-    held: dict[Any, Any] = {
-        names.get(key, key): values for key, values in state.items() if isinstance(values, torch.Tensor) or values
-    }
+    held: Any = {names.get(key, key): value for key, value in state.items() if isinstance(value, torch.Tensor) or value}
     return SavedOptimizer(held, fields, empty)
 
 
@@ -175,9 +173,10 @@ def _names_of_ids(groups: Sequence[Mapping[str, Any]], live: LiveOptimizers) -> 
             f"the optimizer state dict lists {len(ids)} parameter ids, but the optimizer has {len(own)} parameters: "
             "ids fit only the optimizer that they come from, see reshard.normalize(state_dict, order=[names])"
         )
-    stored = [name for group in groups for name in group.get("param_names", ())]
-    if len(stored) == len(ids) and live.by_name.keys() >= {*stored}:
-        return dict(zip(ids, stored))
+    stored = [str(name) for group in groups for name in group.get("param_names") or ()]
+    for names in (stored, [*map(WrapperNames(stored), stored)]):  # of the model, or of a wrapped one
+        if len(ids) == len(names) and live.by_name.keys() & names:
+            return dict(zip(ids, names))
     return {key: own[number][0].name for number, key in enumerate(ids)}
 
 
@@ -254,12 +253,14 @@ class _FlatReader:
 
     def _one(self, key: str, front: str, tail: str, value: Any) -> None:
         """Read one key."""
-        if type(value) is dict and not value and key.removeprefix("state.") in self._known:
-            self.stateless.add(key.removeprefix("state."))
+        bare = key.removeprefix("state.")
+        if type(value) is dict and not value and bare in self._known:
+            self.stateless.add(bare)
             return
+        head = front.partition(".")[0]
         if front != self._front:
-            self._front, self._tails[front.partition(".")[0]] = front, []
-        self._tails[front.partition(".")[0]].append(tail)
+            self._front, self._tails[head] = front, []
+        self._tails[head].append(tail)
         place = self._places.get(front)
         if place is not None:
             place[tail] = value
@@ -301,14 +302,10 @@ def _typed_keys(value: Any, live: Any) -> Any:
     state. Without live state, a dict whose keys are all digits had integers."""
     if not isinstance(value, dict):
         return value
-    if isinstance(live, dict):
-        keys = {str(key): key for key in live}
-    elif all(key.isdecimal() for key in value):
-        keys = {key: int(key) for key in value}
-    else:
-        keys = {}
-    known = live if isinstance(live, dict) else {}
-    return {keys.get(key, key): _typed_keys(item, known.get(keys.get(key, key))) for key, item in value.items()}
+    if not isinstance(live, dict):
+        live = dict.fromkeys(map(int, value)) if all(map(str.isdecimal, value)) else {}
+    keys = {str(key): key for key in live}
+    return {keys.get(key, key): _typed_keys(item, live.get(keys.get(key, key))) for key, item in value.items()}
 
 
 # The fields that live parameter groups will have, out of those that were saved.

@@ -1,8 +1,9 @@
-"""The interface of a storage: a folder of named objects, of which byte ranges are read and complete
-objects are written. Names are relative and '/'-separated ("step-10/rank-0.safetensors") on every
-storage. Every error is a `StorageError`, or a `CheckpointNotFoundError` where an object is absent,
-and says which object of which storage. A third-party storage implements the abstract methods here
-and hands an instance to `open_storage`.
+"""The interface of a storage: a folder of named objects. Reads return byte ranges; writes store
+complete objects.
+
+Names are relative and use "/" on every storage ("step-10/rank-0.safetensors"). Errors are
+`StorageError`, or `CheckpointNotFoundError` for a missing object, and name the object and the
+storage. A third-party storage implements the abstract methods and is passed to `open_storage`.
 """
 
 from __future__ import annotations
@@ -22,27 +23,26 @@ if TYPE_CHECKING:
 AnyPath: TypeAlias = str | os.PathLike[str]
 """A path or URL."""
 Listing: TypeAlias = Mapping[str, int]
-"""Objects of a storage: their names, and their sizes in bytes."""
+"""Names of objects, with their sizes in bytes."""
 _TEMPORARY_SUFFIX = ".tmp"
 NOTHING = "nothing"
-"""No object is called so: see `Storage.empty_folders`."""
+"""A name that no object has: see `Storage.empty_folders`."""
 
 
 class Storage(ABC):
-    """A folder of named objects, on a disk, in an object store or in memory.
+    """A folder of named objects, on disk, in an object store, or in memory.
 
-    Methods may be called from several threads at once. Objects that are read must not be rewritten
-    meanwhile, except through `publish`, which readers see as either the old object or the new one.
+    Several threads may call the methods at once. While an object is read, only `publish` may
+    rewrite it: readers then see either the old object or the new one.
 
     Attributes:
-        url: where it is, for messages.
-        max_gap_bytes: reading up to this many bytes that were not requested is cheaper than one
-            more request.
-        is_common: whether all processes of a machine that open this URL see the same objects, so
-            that one may read for another.
-        supports_shared_write: whether several processes of a machine can write one object together,
+        url: location, for messages.
+        max_gap_bytes: reading up to this many unrequested bytes is cheaper than another request.
+        is_common: whether all processes on a machine that open this URL see the same objects, so
+            that one can read for another.
+        supports_shared_write: whether several processes on a machine can write one object together:
             see `open_shared`.
-        requests: how many requests should be in flight at once; 1 if answers come without delay.
+        requests: how many requests to keep in flight; 1 if the storage answers without delay.
     """
 
     url: str
@@ -53,34 +53,34 @@ class Storage(ABC):
 
     @abstractmethod
     def list(self, prefix: str = "") -> dict[str, int]:
-        """Names that start with `prefix` (any text, "step-1" finds "step-10/x" too) and their sizes
-        in bytes, sorted.
+        """Return the names that start with `prefix`, sorted, and their sizes in bytes. The prefix
+        can be any text: "step-1" also finds "step-10/x".
 
-        A folder that does not exist holds nothing. What a killed writer left behind is listed too:
-        see `is_temporary`.
+        Returns {} for a folder that does not exist. Includes leftovers of killed writers: see
+        `is_temporary`.
         """
 
     def names(self, prefix: str = "") -> builtins.list[str]:
-        """Return the names that `list` has, where their sizes do not matter: each can be a request."""
+        """Return the names that `list` returns, without sizes, because each size can cost a request."""
         return [*self.list(prefix)]
 
     def versions(self, prefix: str = "") -> Mapping[str, object]:
-        """Return the names that `list` has, each with what changes when it is
-        replaced, as far as the storage knows; here that is the size."""
+        """Return the names that `list` returns, each with a value that changes when the object is
+        replaced, as far as the storage knows. Default: its size."""
         return self.list(prefix)
 
     def top(self) -> builtins.dict[str, int] | None:
-        """Return what is in no folder, and its size, and each folder, with a slash behind its name
-        and no size; None if that takes no less than to `list` everything."""
+        """Return the top-level objects with their sizes, and the top-level folders, as "name/" with
+        size 0. Returns None if this is no cheaper than `list`."""
         return None
 
     def version(self, name: str) -> object:
-        """Return a value that changes when an object is written again, or None if that would take a request."""
+        """Return a value that changes when the object is rewritten, or None if that would cost a request."""
         return None
 
     @abstractmethod
     def size(self, name: str) -> int:
-        """Length of an object in bytes. Raises `CheckpointNotFoundError` if there is none of this name."""
+        """Return the size of an object in bytes. Raises `CheckpointNotFoundError` if it does not exist."""
 
     def has(self, name: str) -> bool:
         """Return whether there is an object of this name."""
@@ -92,83 +92,89 @@ class Storage(ABC):
 
     @abstractmethod
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fill the writable, contiguous `buffer` with the bytes from `start`: all of it, or an error."""
+        """Fill all of the writable, contiguous `buffer` with the bytes from `start`. Raises an
+        error if there are too few."""
 
     def descriptor(self, name: str) -> int | None:
-        """A file descriptor to read an object by, which the caller closes; None if objects are no files."""
+        """Return a file descriptor for reading the object, which the caller closes, or None if
+        objects are not files."""
         return None
 
     @abstractmethod
     def create(self, name: str) -> Writer:
-        """A new object, written from front to end; it must not exist yet."""
+        """Return a writer for a new object, which writes from front to end. The object must not exist yet."""
 
     def open_shared(self, name: str, nbytes: int) -> PlacedWriter:
-        """An object of `nbytes` that several processes of one machine write at once, each its own
-        bytes of it. All of them call this with the same arguments; the first to come makes it.
-        Bytes that no process writes are zero."""
+        """Return a writer for an object of `nbytes` that several processes on a machine write at
+        the same time, each its own bytes. All of them pass the same arguments, and the first call
+        creates the object. Bytes that no process writes are zero."""
         raise StorageError(
             f"{self.url} does not support objects that several processes write: let each process write its own"
         )
 
     def without_new_folders(self) -> Storage:
-        """Return the same objects, but without creation of folders for new ones, so that a late
-        process cannot write where another one has removed everything. No effect on storage whose
-        folders are only parts of names."""
+        """Return a view of this storage that creates no folders, so that a late process cannot
+        write into a folder that another process has removed. No effect if folders are only parts of
+        names."""
         return self
 
     @abstractmethod
     def publish(self, name: str, data: Buffer) -> None:
-        """Store a whole small object so that readers, and a crash at any point, find the old one or the new one."""
+        """Store a small object atomically: readers, also after a crash, see either the old object
+        or the new one."""
 
     def publish_while(self, name: str, data: Buffer, check: Callable[[], None]) -> None:
-        """`publish`, unless `check` raises, which is called as late as possible. If the storage
-        supports conditional writes, also unless another process publishes the object between the
+        """Call `check` as late as possible, then `publish`, unless `check` raises. If the storage
+        supports conditional writes, also fail if another process publishes the object between the
         two."""
         check()
         self.publish(name, data)
 
     @abstractmethod
     def delete(self, name: str) -> None:
-        """Remove an object; one that is not there is no error, so that a removal can be repeated after a crash."""
+        """Delete an object. A missing object is not an error, so that a removal can be repeated
+        after a crash."""
 
     def retract(self, name: str) -> None:
-        """Remove an object so that no crash brings it back: before what it refers to is removed."""
+        """Delete an object so that no crash restores it. Call this before you delete what the
+        object refers to."""
         self.delete(name)
 
     def temporary(self, name: str, token: str) -> str:
-        """The name under which to write an object that must not be seen yet; `commit` gives it its
-        own name.
+        """Return the name under which to write an object that readers must not see before `commit`
+        renames it.
 
-        It is `name` itself if objects are visible only when they are complete, and otherwise a name
-        that `is_temporary`.
+        Returns `name` itself if objects are visible only when complete; otherwise a name for which
+        `is_temporary` is true.
         """
         return name
 
     def commit(self, temporary: str, name: str) -> None:
-        """Give a temporary object its name, over an older object, durably. A second time does nothing."""
+        """Rename a temporary object durably. Replaces an existing object. A second call does nothing."""
         if temporary != name:
             raise StorageError(f"{self.url} has no temporary objects: {temporary!r} is none of them")
 
     def link(self, name: str, other: str) -> bool:
         """Give an object that no longer changes a second name, without reading its bytes. The
-        object stays as long as it has a name. A second call does nothing. False if this storage
-        cannot. No folder is made.
+        object exists as long as it has a name. A second call does nothing. Creates no folder.
+        Returns False if the storage does not support this.
 
-        Raises CheckpointNotFoundError if there is no such object.
+        Raises CheckpointNotFoundError if the object does not exist.
         """
         return False
 
     def empty_folders(self, prefix: str = "") -> builtins.list[str]:
-        """Names of the folders that hold nothing, left by killed writers; none where a folder is
-        only a part of names. With `prefix`, only of those at the top whose names start with it.
+        """Return the empty folders, which killed writers leave behind. Returns [] if folders are
+        only parts of names. `prefix` limits the search to top-level folders whose names start with
+        it.
 
-        `delete` of `NOTHING` in one of them removes it, unless another process has put an object
-        there meanwhile.
+        To remove such a folder, call `delete` for `NOTHING` in it. The folder stays if another
+        process has put an object there meanwhile.
         """
         return []
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
-        """`length` bytes from `start` (default: to the end); exactly that many, or an error."""
+        """Return exactly `length` bytes from `start` (default: up to the end), or raise an error."""
         if length is None:
             length = self.size(name) - start
         if start < 0 or length < 0:
@@ -178,14 +184,12 @@ class Storage(ABC):
         return bytes(buffer)
 
     def is_link_outside(self, name: str) -> bool:
-        """Return True if the name is that of a link to an object outside."""
+        """Return True if the name is a link to an object outside this folder."""
         return False
 
     def mapped(self, name: str) -> memoryview | None:
-        """Return a read-only view of the complete object, without a copy, or None if the storage
-        has none. The view stays valid while it is referenced, even if the object is deleted or
-        published again.
-        """
+        """Return a read-only, zero-copy view of the object, or None if the storage has none. The
+        view stays valid while it is referenced, even if the object is deleted or published again."""
         return None
 
     def __repr__(self) -> str:
@@ -193,14 +197,13 @@ class Storage(ABC):
 
 
 class Writer(ABC):
-    """An object being written: `with storage.create(name) as out: out.write(data)`. One thread at a
-    time calls it, but not always the same one.
+    """An object being written: `with storage.create(name) as out: out.write(data)`. Calls may come
+    from several threads, but only one at a time.
 
-    A clean exit makes it durable; an exit by an exception, a failed write included, leaves nothing
-    behind.
+    A clean exit makes the object durable. After an exception or a failed write, nothing is left.
 
     Attributes:
-        nbytes: how many bytes were written so far.
+        nbytes: bytes written so far.
     """
 
     nbytes: int = 0
@@ -208,11 +211,11 @@ class Writer(ABC):
     _failed: bool = False
 
     def write(self, data: Buffer) -> None:
-        """Append a contiguous bytes-like object, which may be changed again once this returns."""
+        """Append a contiguous bytes-like object. The caller may change it after this returns."""
         if self._ended:
             raise StorageError("this object is closed: write inside its with block")
         view = memoryview(data)
-        if not view.nbytes:  # an empty view of another type cannot be cast
+        if not view.nbytes:  # an empty view of another item type cannot be cast
             return
         try:
             self._write(view.cast("B"))
@@ -222,14 +225,14 @@ class Writer(ABC):
         self.nbytes += view.nbytes
 
     def reserve(self, nbytes: int) -> Callable[[memoryview], None] | None:
-        """Skip the next bytes, and return what writes them: once, on any thread, before the object
-        is whole. An error must end the `with` block. None if objects can only be written from
-        front to end."""
+        """Skip `nbytes`, and return a function that writes them. Call that function once, on any
+        thread, before the `with` block ends. An error in it must end the block. Returns None if
+        objects can only be written from front to end."""
         return None
 
     @abstractmethod
     def _write(self, data: memoryview) -> None:
-        """Append a non-empty view of bytes, all of it."""
+        """Append all of a non-empty view of bytes."""
 
     @abstractmethod
     def _commit(self) -> None:
@@ -237,7 +240,7 @@ class Writer(ABC):
 
     @abstractmethod
     def _abort(self) -> None:
-        """Leave nothing behind."""
+        """Remove everything that was written."""
 
     def __enter__(self) -> Self:
         return self
@@ -260,27 +263,29 @@ class Writer(ABC):
     def _give_up(self, cause: BaseException) -> None:
         try:
             self._abort()
-        except ReshardError as second:  # the first error is what the caller must see
+        except ReshardError as second:  # the caller must see the first error
             cause.add_note(f"deleting the unfinished object failed too: {second}")
 
 
 class PlacedWriter(Writer):
     """A writer for any position: the next bytes are written at `at`, which advances by their
-    length. A clean exit makes what this process wrote durable. An exit with an exception removes
-    the object, also for other processes: it is useless without this process's bytes.
+    length.
+
+    A clean exit makes the bytes of this process durable. An exception removes the object, also for
+    the other processes, because it is useless without these bytes.
 
     Attributes:
-        at: a position in the object, in bytes; may be set.
+        at: position in the object, in bytes. You may set it.
     """
 
     at: int = 0
 
 
 def check_name(name: str, url: str) -> str:
-    """The name itself, if it stays inside the folder: relative, no empty, "." or ".." part, no NUL.
+    """Return the name if it stays inside the folder: relative, no empty, "." or ".." part, no NUL.
 
     Raises:
-        StorageError: says what is wrong with it.
+        StorageError: says what is wrong with the name.
     """
     if not isinstance(name, str):
         raise StorageError(f"a name in {url} must be text, but is {type(name).__name__}")
@@ -290,7 +295,7 @@ def check_name(name: str, url: str) -> str:
     return name
 
 
-@lru_cache(maxsize=10_000)  # a load asks for the same few names very often
+@lru_cache(maxsize=10_000)  # a load passes the same few names very often
 def _flaw(name: str) -> str:
     if any(part in ("", ".", "..") for part in name.split("/")) or "\0" in name or "\\" in name:
         return "expected parts separated by '/', none of them empty, '.' or '..', without NUL and backslash"
@@ -302,7 +307,8 @@ def _flaw(name: str) -> str:
 
 
 def check_range(storage: Storage, name: str, start: int, length: int, size: int) -> None:
-    """Refuse a byte range that is not inside an object of `size` bytes; names file, range and length."""
+    """Raise StorageError for a byte range outside an object of `size` bytes. The error names file,
+    range, and size."""
     if start < 0 or length < 0:
         raise StorageError(f"bad byte range [{start}, {start + length}) of {name} in {storage.url}")
     if start + length > size:
@@ -312,22 +318,22 @@ def check_range(storage: Storage, name: str, start: int, length: int, size: int)
 
 
 def is_temporary(name: str) -> bool:
-    """True for what `publish` writes before it replaces an object; one that stays was left by a killed process."""
+    """Return True for the name of a temporary object. If one remains, its writer was killed."""
     stem, dot, suffix = name.rpartition(".")
     return bool(dot) and "." + suffix == _TEMPORARY_SUFFIX and ".~" in stem
 
 
 def temporary_name(name: str, token: str) -> str:
-    """The name beside `name` under which `publish` writes first."""
+    """Return the name under which `publish` first writes the object `name`."""
     return f"{name}.~{token}{_TEMPORARY_SUFFIX}"
 
 
 def exists_already(name: str, url: str) -> StorageError:
-    """The error for an object that is to be created."""
+    """Return the error for creating an object that already exists."""
     return StorageError(f"cannot create {name} in {url}: it already exists and is not overwritten: delete it first")
 
 
 def not_found(name: str, url: str) -> CheckpointNotFoundError:
-    """The error for an object that is absent."""
+    """Return the error for an object that does not exist."""
     replaced = ": if a later save replaced the checkpoint, open it again" if name.startswith("data-") else ""
     return CheckpointNotFoundError(f"there is no {name} in {url}{replaced}")

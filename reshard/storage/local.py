@@ -1,7 +1,7 @@
-"""A folder of the local (or a mounted) file system.
+"""A folder of a local or mounted file system.
 
-Durable means: the file's bytes are fsynced, and so is each folder that got a new entry, up to the
-first that was there before. A rename without the second fsync can be forgotten by a crash.
+Durable means that the file is fsynced, and so is each folder with a new entry, up to the first
+folder that existed before. Without the fsync of its folder, a crash can undo a rename.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ T = TypeVar("T")
 
 _PAGE_BYTES = 4096
 _WRITE_BYTES = 8 << 20
-"""One write call, and one of the parts of a file that the disk begins to write when their last bytes are there."""
+"""Most bytes of one write call. Also the unit in which finished parts of a file are written back to disk."""
 _SYNC_FILE_RANGE_WRITE = 2
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
 _CREATE_TRIES = 10
 _NO_LINKS = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-"""File systems without links, and folders of two of them."""
+"""Errors of file systems without links, and of links between two file systems."""
 
 
 class LocalStorage(Storage):
-    """The folder `root`, which need not exist yet: the first write makes it.
+    """The folder `root`. If it does not exist, the first write creates it.
 
-    Links are followed, also those that lead out of it, as in a Hugging Face cache: see
-    `is_link_outside`. Names themselves cannot leave it.
+    Links are followed, even out of the folder, as in a Hugging Face cache: see `is_link_outside`.
+    Names cannot point outside.
     """
 
     max_gap_bytes = _PAGE_BYTES
@@ -69,7 +69,7 @@ class LocalStorage(Storage):
         found: dict[str, int] = {}
         with self._errors("list", folder or "."):
             with suppress(FileNotFoundError, NotADirectoryError):  # `_list` finds nothing there
-                mode = os.stat(self.root).st_mode  # once: it may be removed meanwhile
+                mode = os.stat(self.root).st_mode  # only one stat: the folder may be removed meanwhile
                 if not stat.S_ISDIR(mode):
                     kind = "not a regular file or folder"
                     if stat.S_ISREG(mode):
@@ -89,7 +89,7 @@ class LocalStorage(Storage):
         with self._errors("list", "."):
             for where, folders, files in os.walk(self.root, onerror=_unless_absent):
                 if where == os.fspath(self.root):
-                    folders[:] = [name for name in folders if name.startswith(prefix)]  # nor looks into the others
+                    folders[:] = [name for name in folders if name.startswith(prefix)]  # os.walk then skips the others
                 elif not folders and not files:
                     found.append(os.path.relpath(where, self.root))
         return sorted(found)
@@ -97,7 +97,7 @@ class LocalStorage(Storage):
     def version(self, name: str) -> object:
         try:
             found = os.stat(f"{self.url}/{name}")
-        except OSError:  # it was deleted: processes that have it open can still read it
+        except OSError:  # deleted, but processes that have it open can still read it
             return None
         return found.st_size, found.st_mtime_ns
 
@@ -115,8 +115,7 @@ class LocalStorage(Storage):
 
         stop = "end" if length is None else start + length
         data, wanted = self._with_file(name, f"read bytes [{start}, {stop}) of", pread)
-        # one call reads at most 2 GiB; the rest, or the reason why there is none, comes
-        # the other way
+        # one call reads at most 2 GiB: `super().read` reads the rest, or says why there is none
         return data if len(data) == wanted else super().read(name, start, wanted)
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
@@ -140,7 +139,7 @@ class LocalStorage(Storage):
         return self._with_file(name, "open", lambda file, _: os.dup(file))
 
     def mapped(self, name: str) -> memoryview | None:
-        view = self._with_file(  # nothing cannot be mapped
+        view = self._with_file(  # an empty file cannot be mapped
             name, "map", lambda file, size: mmap.mmap(file, 0, access=mmap.ACCESS_READ) if size else b""
         )
         return memoryview(view)
@@ -171,8 +170,7 @@ class LocalStorage(Storage):
         path = self._path(name)
         with self._errors("create", name):
             for _ in range(_CREATE_TRIES):
-                # another process may remove the folders, empty as they still are, before our
-                # file is in them
+                # another process may remove the folders while they are still empty
                 with suppress(FileNotFoundError):
                     if self._makes_folders:
                         make_folder(path.parent)
@@ -189,7 +187,7 @@ class LocalStorage(Storage):
             try:
                 with self.create(beside) as out:
                     out.write(data)
-            except CheckpointNotFoundError:  # another process took it for a leftover, and removed it, or its folder
+            except CheckpointNotFoundError:  # another process removed it, or its folder, as a leftover
                 if last:
                     raise
                 continue
@@ -202,7 +200,7 @@ class LocalStorage(Storage):
             except ReshardError as error:
                 try:
                     self.delete(beside)
-                except ReshardError as second:  # the first error is what the caller must see
+                except ReshardError as second:  # the caller must see the first error
                     error.add_note(f"deleting the unfinished object failed too: {second}")
                 if last or not isinstance(error, CheckpointNotFoundError):
                     raise
@@ -215,7 +213,7 @@ class LocalStorage(Storage):
         with self._errors("publish", name), suppress(FileNotFoundError):
             with suppress(FileNotFoundError):
                 os.replace(self._path(temporary), path)
-            sync_folder(path.parent)  # also that of a process that was killed before
+            sync_folder(path.parent)  # also if a killed process did the rename
 
     def link(self, name: str, other: str) -> bool:
         path, beside = self._path(name), self._path(other)
@@ -240,7 +238,7 @@ class LocalStorage(Storage):
         with self._errors("delete", name):
             with suppress(FileNotFoundError):
                 path.unlink()
-            # folders exist only to hold objects: an empty one is gone with its last object
+            # folders exist only for their objects: remove those that are now empty
             folder = path.parent
             while folder != self.root and folder.is_relative_to(self.root):
                 try:
@@ -254,17 +252,17 @@ class LocalStorage(Storage):
         with self._errors("delete", name), suppress(FileNotFoundError):
             with suppress(FileNotFoundError):
                 path.unlink()
-            sync_folder(path.parent)  # also that of a process that was killed before
+            sync_folder(path.parent)  # also if a killed process did the removal
 
     def _path(self, name: str) -> Path:
         return self.root / check_name(name, self.url)
 
     def _with_file(self, name: str, verb: str, use: Callable[[int, int], T]) -> T:
-        """Return what `use` makes of the open file and its length in bytes; `verb` says in errors
-        what could not be done."""
+        """Call `use` with an open file and its size in bytes, and return its result. `verb`
+        describes the operation in errors."""
         path = f"{self.url}/{check_name(name, self.url)}"
         try:
-            # without O_NONBLOCK a named pipe would keep us waiting for its writer
+            # without O_NONBLOCK, opening a named pipe would wait for its writer
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             raise _explained(error, "read", name, self.url) from error
@@ -276,7 +274,7 @@ class LocalStorage(Storage):
                 return use(file, found.st_size)
             finally:
                 os.close(file)
-        except ReshardError:  # some are OSErrors, too
+        except ReshardError:  # some of these are OSErrors, too
             raise
         except OSError as error:
             raise _explained(error, verb, name, self.url) from error
@@ -290,7 +288,7 @@ class LocalStorage(Storage):
         except ReshardError:
             raise
         except OSError as error:
-            if verb == "list" and error.filename:  # it may be a folder below
+            if verb == "list" and error.filename:  # the error may be about a subfolder
                 name = os.path.relpath(error.filename, self.url)
             raise _explained(error, verb, name, self.url) from error
 
@@ -302,7 +300,8 @@ class _LocalWriter(PlacedWriter):
     _path: Path
     _file: int
     _one_at_a_time: threading.Lock = field(default_factory=threading.Lock)
-    """The kernel lets one thread write a file, and the others spin for it. Here, they sleep."""
+    """Only one thread can write a file at a time. In the kernel, the others would spin; at this
+    lock, they sleep."""
 
     def reserve(self, nbytes: int) -> Callable[[memoryview], None]:
         place = partial(self._write, at=self.at)
@@ -320,7 +319,7 @@ class _LocalWriter(PlacedWriter):
                     done = os.pwrite(self._file, data[:_WRITE_BYTES], at)
                 start, at = at, at + done
                 stop = at // _WRITE_BYTES * _WRITE_BYTES
-                if start < stop:  # the disk writes while the next bytes are made
+                if start < stop:  # the disk writes while the caller prepares the next bytes
                     start_writing_back(self._file, range(start // _WRITE_BYTES * _WRITE_BYTES, stop))
                 data = data[done:]
 
@@ -340,8 +339,8 @@ class _LocalWriter(PlacedWriter):
                 self._storage.delete(self._name)
 
     def _is_named(self) -> bool:
-        """Return True if the name still is this file's: a process that took us for dead may write
-        another one of it."""
+        """Return True if the path still names this file. A process that took this one for dead may
+        have written a new file there."""
         try:
             return os.path.samestat(os.fstat(self._file), os.stat(self._path))
         except OSError:
@@ -355,7 +354,7 @@ class _LocalWriter(PlacedWriter):
 
 @contextmanager
 def os_errors(what: str) -> Iterator[None]:
-    """Raise StorageError, which says what cannot be done, for an error of the operating system."""
+    """Turn an operating system error into a StorageError that says what failed."""
     try:
         yield
     except OSError as error:
@@ -364,7 +363,7 @@ def os_errors(what: str) -> Iterator[None]:
 
 @functools.cache
 def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """Return the C library's function of this name. Only Linux has one."""
+    """Return the C library's `sync_file_range`, or None if there is none: only Linux has it."""
     call = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if call is not None:
         call.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
@@ -372,17 +371,17 @@ def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
 
 
 def start_writing_back(file: int, written: range) -> None:
-    """Ask the disk to write these bytes of a file, without waiting for it.
+    """Ask the disk to write these bytes of a file, without waiting.
 
-    It promises nothing, so its errors do not count: bytes that are not written stay in the page
-    cache for the fsync, which reports them.
+    Errors are ignored, because this guarantees nothing: unwritten bytes stay in the page cache
+    until fsync, which reports errors.
     """
     if (call := _sync_file_range()) is not None:
         call(file, written.start, len(written), _SYNC_FILE_RANGE_WRITE)
 
 
 def make_folder(folder: Path) -> None:
-    """A folder and those above it, durably, as far as they are not there."""
+    """Create a folder and its missing parents, durably."""
     missing: list[Path] = []
     while not folder.is_dir():
         missing.append(folder)
@@ -391,7 +390,7 @@ def make_folder(folder: Path) -> None:
         with suppress(FileExistsError):
             try:
                 folder.mkdir()
-            except FileNotFoundError as error:  # such as in /proc, which has no folders but its own
+            except FileNotFoundError as error:  # such as in /proc, where no folder can be created
                 if folder.parent.is_dir():
                     raise PermissionError(errno.EPERM, "no folder can be created", str(folder)) from error
                 raise
@@ -401,13 +400,13 @@ def make_folder(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder, and deletions of names, durable."""
+    """Make new and deleted names in a folder durable."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(file)
     except OSError as error:
-        # some network file systems have no fsync of folders; their metadata operations
-        # are synchronous
+        # some network file systems cannot fsync folders, but their metadata operations are
+        # synchronous
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -417,9 +416,11 @@ def sync_folder(folder: Path) -> None:
 def _list(
     folder: str, before: str, found: dict[str, int], prefix: str = "", *, deep: bool = True, sized: bool = True
 ) -> None:
-    """Add the sizes of all files below a folder whose names start with `prefix`, by name, and not
-    deep, those of its folders by names with a slash. Each size is a request to the file system; not
-    `sized`, they are 0."""
+    """Add to `found` the name and size of each file below `folder` whose name starts with `prefix`.
+
+    Without `deep`, add subfolders as "name/" instead of their files. Each size costs a request to
+    the file system; without `sized`, sizes are 0.
+    """
     try:
         entries = os.scandir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -435,8 +436,7 @@ def _list(
             try:
                 nbytes = None if entry.is_dir() else entry.stat().st_size if sized else 0
             except OSError as error:
-                # a file that another process removes while we look is not in the folder, nor is a
-                # link to itself
+                # skip a file that another process removes meanwhile, and a link to itself
                 if error.errno not in (errno.ENOENT, errno.ELOOP):
                     raise
                 continue
@@ -449,8 +449,8 @@ def _list(
 
 
 def _unless_absent(error: OSError) -> None:
-    """Raise an error of listing a folder, unless the folder is gone, or belongs to the file system:
-    a `lost+found` at the root of a mount, which only its owner may read."""
+    """Raise an error from listing a folder, unless the folder is gone or is a `lost+found`, which
+    only the file system may read."""
     is_systems = isinstance(error, PermissionError) and os.path.basename(error.filename or "") == "lost+found"
     try:
         if not is_systems and not isinstance(error, FileNotFoundError | NotADirectoryError):
@@ -475,7 +475,7 @@ _FIXES = {
 
 
 _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-"""Reasons that have to do with the folder and not with the file."""
+"""Errors that concern the folder, not the file."""
 
 
 def _explained(error: OSError, verb: str, name: str, url: str) -> ReshardError:

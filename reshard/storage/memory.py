@@ -1,4 +1,4 @@
-"""Objects in this process's memory: for tests, and for a checkpoint that is to live only until the next one."""
+"""Objects in this process's memory, for tests and for checkpoints that live only until the next one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 
 class MemoryStorage(Storage):
-    """A folder in memory. Two instances share nothing; `memory://NAME` names one that the whole process shares.
+    """A folder in memory. Two instances share nothing, but each `memory://NAME` is shared in the
+    process.
 
     Args:
         name: for messages.
-        within: the folder that this one is a part of, under its name.
+        within: the parent folder, in which this folder has the name `name`.
     """
 
     max_gap_bytes = 0

@@ -18,12 +18,11 @@ from reshard.storage.base import Storage, Writer, check_name, check_range, exist
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-# An object appears whole or not at all: a small one by one conditional put, a large one when its
-# multipart upload is completed. A writer that is killed leaves an invisible upload; a
-# lifecycle rule of the bucket ("abort incomplete multipart uploads") removes what it costs.
-# Credentials, region and endpoint come from the usual environment variables (AWS_ACCESS_KEY_ID,
-# AWS_ENDPOINT_URL, AWS_ALLOW_HTTP, ...), or give `ObjectStorage` an obstore store of your own
-# making.
+# Objects are written atomically: a small one by a conditional put, a large one by completing its
+# multipart upload. A killed writer leaves an invisible upload, which costs money until a lifecycle
+# rule of the bucket ("abort incomplete multipart uploads") removes it. Credentials, region, and
+# endpoint come from the usual environment variables (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL,
+# AWS_ALLOW_HTTP, ...), or from the obstore store that you pass to `ObjectStorage`.
 
 
 _T = TypeVar("_T")
@@ -31,25 +30,25 @@ _T = TypeVar("_T")
 _PART_BYTES = 16 << 20
 _PARALLEL = 8
 _SMALL_BYTES = 64 << 10
-"""Answers of up to this many bytes take hardly longer than their first byte."""
+"""Responses up to this size take hardly longer than their first byte."""
 _TRIES = 4
-"""Number of tries here, in addition to those of obstore, which does not repeat every request that
-is safe to repeat."""
+"""Number of tries here, in addition to those of obstore, which does not retry every request that is
+safe to retry."""
 FIRST_PAUSE_S = 0.2
 _NO_BUCKET = re.compile("NoSuchBucket|ContainerNotFound|specified bucket does not exist")
 _FORBIDDEN = re.compile("status code: 40[13]")
 _LASTING = re.compile(r"status code: 4(?!08|25|29)\d\d")
-"""Refusals that will not become right by asking again: all but a timeout, "too early" and "too many requests"."""
+"""Responses for which a retry is useless: all 4xx except timeout, "too early", and "too many requests"."""
 RETRY: Any = {"max_retries": 6, "retry_timeout": timedelta(seconds=60)}
 
 
 def open_objects(url: str) -> ObjectStorage:
-    """The folder of a bucket: "s3://bucket/folder", "gs://bucket/folder", "az://..." as obstore
-    reads it.
+    """Return the storage for a URL as obstore reads it: "s3://bucket/folder", "gs://bucket/folder",
+    "az://...".
 
     Raises:
         MissingPackageError: obstore is not installed.
-        StorageError: it does not understand the URL or its configuration.
+        StorageError: obstore rejects the URL or its configuration.
     """
     with framework("obstore>=0.6", f"{url}: "):
         from obstore.store import from_url
@@ -61,11 +60,12 @@ def open_objects(url: str) -> ObjectStorage:
 
 
 _BYTES_PER_S = 80e6
-"""What one connection reads."""
+"""Assumed read throughput of one connection."""
 
 
 def choose_gap_bytes(latency_s: float) -> int:
-    """Bytes that one connection reads while a request waits for its first byte; 64 KiB to 8 MiB, a power of two."""
+    """Return how many bytes a connection reads during one request latency: a power of two from 64
+    KiB to 8 MiB."""
     wanted = latency_s * _BYTES_PER_S
     gap = 64 << 10
     while gap * 2 <= wanted and gap < 8 << 20:
@@ -74,17 +74,17 @@ def choose_gap_bytes(latency_s: float) -> int:
 
 
 class ObjectStorage(Storage):
-    """A store of obstore (`obstore.store.S3Store(...)` and so on), whose prefix is the folder.
+    """An obstore store (such as `obstore.store.S3Store(...)`), whose prefix is the folder.
 
-    `max_gap_bytes` starts from a latency of 30 ms and follows the fastest answer seen.
+    `max_gap_bytes` is computed from a latency of 30 ms, and later from the lowest latency seen.
 
     Args:
         store: the store.
         url: for messages.
-        part_bytes: size of an upload's part and of one range request, in bytes; at most 10,000
-            parts make an object.
-        parallel: how many parts one read or one writer has in flight; its memory is parallel x
-            part_bytes.
+        part_bytes: size of an upload part and of a range request, in bytes. An object has at most
+            10,000 parts.
+        parallel: number of parts in flight per read or writer. Each uses parallel x part_bytes of
+            memory.
     """
 
     is_common = True
@@ -104,7 +104,7 @@ class ObjectStorage(Storage):
         self._latency_s = 0.03
         self._store = store
         self._seen: dict[str, tuple[str, int]] = {}
-        """Tags and times of objects, as answers of the store had them."""
+        """Tag and time of each object, as last reported by the store."""
         self._api: Any = obstore
         self._pool = ThreadPoolExecutor(parallel, thread_name_prefix="range-read")
 
@@ -122,8 +122,7 @@ class ObjectStorage(Storage):
             check_name(folder, self.url)
 
         def all_pages() -> dict[str, Any]:
-            # the store takes whole folders only; what comes before the prefix need not
-            # be listed
+            # the store lists folders only, but `offset` skips the names before the prefix
             pages = self._api.list(self._store, folder or None, offset=prefix[:-1] or None, chunk_size=1000)
             return {item["path"]: item for page in pages for item in page}
 
@@ -145,15 +144,16 @@ class ObjectStorage(Storage):
         return self._seen.get(name)
 
     def _saw(self, name: str, meta: Mapping[str, Any]) -> None:
-        """Note the version of an object, which each answer of the store has. It is a later one if
-        the tag differs and the time is later: some stores write one of them in two ways."""
+        """Record the version of an object, which every response contains. It counts as newer if the
+        tag differs and the time is later, because some stores write the tag or the time in two
+        ways."""
         tag, at = (meta["e_tag"] or "").removeprefix("W/").strip('"'), int(meta["last_modified"].timestamp())
         before = self._seen.get(name, ("", 0))
         if tag != before[0] and at > before[1]:
             self._seen[name] = tag, at
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
-        """An object of up to a part is read whole by one request: the answer says how long it is, too."""
+        """Read an object of at most one part in a single request: the response also contains the size."""
         if length is not None or start:
             return super().read(name, start, length)
         check_name(name, self.url)
@@ -172,7 +172,7 @@ class ObjectStorage(Storage):
                 data, size = self._again(front)
         except CheckpointNotFoundError:
             raise
-        except StorageError:  # of an empty object no range can be asked for
+        except StorageError:  # stores reject every range of an empty object
             if self.size(name):
                 raise
             return b""
@@ -181,7 +181,7 @@ class ObjectStorage(Storage):
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         check_name(name, self.url)
         length = buffer.nbytes
-        if start < 0 or not length:  # an empty range cannot be asked for, but its place can be wrong
+        if start < 0 or not length:  # stores reject an empty range, but its position must still be checked
             check_range(self, name, start, length, self.size(name))
             return
         view = buffer.cast("B")
@@ -197,8 +197,8 @@ class ObjectStorage(Storage):
         finally:
             for read in reads:
                 read.cancel()
-            wait(reads)  # no thread may write into the caller's buffer after an error has reached the caller
-            del read, reads  # which have the error
+            wait(reads)  # no thread may write into the caller's buffer after this raises
+            del read, reads  # they refer to the error
 
     def _read_piece(self, name: str, start: int, view: memoryview) -> None:
         def part() -> Any:
@@ -211,7 +211,7 @@ class ObjectStorage(Storage):
                 data = memoryview(self._again(part))
         except CheckpointNotFoundError:
             raise
-        except StorageError:  # stores answer a range past the end in different ways
+        except StorageError:  # stores respond differently to a range past the end
             check_range(self, name, start, view.nbytes, self.size(name))
             raise
         if data.nbytes != view.nbytes:
@@ -247,18 +247,18 @@ class ObjectStorage(Storage):
                 self.publish(name, data)
             elif not isinstance(error.__cause__, AlreadyExistsError | PreconditionError):
                 raise
-            elif self.read(name) != bytes(data):  # otherwise, the answer to an earlier try that succeeded was lost
+            elif self.read(name) != bytes(data):  # otherwise, an earlier try succeeded, but its response was lost
                 raise StorageError(f"{name} in {self.url} was published by another process in the meantime") from error
 
     def delete(self, name: str) -> None:
         check_name(name, self.url)
         try:
             self._call("delete", name, self._api.delete)
-        except CheckpointNotFoundError:  # Google and Azure say so, S3 does not
+        except CheckpointNotFoundError:  # Google and Azure report a missing object, S3 does not
             return
 
     def link(self, name: str, other: str) -> bool:
-        """The store copies the object within itself: nothing of it comes here."""
+        """The store copies the object itself, so no bytes are transferred to this machine."""
         check_name(other, self.url)
         if not self.has(name):
             raise not_found(name, self.url)
@@ -284,15 +284,15 @@ class ObjectStorage(Storage):
             try:
                 stored = self.read(name) if self.size(name) == len(data) else None
             except CheckpointNotFoundError:
-                # the parts of an upload that was given up stand in the way in Azurite,
-                # an emulator of Azure
+                # in Azurite, an emulator of Azure, the parts of an aborted upload block the name
                 self.publish(name, data)
                 return
-            if stored != data:  # else the answer to a first try that had arrived was lost, and the second refused
+            if stored != data:  # otherwise, the first try succeeded, but its response was lost
                 raise
 
     def put_parts(self, name: str, parts: Iterator[bytes]) -> None:
-        """Store an object in parts while the iterator yields them; if it raises, the upload is aborted."""
+        """Store an object from the parts that an iterator yields. If the iterator raises, the
+        upload is aborted."""
         with self._errors("write", name):
             self._api.put(
                 self._store,
@@ -309,12 +309,12 @@ class ObjectStorage(Storage):
             self.max_gap_bytes = choose_gap_bytes(seconds)
 
     def _call(self, verb: str, name: str, function: Callable[..., _T], *arguments: object, **options: object) -> _T:
-        """Return what a function of obstore does about an object."""
+        """Call an obstore function for an object and return its result."""
         with self._errors(verb, name):
             return self._again(lambda: function(self._store, name, *arguments, **options))
 
     def _again(self, call: Callable[[], _T]) -> _T:
-        """Repeat what failed for a reason that may pass, a few times, ever more slowly."""
+        """Call, and retry transient errors with increasing pauses."""
         from obstore.exceptions import GenericError, JoinError
 
         for attempt in range(_TRIES - 1):
@@ -353,30 +353,29 @@ class ObjectStorage(Storage):
 
 
 def _first_line(error: BaseException) -> str:
-    """Return what obstore says before it shows its own insides."""
+    """Return the first line of an obstore error: the others show its internals."""
     lines = str(error).strip().splitlines()
     return lines[0][:500] if lines else type(error).__name__
 
 
-# The writer of an object store: from many small writes to one conditional put or to a multipart
-# upload.
+# The writer of an object store: many small writes become one conditional put or a multipart upload.
 
 
 MAX_PARTS = 10_000
-"""Most parts of one multipart upload: the limit of S3, which is the lowest."""
+"""Most parts of a multipart upload: the limit of S3, which is the lowest."""
 
 
 class _Abandoned(Exception):
-    """Ends the stream of parts, whereupon the upload is aborted."""
+    """Ends the stream of parts, which aborts the upload."""
 
 
 class ObjectWriter(Writer):
-    """Hands parts to a thread that uploads them. A caller that is faster than the network waits in
-    `write`.
+    """Passes parts to a thread that uploads them. If the caller is faster than the network, `write`
+    blocks.
 
         write ──► gathered to one part ──► queue of one ──► thread: multipart upload, several parts in flight
 
-    An object of less than one part is put whole, on condition that there is none of its name.
+    An object smaller than one part is put in one request, on condition that the name is free.
     """
 
     def __init__(self, store: ObjectStorage, name: str) -> None:

@@ -1,4 +1,4 @@
-"""From a path or URL to a storage."""
+"""Opens a storage from a path or URL."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from reshard.storage.local import LocalStorage
 from reshard.storage.memory import MemoryStorage
 
 StoragePath: TypeAlias = AnyPath | Storage
-"""What names a place for files."""
+"""A path, a URL, or an open storage."""
 _OBJECT_STORES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss")
 
 _shared_memory = MemoryStorage()
 
 
 def open_storage(path: StoragePath) -> Storage:
-    """The storage for a path or URL; a `Storage` is returned as it is. Nothing is read, made or
-    contacted yet.
+    """Return the storage for a path or URL. Returns a `Storage` unchanged. Does not access the
+    storage yet.
 
     Args:
-        path: a local folder, "file:///folder", "memory://folder" (of this process), or a bucket and
-            folder: "s3://bucket/folder", "gs://...", "az://...", which need the package obstore.
+        path: a local folder, "file:///folder", "memory://folder" (in this process), or a bucket and
+            folder: "s3://bucket/folder", "gs://...", "az://...", which require the package obstore.
 
     Raises:
-        OptionError: no path.
-        StorageError: a scheme that is not known, or a URL that names no folder.
+        OptionError: `path` is not a path.
+        StorageError: unknown scheme, or a URL without a folder.
     """
     if isinstance(path, Storage):
         return path
@@ -78,17 +78,17 @@ def path_text(path: object) -> str:
 
 
 def describe_wrong_path(given: object) -> str:
-    """For an error: the type of a value, with what to pass instead where that is known."""
+    """Return, for an error, the type of a value and, if known, what to pass instead."""
     fix = getattr(given, "_INSTEAD", "")
     return f"{type(given).__name__}{fix and f': {fix}'}"
 
 
 def is_known(path: StoragePath) -> bool:
-    """Return True if `open_storage` has a storage for such a path or URL."""
+    """Return True if `open_storage` supports this path or URL."""
     scheme, separator, _ = ("", "", "") if isinstance(path, Storage) else path_text(path).partition("://")
     return not separator or scheme in ("file", "memory", *_OBJECT_STORES)
 
 
 def place_of(storage: Storage) -> str:
-    """Return the same text for all paths by which one folder can be reached."""
+    """Return a text that is the same for all paths to one folder."""
     return storage.url.rstrip("/") if "://" in storage.url else os.path.realpath(storage.url)

@@ -1,4 +1,4 @@
-"""The files inside an uncompressed tar archive, read in place: nothing is extracted."""
+"""Reads the files in an uncompressed tar archive in place, without extracting them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _END_BYTES = 2 * tarfile.BLOCKSIZE
 
 
 class TarStorage(Storage):
-    """An archive in another storage, as a folder that cannot be written to.
+    """An archive in another storage, as a read-only folder.
 
-    Only its plain files are there; of two with one name the later one, as tar has it.
+    Contains only regular files. If two have the same name, the later one counts, as in tar.
     """
 
     def __init__(self, storage: Storage, name: str) -> None:
-        """Reads the headers of all members.
+        """Read the headers of all members.
 
         Raises:
-            FormatError: the archive is compressed, so that nothing in it can be found without reading all of it.
-            CorruptCheckpointError: it is no tar archive, or is damaged or truncated.
+            FormatError: the archive is compressed, so reading any part means reading all of it.
+            CorruptCheckpointError: not a tar archive, or damaged or truncated.
         """
         self.url = f"{storage.url.rstrip('/')}/{name}"
         self.max_gap_bytes = storage.max_gap_bytes
@@ -59,7 +59,7 @@ class TarStorage(Storage):
                         if any(self._storage.read(self._name, stop, length)):
                             raise tarfile.ReadError(f"{name!r} is longer than {member.size} bytes")
                         places[name] = member.offset_data, member.size
-                at = archive.offset  # where tarfile found no header, or a damaged one
+                at = archive.offset  # the end, or where tarfile found a damaged header
                 if size - at < _END_BYTES or any(self._storage.read(self._name, at, _END_BYTES)):
                     raise tarfile.ReadError(f"at byte {at} there is neither a member nor the archive's end of zeros")
         except (tarfile.TarError, ValueError, EOFError, RecursionError) as error:
@@ -99,7 +99,7 @@ class TarStorage(Storage):
 
 
 class _ArchiveFile(io.RawIOBase):
-    """The archive as tarfile wants it: a file that reads headers."""
+    """A file object through which tarfile reads the headers."""
 
     def __init__(self, storage: Storage, name: str, size: int) -> None:
         self._storage, self._name, self._size, self._at = storage, name, size, 0
@@ -121,7 +121,7 @@ class _ArchiveFile(io.RawIOBase):
     def read(self, size: int | None = -1) -> bytes:
         left = max(self._size - self._at, 0)
         length = left if size is None or size < 0 else min(size, left)
-        if length > _MAX_HEADER_BYTES:  # names and sizes need no such
+        if length > _MAX_HEADER_BYTES:  # a header with names and sizes is smaller
             raise ValueError(f"a header of {length} bytes at {self._at}")
         data = self._storage.read(self._name, self._at, length) if length else b""
         self._at += length

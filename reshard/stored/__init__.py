@@ -1,1 +1,1 @@
-"""Tensors in storage, in any format: chunks, their bytes, and how these are read and streamed."""
+"""Stored tensors of any format: their chunks, the bytes of these, and how they are read and streamed."""

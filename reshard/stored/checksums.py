@@ -1,4 +1,4 @@
-"""Saved checksums of a file's bytes, and what was compared with them."""
+"""Saved checksums of a file's bytes, and which of them were compared."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from reshard.live.compiled_kernel import kernel
 #     a read          [--------------]                        reading the rest of the first and the last one, too
 #     checked   [-----------------------------]
 #
-# All elements are read through a `Source`, which has the `Checksums` of its bytes. Readers get checked
-# bytes or an error. If checking is off, or would cost more than the limits below, they get unchecked
-# bytes, which are counted.
+# All elements are read through a `Source`, which has the `Checksums` of its bytes. Readers get
+# verified bytes or an error. If checking is off, or would exceed the limits below, they get
+# unverified bytes, which are counted.
 
 
 MAX_CHECK_MULTIPLE = 2.0
-"""To check requested bytes, at most this multiple of their number is read."""
+"""A check may read at most this multiple of the requested bytes."""
 FREE_CHECK_BYTES = 16 << 20
-"""This many bytes may be read to check, however few are requested."""
+"""A check may always read this many bytes, even if few are requested."""
 
 EVERY_BLOCK = ""
 _LAST_FILE = "whether files with higher numbers are missing"
 CRC_OF_RECORDS = "unchecked: whether all files are from the same save, and whether replicas are equal"
 NO_CHECKSUMS = "unchecked: the format has no checksums"
-"""What the checksums of a format do not cover, for reports. A CRC-32 in a zip archive covers one record."""
+"""For reports: what the checksums of a format do not cover. A CRC-32 in a zip archive covers one record."""
 
 CheckTime = Literal["before", "during"]
-"""Whether bytes are compared with checksums before targets are written, or while they are."""
+"""Whether bytes are compared with checksums before targets are filled, or while they are filled."""
 
 _DONE, _COMPARE, _NO_LIMIT_NS = 0, 1, 1 << 60
-"""The values of these constants in `reshard.execute.work_list`."""
+"""Equal to these constants of `reshard.execute.work_list`."""
 _NEAR_BYTES = 64 << 10
-"""Runs of bytes with smaller gaps are looked up together."""
+"""Runs with smaller gaps are looked up together, in bytes."""
 
 
 def changed_block(label: str, block: Range) -> str:
@@ -60,27 +60,28 @@ def most_to_check(wanted_bytes: int) -> float:
 
 @dataclass
 class Checking:
-    """How the bytes of one checkpoint are checked, and how many were. Shared by all of its files."""
+    """How the bytes of one checkpoint are checked, and how many were. All of its files share it."""
 
     enabled: bool = True
-    """Off, nothing is compared, and all that is read counts as unchecked."""
+    """If False, nothing is compared, and all reads count as unchecked."""
     bytes_compared: int = 0
-    """Bytes that were compared with checksums, each once, including headers and the rest of blocks."""
+    """Bytes that were compared with checksums, each once, including headers and unrequested parts of blocks."""
     bytes_checked: int = 0
-    """Bytes of elements that were asked for and are covered by checksums that were compared."""
+    """Requested bytes of elements whose checksums were compared."""
     bytes_unchecked: int = 0
-    """Bytes of elements that were asked for and are not."""
+    """Requested bytes of elements whose checksums were not compared, or that have none."""
     unchecked: str = EVERY_BLOCK
-    """What the checksums of the format do not say."""
+    """What the checksums of the format do not cover, for reports."""
     lost: list[CorruptCheckpointError] | None = None
-    """Files that are missing or damaged. None: the first is raised."""
+    """Errors about missing or damaged files. None: the first error is raised."""
     opened: list[Any] = field(default_factory=list, repr=False, compare=False)
-    """What each file was when it was first looked into. The first has the metadata, if a file has that alone."""
+    """Versions of the files, in the order in which they were opened. The metadata's file comes
+    first if it is separate."""
     _unfinished: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, *, compared: int = 0, checked: int = 0, unchecked: int = 0) -> None:
-        """Count bytes. Any thread may call it."""
+        """Add to the numbers of bytes. Thread-safe."""
         with self._lock:
             self.bytes_compared += compared
             self.bytes_checked += checked
@@ -88,7 +89,7 @@ class Checking:
 
     @contextmanager
     def off(self, condition: bool = True) -> Iterator[None]:
-        """Compare nothing within the block, where the condition is true."""
+        """Compare nothing within the block, if the condition is true."""
         was, self.enabled = self.enabled, self.enabled and not condition
         try:
             yield
@@ -96,13 +97,13 @@ class Checking:
             self.enabled = was
 
     def leave_number_open(self) -> None:
-        """Nothing says how many files there were."""
+        """Record that the checkpoint does not say how many files it has."""
         if _LAST_FILE not in self.unchecked:
             before = f"{self.unchecked}, and" if self.unchecked else "unchecked:"
             self.unchecked = f"{before} {_LAST_FILE}"
 
     def refuse(self, error: CorruptCheckpointError) -> None:
-        """Raise an error, or list it, so that the rest of the checkpoint can be read."""
+        """Raise an error, or add it to `lost`, so that the rest of the checkpoint can be read."""
         if self.lost is not None:
             self.lost.append(error)
             return
@@ -112,18 +113,20 @@ class Checking:
             del error
 
     def confirm(self) -> None:
-        """Raise CorruptCheckpointError if a file was written again after it was opened."""
+        """Raise CorruptCheckpointError if a file was rewritten after it was opened."""
         for file in self.opened:
             file.confirm()
 
     def remember(self, source: Any) -> None:
-        """Remember a `FileSource` from which something was read but not compared."""
+        """Remember a `FileSource` with bytes that were read but not compared."""
         self._unfinished[id(source)] = source
 
     def finish(self, wanted_bytes: int | None = None) -> None:
-        """Compare everything that was read but not compared so far, at any cost, or, with
-        `wanted_bytes`, as much as may be read to check that number of bytes. Raises
-        CorruptCheckpointError."""
+        """Compare everything that was read but not compared yet.
+
+        With `wanted_bytes`, skip files for which this would read more than
+        `most_to_check(wanted_bytes)`. Raises CorruptCheckpointError.
+        """
         unfinished, self._unfinished = self._unfinished, {}
         for key, source in unfinished.items():
             if wanted_bytes is None or source.owed_bytes <= most_to_check(wanted_bytes):
@@ -132,8 +135,8 @@ class Checking:
                 self._unfinished[key] = source
 
     def words(self, nbytes: int, total: int) -> str:
-        """Return words about a read of `total` bytes of elements, of which `nbytes` were not
-        compared. Empty if all were."""
+        """Return a phrase about a read of `total` bytes of elements, of which `nbytes` were not
+        compared. Returns "" if all bytes were compared and the format's checksums cover everything."""
         if not self.enabled:
             return "unchecked: check=False"
         if self.unchecked == NO_CHECKSUMS or not nbytes:
@@ -144,67 +147,69 @@ class Checking:
 
 
 class Checksums(ABC):
-    """The checksums of the blocks of one file, and which blocks were found to be right."""
+    """The checksums of a file's blocks, and which blocks were verified."""
 
     can_pass = False
-    """Whether blocks can be compared in pieces that pass by: see `note`."""
+    """Whether a block can be compared piece by piece: see `note`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owed: dict[tuple[Range, ...], int] = {}
-        """Bytes of elements that were read and not compared so far, by their blocks."""
+        """Bytes of elements that were read but not compared yet, by their blocks."""
 
     @abstractmethod
     def pending(self, start: int, stop: int) -> list[Range]:
-        """The blocks that share bytes with [start, stop) and were not compared yet, in order."""
+        """Return the blocks that overlap [start, stop) and were not verified yet, in order."""
 
     def pending_among(self, ranges: Iterable[Range]) -> list[Range]:
-        """The blocks that share bytes with some ranges and were not compared yet, each once."""
+        """Return the blocks that overlap any of the ranges and were not verified yet, each once."""
         return list(dict.fromkeys(block for start, stop in ranges for block in self.pending(start, stop)))
 
     def are_pending(self, blocks: Ints) -> Flags:
-        """Return whether each of some blocks, (n, 2), was not compared yet."""
+        """Return which of the blocks, as (n, 2) starts and stops, were not verified yet."""
         return np.array([bool(self.pending(start, stop)) for start, stop in blocks.tolist()], np.bool_)
 
     @abstractmethod
     def has(self, start: int, stop: int) -> bool:
-        """Return whether all of these bytes are in blocks that have checksums."""
+        """Return True if blocks with checksums contain all of these bytes."""
 
     @abstractmethod
     def is_right(self, block: Range, data: Iterable[bytes | memoryview]) -> bool:
-        """Compare a block, whose bytes are given in pieces. If it is right, it is no longer pending."""
+        """Return True if the bytes of a block, given in pieces, match its checksum. The block is
+        then no longer pending."""
 
     @abstractmethod
     def wanted(self, ranges: Sequence[Range], windows: Iterable[Window]) -> tuple[Ints, Ints, int]:
-        """Return the blocks that some reads touch, (n, 2), how many bytes of each are wanted, and
-        how many bytes are in no block.
+        """Return the blocks that reads touch, as (n, 2) starts and stops, the number of wanted
+        bytes in each, and the number of wanted bytes outside of blocks.
 
         Args:
-            ranges: what is read without gaps, in order and disjoint.
-            windows: what is read with gaps; none shares bytes with `ranges` or another.
+            ranges: byte ranges that are read without gaps, sorted and disjoint.
+            windows: what is read with gaps. They overlap neither `ranges` nor each other.
         """
 
     def defer(self, ranges: Iterable[Range], nbytes: int) -> None:
-        """`nbytes` bytes of elements within some ranges were read, and their blocks not compared so far."""
+        """Record that `nbytes` bytes of elements within these ranges were read without a check of
+        their blocks."""
         blocks = tuple(self.pending_among(ranges))
         if blocks:
             with self._lock:
                 self._owed[blocks] = self._owed.get(blocks, 0) + nbytes
 
     def deferred(self) -> list[Range]:
-        """The blocks that were read of and not compared so far."""
+        """Return the blocks that were read from but not compared yet."""
         return sorted({block for blocks in list(self._owed) for block in blocks if self.pending(*block)})
 
     def settle(self) -> int:
-        """Return the number of deferred bytes of elements in blocks that have been found right.
+        """Return the number of deferred bytes of elements whose blocks have been verified since.
         They are no longer deferred."""
         right = [blocks for blocks in list(self._owed) if not any(self.pending(*block) for block in blocks)]
         with self._lock:
             return sum(self._owed.pop(blocks, 0) for blocks in right)
 
     def note(self, start: int, data: memoryview) -> Range | None:
-        """Add bytes of a block that is too large to be read at once. When all of it has been added,
-        return the block if it is wrong. If it is right, it is no longer pending."""
+        """Add some bytes of a block that is too large for one read. Once it is complete, return the
+        block if its checksum does not match; otherwise, mark it as verified and return None."""
         return None
 
 
@@ -212,12 +217,12 @@ class BlockChecksums(Checksums):
     """XXH3-64 of every `block_bytes` bytes of a file."""
 
     def __init__(self, nbytes: int, block_bytes: int, load: Callable[[], bytes]) -> None:
-        """`load` brings the digests, 8 bytes each, when they are first wanted."""
+        """`load` returns the digests, 8 bytes each. It is called when they are first needed."""
         super().__init__()
         self.nbytes, self.block_bytes, self._load = nbytes, block_bytes, load
         self._digests: npt.NDArray[np.uint64] | None = None
         self._seen = bytearray(-(-nbytes // block_bytes))
-        """1 for each block that is right."""
+        """A byte per block: 1 if the block was verified."""
 
     def pending(self, start: int, stop: int) -> list[Range]:
         size, stop = self.block_bytes, min(stop, self.nbytes)
@@ -240,7 +245,7 @@ class BlockChecksums(Checksums):
         return np.asarray(np.frombuffer(self._seen, np.uint8)[blocks[:, 0] // self.block_bytes] == 0)
 
     def compare(self, view: memoryview, blocks: Ints) -> list[Range]:
-        """Compare blocks, (n, 2), of a mapped file. Return those that are wrong. The others are no longer pending."""
+        """Compare blocks, as (n, 2) starts and stops, of a mapped file. Return those that do not match."""
         numbers = blocks[:, 0] // self.block_bytes
         if self._are_right(view, blocks, numbers):
             np.frombuffer(self._seen, np.uint8)[numbers] = 1
@@ -251,8 +256,8 @@ class BlockChecksums(Checksums):
         return list(map(tuple, blocks[~right].tolist()))
 
     def _are_right(self, view: memoryview, blocks: Ints, numbers: Ints) -> bool:
-        """Return whether the compiled loop is there and finds all of these blocks right. It runs
-        without the interpreter's lock, so that threads hash at the same time."""
+        """Return True if the compiled kernel is available and all of these blocks match. It
+        releases the interpreter lock, so that threads hash in parallel."""
         loop = kernel()
         if loop is None or not len(blocks):
             return False
@@ -267,19 +272,19 @@ class BlockChecksums(Checksums):
         return loop.run(*lists, self.digests, np.zeros(0, np.int64), 0, _NO_LIMIT_NS)[1] == _DONE
 
     def any_pending(self, starts: Ints, stops: Ints) -> Flags:
-        """For each range [start, stop), return whether a block that shares bytes with it was not
-        compared yet."""
+        """Return, for each range [start, stop), whether it overlaps a block that was not verified yet."""
         return ~self.are_among(np.frombuffer(self._seen, np.bool_), starts, stops)
 
     def are_among(self, chosen: Flags, starts: Ints, stops: Ints) -> Flags:
-        """For each range [start, stop), return whether all blocks that share bytes with it are `chosen`."""
+        """Return, for each range [start, stop), whether all blocks that it overlaps are `chosen`."""
         first, last = starts // self.block_bytes, -(-np.minimum(stops, self.nbytes) // self.block_bytes)
         base = int(first.min(initial=len(chosen)))
         before = np.concatenate(([0], np.cumsum(chosen[base : int(last.max(initial=base))], dtype=np.int64)))
         return np.asarray(before[last - base] - before[first - base] == last - first)
 
     def within(self, ranges: Ints) -> Flags:
-        """For each block, return whether one of the ranges, (n, 2), contains it completely."""
+        """Return, for each block, whether one of the ranges, as (n, 2) starts and stops, contains
+        it completely."""
         size, count = self.block_bytes, len(self._seen)
         first = -(-ranges[:, 0] // size)
         last = np.where(ranges[:, 1] >= self.nbytes, count, ranges[:, 1] // size)
@@ -289,12 +294,13 @@ class BlockChecksums(Checksums):
         return np.asarray(np.cumsum(steps[:-1]) > 0)
 
     def bounds(self, chosen: Flags) -> Ints:
-        """The chosen ones of all blocks, (n, 2)."""
+        """Return the chosen blocks as (n, 2) starts and stops."""
         starts = np.flatnonzero(chosen) * self.block_bytes
         return np.stack((starts, np.minimum(starts + self.block_bytes, self.nbytes)), axis=1)
 
     def mark_right(self, ranges: Ints) -> int:
-        """Mark all blocks within some ranges, (n, 2), as right. Return the bytes of those that were pending."""
+        """Mark all blocks within the ranges, (n, 2), as verified. Return the bytes of those that
+        were pending."""
         seen = np.frombuffer(self._seen, np.bool_)
         right = self.within(ranges) & ~seen
         seen |= right
@@ -316,12 +322,12 @@ class BlockChecksums(Checksums):
         return True
 
     def around(self, start: int, stop: int) -> Range:
-        """Return the bytes of all blocks that overlap [start, stop)."""
+        """Return the byte range of all blocks that overlap [start, stop)."""
         size = self.block_bytes
         return start // size * size, min(-(-stop // size) * size, self.nbytes)
 
     def inside(self, start: int, stop: int) -> Range:
-        """Return the bytes of all blocks that are completely within [start, stop). Empty if there are none."""
+        """Return the byte range of all blocks that are completely within [start, stop). It may be empty."""
         size = self.block_bytes
         first = -(-start // size) * size
         return first, max(first, stop if stop >= self.nbytes else stop // size * size)
@@ -344,18 +350,18 @@ class BlockChecksums(Checksums):
 
 
 def touched_ranges(window: Window) -> list[Range]:
-    """Return the bytes that a window touches, as ranges. Small gaps are filled."""
+    """Return the byte ranges that a window touches, with small gaps filled."""
     runs = window.runs()
     near = runs if runs.count == 1 else runs.in_order().joined(_NEAR_BYTES)
     return [(start, start + size) for start, size in near]
 
 
 def add_touched(counts: Ints, size: int, windows: Iterable[Window], nbytes: int, grain_bytes: int) -> None:
-    """Add what reading some windows of a file of `nbytes` touches to the counts of its blocks of
-    `size` bytes.
+    """Add to `counts` how many bytes of each block are touched by reads of the windows. The file
+    has `nbytes`, and blocks have `size` bytes.
 
-    Runs with gaps smaller than the grain touch everything between them; those with larger ones each
-    touch whole grains.
+    Runs whose gaps are smaller than the grain touch all bytes between them. Otherwise, each run
+    touches complete grains.
     """
     alike = grouped(
         ((it.sizes, it.strides, it.itemsize, it.offset % grain_bytes), it.offset - it.offset % grain_bytes)
@@ -373,7 +379,7 @@ def add_touched(counts: Ints, size: int, windows: Iterable[Window], nbytes: int,
             first = start // size
             blocks = first + np.arange(int(((stop - 1) // size - first).max()) + 2)
             at = np.clip(blocks * size, start, stop) - start
-            below = np.zeros(at.shape, np.int64)  # what is touched before each of these positions
+            below = np.zeros(at.shape, np.int64)  # touched bytes before each of these positions
             for stride, count, inner, each in reversed(levels):
                 items = np.minimum(at // stride, count - 1)
                 below += items * each
@@ -382,12 +388,12 @@ def add_touched(counts: Ints, size: int, windows: Iterable[Window], nbytes: int,
 
 
 _BATCH_BLOCKS = 1 << 16
-"""The number of blocks that are counted at a time."""
+"""Number of blocks that are counted at a time."""
 
 
 def _levels(runs: ByteRuns, grain_bytes: int) -> tuple[int, list[tuple[int, int, int, int]]]:
-    """Return how many bytes from the first grain to the end of the last one; and by dim with gaps,
-    from the inner ones: stride, count, and what each of its items reaches over and touches."""
+    """Return the bytes from the first grain to the end of the last, and for each dim with gaps,
+    inner dims first: stride, count, and the bytes that each item spans and touches."""
     reach, lead, touched = runs.run_bytes, runs.offset, 0
     levels: list[tuple[int, int, int, int]] = []
     for stride, count in sorted(zip(runs.strides, runs.counts)):

@@ -1,4 +1,4 @@
-"""The result of every reader: named stored tensors, plain objects, and format-specific facts."""
+"""What every reader returns: stored tensors by name, plain objects, and format-specific facts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ K = TypeVar("K")
 V = TypeVar("V")
 F = TypeVar("F", bound="Facts")
 Makers = dict[str, Callable[[], Any]]
-"""Functions that make values, by key."""
+"""Functions that create values, by key."""
 IS_PER_RANK = (
     "it is a per-rank value. reshard.load gives each rank its own, and .contents.per_rank has those of all ranks"
 )
@@ -30,14 +30,14 @@ IS_PER_RANK = (
 
 @dataclass(eq=False, repr=False)
 class LazyMapping(Mapping[K, V], Generic[K, V]):
-    """A mapping with known keys. Values are made once, when requested."""
+    """A mapping with known keys. Each value is created once, on first access."""
 
     _makers: Mapping[K, Callable[[], V]]
     _made: dict[K, V] = field(default_factory=dict)
     per_rank: Collection[str] = ()
-    """Keys of values that are elsewhere, since each rank has its own."""
+    """Keys of per-rank values, which are not in this mapping."""
     where: str = ""
-    """The checkpoint, which errors of damage name."""
+    """Location of the checkpoint, which errors about damage name."""
 
     def __getitem__(self, name: K) -> V:
         if name not in self._made:
@@ -62,7 +62,7 @@ class LazyMapping(Mapping[K, V], Generic[K, V]):
 
 
 def name_checkpoint(error: Exception, url: str) -> None:
-    """Make the error name the checkpoint, if it does not yet."""
+    """Add the checkpoint's location to an error that does not name it yet."""
     if isinstance(error, CorruptCheckpointError) and url.rstrip("/") not in str(error):
         error.args = (f"{url}: {error}",)
 
@@ -82,10 +82,10 @@ def _no_such(name: Any, known: LazyMapping[Any, Any] | PlainValues) -> NoReturn:
 
 
 class Facts:
-    """Format-specific facts. Each format that has some defines a class."""
+    """Facts of one format. A format that has facts defines a subclass."""
 
     def problems(self) -> tuple[str, ...]:
-        """Problems of the checkpoint besides its tensors, such as a missing file of a rank."""
+        """Return problems of the checkpoint apart from its tensors, such as a missing file of a rank."""
         return ()
 
 
@@ -94,52 +94,53 @@ NO_FACTS = Facts()
 
 @dataclass(frozen=True)
 class Contents(State[StoredTensor]):
-    """A checkpoint as its format describes it, under the keys as stored. Tensors and objects may be
-    made only when they are requested. Objects are plain data. Per-rank values are a mapping by
-    rank."""
+    """A checkpoint as its format describes it, under the keys as stored.
+
+    Tensors and objects may be created on first access. Objects are plain data. Per-rank values are
+    mappings by rank.
+    """
 
     format: str = field(kw_only=True)
     """Name of the format, such as `"dcp"`."""
     facts: Facts = NO_FACTS
-    """What this format knows beyond that, see `details`."""
+    """Further facts of this format: see `details`."""
     fingerprints: Mapping[str, str] | None = None
-    """Digests of the tensors' values, where they were saved."""
+    """Fingerprints of tensors, if they were saved."""
     warnings: tuple[str, ...] = ()
-    """What a reader should know: files that were ignored, objects that could not be represented."""
+    """What users should know, such as ignored files and objects that could not be represented."""
     subset: tuple[str, ...] | None = None
-    """The globs that chose what was saved, where a checkpoint is declared to be a part of
-    something."""
+    """If the checkpoint is declared to contain only a part of a state: the globs that selected it."""
     keys_are_text: bool = False
-    """Whether the format records keys of dicts as text only, so that `"2"` may have been 2."""
+    """Whether the format records dict keys only as text, so that `"2"` may have been 2."""
     files: tuple[FileSource, ...] = ()
-    """The files that were looked at, if it was opened from a folder."""
+    """The files that were looked at, if a folder was opened."""
     checking: Checking = field(default_factory=Checking, compare=False)
     """How the bytes of its files are checked, and how many were."""
     skipped: Mapping[str, str] = field(default_factory=dict)
-    """Newer steps of the run, by the names of their folders, and why none of them was opened
-    instead. `warnings` has these sentences, too."""
+    """Newer steps of the run by folder name, and why each was not opened. `warnings` contains the
+    same sentences."""
     damaged_steps: tuple[str, ...] = ()
-    """Steps in `skipped` whose save had ended, so that they have lost something."""
+    """Steps in `skipped` whose save had finished, so that data was lost."""
     left_out: tuple[str, ...] = ()
-    """Keys of the opened checkpoint that are not represented here, such as per-rank values under canonical names."""
+    """Keys of the opened checkpoint that are missing here, such as per-rank values under canonical names."""
 
     def details(self, kind: type[F]) -> F | None:
-        """Return what the format knows, if that is of this kind."""
+        """Return the format's facts if they are of this class, else None."""
         return self.facts if isinstance(self.facts, kind) else None
 
     def known(self, kind: type[F]) -> F:
-        """Return the same of contents that have facts of this kind."""
+        """Return the format's facts, which must be of this class."""
         assert isinstance(self.facts, kind)
         return self.facts
 
     def refuse_incomplete(self) -> None:
-        """Raise CorruptCheckpointError if files of ranks are missing. What is there can be read by
-        its own path."""
+        """Raise CorruptCheckpointError if files of ranks are missing. The remaining files can be
+        read by their own paths."""
         if problems := self.problems():
             raise CorruptCheckpointError("; ".join(problems))
 
     def only(self, keys: Container[str]) -> Contents:
-        """Return the same without other tensors and objects."""
+        """Return these contents, restricted to tensors and objects with these keys."""
 
         def chosen(values: Mapping[str, V]) -> Mapping[str, V]:
             return LazyMapping({key: partial(values.__getitem__, key) for key in values if key in keys})
@@ -148,15 +149,15 @@ class Contents(State[StoredTensor]):
         return replace(self, tensors=chosen(self.tensors), objects=chosen(self.objects), aliases=aliases)
 
     def problems(self) -> list[str]:
-        """In a sentence each, files that are missing or damaged."""
+        """Return a sentence for each file that is missing or damaged."""
         return [*self.facts.problems(), *map(str, self.checking.lost or ())]
 
     def own_in_words(self) -> dict[str, str]:
-        """Return how many ranks have each per-rank value, by key."""
+        """Return, by key, how many ranks have each per-rank value."""
         return {key: f"per-rank value, {format_count(len(values), 'rank')}" for key, values in self.per_rank.items()}
 
     def find(self, name: str) -> StoredTensor | None:
-        """Return the tensor of a name, or the one that it is tied to. None if there is none."""
+        """Return the tensor of a name or alias, or None if there is none."""
         if name in self.tensors:
             return self.tensors[name]
         kept = self.aliases.get(name, "")
@@ -164,11 +165,11 @@ class Contents(State[StoredTensor]):
 
 
 class ContentsBuilder:
-    """Collects contents as a reader finds them, each tensor and object as a function that makes it
-    on request."""
+    """Collects contents while a reader finds them. Tensors and objects are functions, called on
+    first access."""
 
     def __init__(self, where: str) -> None:
-        """`where` is what errors name."""
+        """`where` is the location that errors name."""
         self._where = where
         self._tensors: dict[str, Callable[[], StoredTensor]] = {}
         self._objects: Makers = {}
@@ -178,7 +179,7 @@ class ContentsBuilder:
         self.aliases: dict[str, str] = {}
 
     def claim(self, path: KeyPath, key: str = "") -> str:
-        """Return the key of what is at `path`. Raises FormatError if something else has it."""
+        """Reserve and return the key for `path`. Raises FormatError if it is taken."""
         key = key or (key_of(path) if path else "tensor")
         if key in self.paths:
             raise FormatError(f"{self._where}: two values have the key {key!r}")
@@ -186,19 +187,19 @@ class ContentsBuilder:
         return key
 
     def add_tensor(self, key: str, make: Callable[[], StoredTensor]) -> None:
-        """Add a tensor whose key is claimed."""
+        """Add a tensor under a reserved key."""
         self._tensors[key] = make
 
     def add_object(self, key: str, make: Callable[[], Any]) -> None:
-        """Add another value whose key is claimed."""
+        """Add a plain object under a reserved key."""
         self._objects[key] = make
 
     def add_per_rank(self, key: str, makers: Mapping[int, Callable[[], Any]]) -> None:
-        """Add a per-rank value whose key is claimed."""
+        """Add a per-rank value under a reserved key."""
         self._per_rank[key] = partial(LazyMapping, makers)
 
     def build(self, name: str, facts: Facts | None = None, **more: Any) -> Contents:
-        """Return the contents; `more` are further fields."""
+        """Return the contents. `more` are further fields of `Contents`."""
         return Contents(
             LazyMapping(self._tensors), LazyMapping(self._objects, per_rank=self._per_rank), self.paths,
             self.containers, self.aliases, LazyMapping(self._per_rank), format=name, facts=facts or NO_FACTS, **more,
@@ -206,7 +207,7 @@ class ContentsBuilder:
 
 
 def merge(name: str, parts: Iterable[tuple[str, Contents]], facts: Facts | None = None) -> Contents:
-    """Return the contents of all parts, each under its section ("" for keys as they are).
+    """Return the contents of all parts, with each key prefixed by its section ("" for no prefix).
 
     Raises FormatError if two parts have the same key.
     """
@@ -233,15 +234,14 @@ def _tensor(part: Contents, key: str, full: str) -> StoredTensor:
     return part.tensors[key].renamed(full)
 
 
-# What a pickle's objects of unknown classes become when nothing is run: records of what the pickle
-# says of them.
+# Records describe the objects of unknown classes in a pickle, whose code is never run.
 
 
 _NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
 
 
 class _FrozenType(type):
-    """The class of records' classes: a pickle cannot set anything on them."""
+    """The metaclass of records, so that a pickle cannot set attributes of their classes."""
 
     def __setattr__(cls, name: str, value: Any) -> NoReturn:
         raise TypeError("the class of a record cannot be changed")
@@ -251,14 +251,14 @@ class _FrozenType(type):
 
 
 class Record(metaclass=_FrozenType):
-    """An object of a class that is not known here, as the pickle describes it. It has no behavior.
+    """An object of an unknown class, as the pickle describes it. It has no behavior.
 
     Attributes:
-        args: what its class or function was called with.
-        kwargs: the same by keyword.
-        state: what its `__setstate__` would have got; usually a dict of its attributes.
-        entries: items set on it, if it is a kind of dict.
-        elements: items appended to it, if it is a kind of list or set.
+        args: positional arguments of its class or function.
+        kwargs: keyword arguments.
+        state: the argument of its `__setstate__`, usually a dict of attributes.
+        entries: items that were set, if it is like a dict.
+        elements: items that were appended or added, if it is like a list or set.
     """
 
     __slots__ = ("args", "elements", "entries", "kwargs", "state")
@@ -274,8 +274,8 @@ class Record(metaclass=_FrozenType):
     def __new__(cls, *args: Any, **kwargs: Any) -> Record:
         self = object.__new__(cls)
         self.args = args
-        # metadata of a checkpoint has several records for each tensor, and hardly any has more
-        # than its state
+        # a checkpoint's metadata has several records per tensor, and hardly any has more than a
+        # state
         self.kwargs = kwargs or _NO_KEYWORDS
         self.state = None
         self.entries = ()
@@ -284,12 +284,12 @@ class Record(metaclass=_FrozenType):
 
     @property
     def name(self) -> str:
-        """The last part of `path`: the class without its module."""
+        """The class name without its module."""
         return self.path.rpartition(".")[2]
 
     @property
     def fields(self) -> dict[str, Any]:
-        """The attributes that the object had, as far as its state shows."""
+        """The object's attributes, as far as its state has them."""
         parts = self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,)
         return {k: v for part in parts if isinstance(part, dict) for k, v in part.items() if isinstance(k, str)}
 
@@ -300,17 +300,17 @@ class Record(metaclass=_FrozenType):
         self._grown("entries").append((key, value))
 
     def append(self, item: Any) -> None:
-        """An element of a kind of list or set."""
+        """Record an element of a list or set."""
         self._grown("elements").append(item)
 
     add = append
 
     def extend(self, items: Any) -> None:
-        """Elements of a kind of list."""
+        """Record elements of a list."""
         self._grown("elements").extend(items)
 
     def _grown(self, which: str) -> list[Any]:
-        """Return the list of that name, which is created on first use."""
+        """Return the list of that name, and create it on first use."""
         if not getattr(self, which):
             setattr(self, which, [])
         return cast("list[Any]", getattr(self, which))
@@ -322,39 +322,40 @@ class Record(metaclass=_FrozenType):
 
 
 def make_record_type(module: str, name: str) -> type[Record]:
-    """Create a class of records for `module.name`."""
+    """Return a new class of records for `module.name`."""
     members = {"__slots__": (), "path": f"{module}.{name}"}
     return cast("type[Record]", _FrozenType(name.rpartition(".")[2] or "object", (Record,), members))
 
 
 def is_record_type(value: object) -> TypeGuard[type[Record]]:
-    """Return True for a class of records."""
+    """Return True if `value` is a class of records."""
     return isinstance(value, _FrozenType)
 
 
 def unknown_class(value: Any) -> str | None:
-    """Return the class of the first record in nested values. Only its own code could restore it."""
+    """Return the class name of the first record in nested values, or None. Only that class's own
+    code could restore it."""
     classes = (one if isinstance(one, type) else type(one) for one in nested(value))
     return next((cls.path for cls in classes if issubclass(cls, Record)), None)
 
 
 def are_equal(a: Any, b: Any) -> bool:
-    """Return whether two values of checkpoints are the same.
+    """Return True if two values of checkpoints are equal.
 
-    Records are if their classes are, and all that they hold is plain data and the same.
+    Records are equal if their classes and contents are equal and they contain only plain data.
     """
     if plain_data.are_equal(a, b):
         return True
     try:
         x, y = _described(a), _described(b)
-        plain_data.encode_plain(x)  # references to tensors are equal in files that differ
+        plain_data.encode_plain(x)  # references to tensors may be equal in files that differ
         return plain_data.are_equal(x, y)
     except (FormatError, RecursionError):
         return False
 
 
 def _described(value: Any) -> Any:
-    """The value with dicts in place of records."""
+    """Return the value with every record replaced by a dict."""
     if isinstance(value, Record):
         return {
             "class": value.path,
@@ -371,15 +372,14 @@ def _described(value: Any) -> Any:
     return value
 
 
-# How torch.distributed.checkpoint names its files: to recognize them without importing
-# their reader.
+# Names of DCP's files, to detect them without importing the reader.
 
 
 RANK_METADATA = re.compile(r"__(\d+)\.metadata")
 DATA_FILE = re.compile(r"__(\d+)_(?:[0-9a-f]+_)?\d+\.distcp")
-"""Data files of DCP. The group is the rank. Names that reshard writes have an id after it."""
+"""Data files of DCP. The group is the rank. Names that reshard writes have an ID after the rank."""
 
 
 def has_dcp(names: Iterable[str]) -> bool:
-    """Return True if a file in the top folder is of a DCP checkpoint, even of an incomplete one."""
+    """Return True if a top-level file belongs to a DCP checkpoint, even to an incomplete one."""
     return any(name == ".metadata" or RANK_METADATA.fullmatch(name) or DATA_FILE.fullmatch(name) for name in names)

@@ -14,7 +14,7 @@ from planners.geometry.box import Range
 from planners.geometry.byte_ranges import Window
 from reshard.stored.checksums import Checksums
 
-try:  # many times as fast where processors multiply without carry: the extra `crc32`
+try:  # the extra `crc32` is many times as fast on CPUs with carry-less multiplication
     from isal.isal_zlib import crc32
 except ImportError:
     from zlib import crc32
@@ -28,19 +28,19 @@ class _RecordSum:
     look_up: Callable[[], int | None]
     is_right: bool = False
     passed: list[tuple[int, int, int]] = field(default_factory=list)
-    """(start, stop, CRC) of what has passed by."""
+    """(start, stop, CRC) of bytes that were read so far."""
     found: tuple[int | None] | None = None
-    """What was looked up."""
+    """The CRC that was looked up, in a tuple. None: not looked up yet."""
 
     def crc(self) -> int | None:
-        """Return what was written with it; None if none was."""
+        """Return the CRC that was written with the record, or None if there is none."""
         if self.found is None:
             self.found = (self.look_up(),)
         return self.found[0]
 
 
 class RecordChecksums(Checksums):
-    """CRC-32 of records of a file, which become known while it is looked into."""
+    """CRC-32 of a file's records, which are found while the file is parsed."""
 
     can_pass = True
 
@@ -50,7 +50,7 @@ class RecordChecksums(Checksums):
         self._records: dict[int, _RecordSum] = {}
 
     def add(self, start: int, stop: int, crc: Callable[[], int | None]) -> None:
-        """A record at [start, stop); `crc` looks up what was written with it."""
+        """Add a record at [start, stop). `crc` looks up the CRC that was written with it."""
         if start < stop and start not in self._records:
             with self._lock:
                 if start not in self._records:
@@ -58,7 +58,7 @@ class RecordChecksums(Checksums):
                     self._starts.insert(bisect_left(self._starts, start), start)
 
     def written(self, start: int) -> int | None:
-        """Return what was written with the record that begins at `start`; None if nothing was."""
+        """Return the CRC that was written with the record at `start`, or None if there is none."""
         return self._records[start].crc() if start in self._records else None
 
     def _near(self, start: int, stop: int) -> list[int]:
@@ -126,7 +126,8 @@ class RecordChecksums(Checksums):
 
 
 def _put(passed: list[tuple[int, int, int]], start: int, stop: int, crc: int) -> None:
-    """Add a run of bytes and its CRC to others, which are in order, disjoint and apart; not if it overlaps one."""
+    """Insert a run of bytes and its CRC into a sorted list of disjoint runs, and join it with
+    adjacent runs. Ignores a run that overlaps another."""
     i = bisect_left(passed, (start,))
     if (i and passed[i - 1][1] > start) or (i < len(passed) and passed[i][0] < stop):
         return
@@ -140,18 +141,18 @@ def _put(passed: list[tuple[int, int, int]], start: int, stop: int, crc: int) ->
         passed.insert(i, (start, stop, crc))
 
 
-# A CRC is the rest of a polynomial over GF(2), so that of two runs of bytes in a row follows from
-# those of the two and the length of the second one.
+# A CRC is the remainder of a polynomial over GF(2). So the CRC of two consecutive runs of bytes
+# follows from their CRCs and the length of the second.
 
 
 _POLYNOMIAL = 0xEDB88320
-"""x^32 + x^26 + ... + 1 without x^32, the coefficient of x^0 in the highest bit, as in all numbers here."""
+"""x^32 + x^26 + ... + 1 without x^32. Here, the highest bit is always the coefficient of x^0."""
 _ONE = 1 << 31
 _BYTE = _ONE >> 8
 
 
 def _product(a: int, b: int) -> int:
-    """Return the product of two polynomials, modulo the one of CRC-32."""
+    """Return the product of two polynomials modulo that of CRC-32."""
     found = 0
     for power in range(32):
         if a & _ONE >> power:
@@ -160,9 +161,9 @@ def _product(a: int, b: int) -> int:
     return found
 
 
-@lru_cache(maxsize=4096)  # chunks of a checkpoint have few lengths
+@lru_cache(maxsize=4096)  # the chunks of a checkpoint have few different lengths
 def _shift(nbytes: int) -> int:
-    """x to the power of this many bytes' bits."""
+    """Return x to the power of 8 * `nbytes`, modulo the polynomial."""
     found, square = _ONE, _BYTE
     while nbytes:
         if nbytes & 1:
@@ -173,5 +174,5 @@ def _shift(nbytes: int) -> int:
 
 
 def combined(first: int, second: int, second_nbytes: int) -> int:
-    """CRC-32 of two runs of bytes in a row, whose CRCs are known; 0 is that of no bytes."""
+    """Return the CRC-32 of two consecutive runs of bytes, given their CRCs. The CRC of no bytes is 0."""
     return _product(first, _shift(second_nbytes)) ^ second

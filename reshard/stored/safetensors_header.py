@@ -1,4 +1,4 @@
-"""The header of a safetensors file, which says where each tensor is: reading with all checks or few, and writing.
+"""Reads and writes the header of a safetensors file, which says where each tensor is.
 
 8 bytes: length N      N bytes: JSON {name: {dtype, shape, data_offsets}, "__metadata__": {text: text}}      data
 """
@@ -21,7 +21,7 @@ from reshard.stored.source import Source
 from reshard.stored.tensor import Extent
 
 MAX_HEADER_BYTES = 100_000_000
-"""What the safetensors library refuses to go beyond."""
+"""The safetensors library rejects longer headers."""
 _ALIGNMENT = 64
 SAFETENSORS_CODES: dict[str, str] = {
     "BOOL": "bool",
@@ -45,7 +45,7 @@ SAFETENSORS_CODES: dict[str, str] = {
     "F64": "float64",
     "C64": "complex64",
 }
-"""dtype names by their code in a safetensors header."""
+"""dtype names by their code in a header."""
 
 _F4 = SAFETENSORS_CODES["F4"]
 _CODES = {name: code for code, name in SAFETENSORS_CODES.items() if code != "F4"}
@@ -53,7 +53,7 @@ _CODES = {name: code for code, name in SAFETENSORS_CODES.items() if code != "F4"
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """One tensor of a file: row-major, at `window` of the file."""
+    """One tensor of a file, row-major, at `window` of the file."""
 
     dtype: str
     window: Window
@@ -61,22 +61,23 @@ class HeaderEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """All tensors of a file in the order of their data, and the file's own metadata."""
+    """All tensors of a file, in the order of their data, and the file's metadata."""
 
     source: Source
     entries: Mapping[str, HeaderEntry]
     metadata: Mapping[str, str]
 
     def place(self, name: str) -> Extent:
-        """Return where a tensor of this file is. Raises CorruptCheckpointError if it has none of that name."""
+        """Return where a tensor's data is. Raises CorruptCheckpointError if the file has no such tensor."""
         if name not in self.entries:
             raise CorruptCheckpointError(f"{self.source.label}: this safetensors file has no tensor {name!r}")
         return Extent(self.source, self.entries[name].window)
 
     def saved_offsets(self) -> dict[str, list[int]]:
-        """Offset of each chunk in a file that DCP's writer for Hugging Face wrote, {} if the file says none.
+        """Return the offsets of each chunk in a file of DCP's Hugging Face writer, or {} if the
+        file has none.
 
-        Raises CorruptCheckpointError.
+        Raises CorruptCheckpointError if they are malformed.
         """
         text = self.metadata.get("DCP_SHARDING_INFO")
         if text is None:
@@ -95,19 +96,20 @@ class Header:
 
 
 def find_header(source: Source) -> Header | None:
-    """The header of a whole file, read and checked; None for what by its first bytes is no safetensors file."""
+    """Return the verified header of a file, or None if its first bytes are not those of a safetensors file."""
     head = bytes(source.read(0, min(9, source.nbytes)))
     is_one = len(head) == 9 and 2 <= int.from_bytes(head[:8], "little") <= source.nbytes - 8 and head[8:] == b"{"
     return read_header(source) if is_one else None
 
 
 def read_header(source: Source) -> Header:
-    """Read and check the header of a whole file. Of a damaged file that is only listed, it is empty.
+    """Read and verify the header of a file. For a damaged file that is only listed as lost, returns
+    an empty header.
 
     Raises:
-        CorruptCheckpointError: the file is truncated, the header is not JSON, or tensors overlap, leave gaps, or do not
-            have the bytes that their shape needs.
-        FormatError: a dtype that is not known.
+        CorruptCheckpointError: the file is truncated, the header is not JSON, or tensors overlap,
+            leave gaps, or do not have the number of bytes that their shape needs.
+        FormatError: unknown dtype.
     """
     try:
         return _read_header(source)
@@ -150,12 +152,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(source: Source, name: str, fields: Any, data_at: int) -> tuple[HeaderEntry, int, int]:
-    """The entry, and the first and last byte position that the header gives it."""
+    """Return the entry, and the first and one past the last byte position that the header gives."""
     try:
         code, shape, (start, stop) = fields["dtype"], fields["shape"], fields["data_offsets"]
         numbers = [*shape, start, stop]
         sane = isinstance(code, str) and all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
-        sane &= code != "F4" or not math.prod(shape) % 2  # there are no half bytes
+        sane &= code != "F4" or not math.prod(shape) % 2  # half a byte cannot be stored
     except (TypeError, KeyError, ValueError):
         sane = False
     if not sane:
@@ -176,7 +178,7 @@ def _entry(source: Source, name: str, fields: Any, data_at: int) -> tuple[Header
 
 
 def _sizes_in_memory(code: str, shape: list[int]) -> list[int]:
-    """The header counts the values of 4-bit tensors, torch counts pairs of them."""
+    """Return the shape in torch: the header counts 4-bit values, torch pairs of them."""
     if code == "F4" and shape:
         return [*shape[:-1], shape[-1] // 2]
     return shape
@@ -201,12 +203,12 @@ def _check_tiling(source: Source, found: list[tuple[str, HeaderEntry, int, int]]
 def encode_header(
     arrays: Iterable[tuple[str, str, Sequence[int]]], note: Mapping[str, str] | None = None, *, has_f4: bool = False
 ) -> bytes:
-    """The length and header of a file whose arrays (name, dtype, sizes) follow one another; `note` is metadata.
+    """Return the length and header of a file whose arrays (name, dtype, sizes) follow one another.
+    `note` is metadata.
 
-    With `has_f4`, 4-bit floats have the library's code; our
-    native files have them as bytes.
+    With `has_f4`, 4-bit floats have the library's code. Native files store them as bytes.
 
-    Raises FormatError if two arrays have one name.
+    Raises FormatError if two arrays have the same name.
     """
     rows = encode_rows(arrays, 0, has_f4=has_f4)
     head, tail = framed(len(rows), note)
@@ -215,9 +217,10 @@ def encode_header(
 
 @gc_paused()
 def encode_rows(arrays: Iterable[tuple[str, str, Sequence[int]]], start: int, *, has_f4: bool = False) -> bytes:
-    """The rows of a header for some arrays, the first of which begins at `start`, counted from the end of the header.
+    """Return the header rows of consecutive arrays. The first array begins at `start`, counted from
+    the end of the header.
 
-    Raises FormatError if two arrays have one name.
+    Raises FormatError if two arrays have the same name.
     """
     table: dict[str, object] = {}
     at = start
@@ -230,7 +233,7 @@ def encode_rows(arrays: Iterable[tuple[str, str, Sequence[int]]], start: int, *,
         code, shape = _CODES.get(dtype), list(sizes)
         if has_f4 and dtype == _F4:
             code, shape = "F4", [*shape[:-1], 2 * shape[-1]]
-        elif code is None:  # safetensors has no code for it: bytes, in a last dim of their own
+        elif code is None:  # safetensors has no code for it: store bytes, in an additional last dim
             code, shape = "U8", [*shape, itemsize(dtype)]
         table[key] = {"dtype": code, "shape": shape, "data_offsets": [at, stop]}
         at = stop
@@ -238,7 +241,7 @@ def encode_rows(arrays: Iterable[tuple[str, str, Sequence[int]]], start: int, *,
 
 
 def framed(rows_bytes: int, note: Mapping[str, str] | None = None) -> tuple[bytes, bytes]:
-    """The text before and after rows of this many bytes, to make a header of them; `note` is metadata."""
+    """Return the text before and after `rows_bytes` of rows that makes them a header. `note` is metadata."""
     head = msgspec.json.encode({"__metadata__": {"format": "pt", **(note or {})}})[:-1]
     nbytes = len(head) + rows_bytes + 1
     padding = -(8 + nbytes) % _ALIGNMENT

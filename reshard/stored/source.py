@@ -1,4 +1,4 @@
-"""Where bytes come from: a file of a storage, a compressed item of one, or memory."""
+"""Sources of bytes: a file of a storage, a compressed item in a file, or memory."""
 
 from __future__ import annotations
 
@@ -29,33 +29,31 @@ OnBytes = Callable[[int], None]
 It may raise an error to end the work, or wait to slow it down."""
 
 DIRECT_BYTES = 1 << 20
-"""Runs of at least this many bytes are read by calls to the storage, even where there is a
-zero-copy view: one call to the kernel is faster than a page fault for every few pages of a fresh
-mapping."""
+"""Runs of at least this many bytes are read by calls to the storage, even if there is a zero-copy
+view: one system call is faster than a page fault for every few pages of a new mapping."""
 
 
 _FINISH_BYTES = 16 << 20
 _CONFIRM_S = 0.01
 _MADV_POPULATE_READ = 22
-"""Linux 5.14: the page tables are filled at once, and not page by page as they are touched."""
+"""From Linux 5.14: fill the page tables at once, not page by page on access."""
 
 
 class Source(ABC):
-    """A run of bytes that windows count in."""
+    """A run of bytes, addressed by the offsets of windows."""
 
     label: str
     """Its name, for messages."""
     max_gap_bytes: int = 0
     """Reading up to this many bytes that were not requested is cheaper than one more request."""
     direct_bytes: int = DIRECT_BYTES
-    """Runs of at least this many bytes are better read by a call than copied from the view."""
+    """Runs of at least this many bytes are read by a call, shorter ones are copied from the view."""
     _file: mmap.mmap | None = None
-    """The mapped file behind the view. If the file has become shorter, touching the missing part
-    would end the process."""
+    """The mapped file behind the view. Access to pages that were truncated since would kill the process."""
     _opened: _FileVersion | None = None
-    """What it was when it was opened, if it is a file."""
+    """The file's version when it was opened. None if the source is not a file."""
     _key: Hashable = None
-    """The same for sources of a class that have the same bytes. None: it is equal to itself alone."""
+    """Equal for sources of a class that have the same bytes. None: equal only to itself."""
 
     @property
     @abstractmethod
@@ -64,26 +62,27 @@ class Source(ABC):
 
     @property
     def overflowed(self) -> int:
-        """Elements that a cast put out of range when they were computed, so far; those that were
-        computed again or in the gaps of what was requested count, too."""
+        """Number of elements that a cast put out of range so far. Counts some more than once, and
+        some in gaps that were not requested."""
         return 0
 
     @abstractmethod
     def view(self) -> memoryview | None:
-        """Return all bytes, read-only and without a copy, or None if that is not possible at no cost."""
+        """Return all bytes as a read-only, zero-copy view, or None if there is none."""
 
     @abstractmethod
     def _fill(self, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from `start`; the range is there."""
+        """Fill `buffer` with the bytes from `start`. The range was checked before."""
 
-    def compare(self, window: Window) -> None:  # noqa: B027  # most have none
-        """Compare all bytes that a window touches with any checksums: see `FileSource`.
+    def compare(self, window: Window) -> None:  # noqa: B027  # noqa: B027  # most sources have no checksums
+        """Compare all bytes that a window touches with their checksums, if there are any: see
+        `FileSource`.
 
-        What is decoded or computed is made of bytes that were compared.
+        Decoded and computed bytes come from bytes that were compared.
         """
 
     def check(self, start: int, stop: int) -> None:
-        """Raises CorruptCheckpointError unless bytes [start, stop) exist."""
+        """Raise CorruptCheckpointError unless bytes [start, stop) exist."""
         nbytes = self.nbytes
         if self._file is not None and self._file.size() < stop <= nbytes:
             raise CorruptCheckpointError(
@@ -103,35 +102,37 @@ class Source(ABC):
         try:
             raise error
         finally:
-            del error  # or this frame, which its traceback has, would keep it, and files open with it
+            del error  # otherwise, a cycle of this frame and the error's traceback would keep files open
 
     def read_into(self, start: int, buffer: memoryview, *, passing: bool = False) -> None:
-        """Fill the writable `buffer` with the bytes from `start`, compared with any checksums.
+        """Fill the writable `buffer` with the bytes from `start`, and compare them with their
+        checksums, if there are any.
 
-        `passing`: what surrounds them is read before or after, so that a large block is compared
-        piece by piece.
+        `passing`: the neighboring bytes are also read, so that a large block can be compared piece
+        by piece.
 
-        Raises CorruptCheckpointError if they end early or were changed.
+        Raises CorruptCheckpointError if there are too few bytes or they were changed.
         """
         self.fill(start, buffer)
 
     def read(self, start: int, length: int, *, elements: bool = False) -> bytes | memoryview:
-        """`length` bytes from `start`, a view where there is one, compared with any checksums.
+        """Return `length` bytes from `start`, if possible as a view, compared with their checksums,
+        if there are any.
 
-        `elements`: they are those of tensors, and count as such.
+        `elements`: the bytes are elements of tensors, and count as such.
 
-        Raises CorruptCheckpointError if they end early or were changed.
+        Raises CorruptCheckpointError if there are too few bytes or they were changed.
         """
         return self.raw(start, length)
 
     def fill(self, start: int, buffer: memoryview) -> None:
-        """`read_into` without a check, for callers that have compared the bytes."""
+        """Like `read_into`, without checksums, if the caller has already compared the bytes."""
         self.check(start, start + buffer.nbytes)
         if buffer.nbytes:
             self._fill(start, buffer)
 
     def raw(self, start: int, length: int) -> bytes | memoryview:
-        """`read` without a check, for callers that have compared the bytes, or will."""
+        """Like `read`, without checksums, if the caller compares the bytes."""
         self.check(start, start + length)
         view = self.view()
         if view is not None:
@@ -155,20 +156,21 @@ class Source(ABC):
 
 @dataclass(eq=False)
 class _FileVersion:
-    """What a file was when it was opened. It refers to no `Source`, which a cycle of references would keep open."""
+    """The version of a file when it was opened. It does not refer to its `Source`: a reference
+    cycle would keep the file open."""
 
     ask: Callable[[], object]
     label: str
     was: object
     first: _FileVersion | None
-    """The version of the file that was opened first, which may have the metadata."""
+    """The version of the file that was opened first, which may contain the metadata."""
     confirmed_until_s: float = 0.0
-    """Until then, `Source.check` does not `confirm` again, which would take long for each of many small tensors."""
+    """Until this time, `Source.check` skips `confirm`, which would be slow for many small tensors."""
 
     def confirm(self) -> None:
-        """Raise CorruptCheckpointError if this file or the first was written again after it was opened."""
+        """Raise CorruptCheckpointError if this file or the first was rewritten after it was opened."""
         found = self.ask()
-        self.was = found if self.was is None else self.was  # known only from the first answer of some object stores
+        self.was = found if self.was is None else self.was  # some stores report it only in the first response
         if found not in (None, self.was):
             raise CorruptCheckpointError(
                 f"{self.label}: it was written again after it was opened, so what is read may come from two saves. "
@@ -181,13 +183,13 @@ class _FileVersion:
 
 
 class FileSource(Source):
-    """An object of a storage. Mapped into memory at first use where the storage can.
+    """An object of a storage. Mapped into memory on first use if the storage supports it.
 
-    Readers of it, by `read`, `read_into` or, if there is a view, after `compare`, get bytes that
-    have the checksums that were saved, or an error; what has none, or would cost more than
-    `most_to_check`, counts as unchecked in `checking`.
+    `read` and `read_into` return bytes that match their saved checksums, or raise an error; so does
+    the view after `compare`. Bytes without checksums, or whose check would read more than
+    `most_to_check`, count as unchecked in `checking`.
 
-    `listed` is its size, if that is known already, where the storage has no view of it: a request less.
+    `listed` is the size, if known. It saves a request if the storage has no view.
     """
 
     def __init__(
@@ -197,7 +199,7 @@ class FileSource(Source):
         self.name = name
         self.checking = Checking() if checking is None else checking
         self.checksums: Checksums | None = None
-        """Checksums of its blocks. The reader of the format sets them, if the format has any."""
+        """Checksums of its blocks. The format's reader sets them, if the format has checksums."""
         self.label = f"{storage.url.rstrip('/')}/{name}"
         self._key = id(storage), name
         self.max_gap_bytes = storage.max_gap_bytes
@@ -221,7 +223,7 @@ class FileSource(Source):
         return self._view
 
     def _look(self) -> None:
-        """Map the file, and find its length and version."""
+        """Map the file, and determine its length and version."""
         ask = partial(self.storage.version, self.name)
         try:
             self._opened = _FileVersion(ask, self.label, ask(), next(iter(self.checking.opened), None))
@@ -245,7 +247,8 @@ class FileSource(Source):
     def compare(self, window: Window) -> None:
         """Compare all blocks that a window touches with their checksums.
 
-        Raises CorruptCheckpointError that names the first block that was changed, and how many were.
+        Raises CorruptCheckpointError, which names the first changed block and the number of the
+        others.
         """
         ranges, wanted = touched_ranges(window), window.nbytes
         sums = self.checksums
@@ -262,7 +265,7 @@ class FileSource(Source):
         self.checking.add(**{"checked" if has_all else "unchecked": wanted})
 
     def compare_blocks(self, blocks: Sequence[Range] | Ints) -> None:
-        """Read blocks and compare them with their checksums. Raises CorruptCheckpointError."""
+        """Read blocks and compare them with their checksums. Raises CorruptCheckpointError if one differs."""
         rows, view = np.asarray(blocks, np.int64).reshape(-1, 2), self.view()
         if view is None or not isinstance(self.checksums, BlockChecksums):
             self._judge([((start, stop), [self.raw(start, stop - start)]) for start, stop in rows.tolist()])
@@ -274,8 +277,7 @@ class FileSource(Source):
             self.refuse_changed(bad)
 
     def _judge(self, blocks: Iterable[tuple[Range, Iterable[bytes | memoryview]]]) -> None:
-        """Raises CorruptCheckpointError unless each block, whose bytes are given in pieces, is
-        right."""
+        """Compare blocks, whose bytes are given in pieces. Raises CorruptCheckpointError if one differs."""
         assert self.checksums is not None
         bad, compared = [], 0
         for block, pieces in blocks:
@@ -287,7 +289,7 @@ class FileSource(Source):
             self.refuse_changed(bad)
 
     def refuse_changed(self, bad: Sequence[Range]) -> NoReturn:
-        """Raises CorruptCheckpointError for blocks that have other checksums than were saved."""
+        """Raise CorruptCheckpointError for blocks that do not match their checksums."""
         more = f", and {len(bad) - 1} more blocks" if len(bad) > 1 else ""
         error = CorruptCheckpointError(
             f"{changed_block(self.label, bad[0])}{more}: restore the file, or load another checkpoint "
@@ -300,10 +302,10 @@ class FileSource(Source):
             del error
 
     def compare_data(self, start: int, data: memoryview) -> int:
-        """Compare the blocks that are within `data`, the bytes from `start`; returns how many bytes
-        these have.
+        """Compare the blocks that are completely within `data`, the bytes from `start`. Returns the
+        number of their bytes.
 
-        Raises CorruptCheckpointError.
+        Raises CorruptCheckpointError if one differs.
         """
         if self.checksums is None or not self.checking.enabled:
             return 0
@@ -319,7 +321,7 @@ class FileSource(Source):
         if passing and blocks and self.checksums is not None and self.checksums.can_pass:
             blocks = None if blocks[0][0] < start or blocks[-1][1] > stop else blocks
         if blocks and self.view() is None and (blocks[0][0] < start or blocks[-1][1] > stop):
-            buffer[:] = self.read(start, buffer.nbytes, elements=True)  # one request, for the whole blocks
+            buffer[:] = self.read(start, buffer.nbytes, elements=True)  # one request for the complete blocks
             return
         if buffer.nbytes:
             self._fill(start, buffer)
@@ -339,7 +341,7 @@ class FileSource(Source):
         return whole[start - first : stop - first]
 
     def _blocks_to_compare(self, start: int, stop: int) -> list[Range] | None:
-        """The blocks to compare where bytes [start, stop) are read; None if they are to go
+        """Return the blocks to compare for a read of bytes [start, stop), or None if the read stays
         unchecked."""
         if self.checksums is None or not self.checking.enabled:
             return None
@@ -347,10 +349,10 @@ class FileSource(Source):
         return blocks if sum(b - a for a, b in blocks) <= most_to_check(stop - start) else None
 
     def _compare_read(self, start: int, data: memoryview, blocks: list[Range] | None, wanted: int) -> None:
-        """Compare blocks of which `data`, the bytes from `start`, has at least a part; the rest of
-        each is read.
+        """Compare blocks that overlap `data`, the bytes from `start`. The rest of each block is
+        read.
 
-        `wanted`: how many bytes of elements were asked for.
+        `wanted`: number of requested bytes of elements.
         """
         stop, sums = start + len(data), self.checksums
         if sums is None or not self.checking.enabled:
@@ -375,7 +377,7 @@ class FileSource(Source):
         self.checking.add(**{"checked" if sums.has(start, stop) else "unchecked": wanted})
 
     def _defer(self, sums: Checksums, ranges: Iterable[Range], nbytes: int) -> None:
-        """Bytes of elements that are passed on unchecked; `Checking.finish` may make up for it."""
+        """Count bytes of elements as unchecked for now: `Checking.finish` may check them later."""
         self.checking.add(unchecked=nbytes)
         sums.defer(ranges, nbytes)
         self.checking.remember(self)
@@ -390,7 +392,8 @@ class FileSource(Source):
         return sum(stop - start for start, stop in self.checksums.deferred()) if self.checksums is not None else 0
 
     def finish_comparing(self) -> None:
-        """Compare what was read of so far, and not compared. Raises CorruptCheckpointError."""
+        """Compare the blocks that were read from but not compared yet. Raises
+        CorruptCheckpointError if one differs."""
         sums = self.checksums
         if sums is None or not self.checking.enabled:
             return
@@ -404,7 +407,7 @@ class FileSource(Source):
         self._settle(sums)
 
     def prefer_view(self) -> None:
-        """Copy from the view from now on, where there is one: its pages are at hand."""
+        """From now on, copy from the view if there is one, because its pages are mapped."""
         self.direct_bytes = sys.maxsize
 
     def _fill(self, start: int, buffer: memoryview) -> None:
@@ -415,31 +418,29 @@ class FileSource(Source):
             self.read_directly(start, buffer)
 
     def read_directly(self, start: int, buffer: memoryview) -> None:
-        """Like `read_into`, by calls to the storage even where there is a view: the pages stay
-        unmapped."""
+        """Fill `buffer` by calls to the storage even if there is a view, so that its pages stay unmapped."""
         self.check(start, start + buffer.nbytes)
         if buffer.nbytes:
             try:
                 self.storage.read_into(self.name, start, buffer)
             except CheckpointNotFoundError as error:
                 raise _missing(error) from error
-            # where there is a view, it is a file, and to ask may be a request to a server
+            # a view is of a file, whose version may cost a request to a file server
             if self._opened is not None and (self._view is None or time.monotonic() > self._opened.confirmed_until_s):
                 self._opened.confirm()
 
     def release(self) -> None:
-        """Give the mapped pages that were read back: they count as this process's memory until
-        then."""
-        self.unmap(0, self.nbytes)  # repeated reads come from the page cache
+        """Unmap the pages that were read. Until then, they count as this process's memory."""
+        self.unmap(0, self.nbytes)  # later reads come from the page cache
 
     def touch_s(self, start: int, length: int) -> float | None:
-        """CPU seconds that it takes to touch each page of these bytes, as a copy from the view
-        does, and to give them back. None if there is no view, or they cannot be read."""
+        """Measure the CPU seconds that touching each page of these bytes takes, as in a copy from
+        the view. Unmaps the pages again. Returns None if there is no view or a page cannot be read."""
         self.check(start, start + length)
         view = self.view()
         if view is None or self._file is None:
             return None
-        try:  # a page that cannot be read is an error here, but would end the process if it were touched
+        try:  # an unreadable page raises here, but would kill the process if it were touched
             self._advise(_MADV_POPULATE_READ, start, length)
             self._advise(mmap.MADV_DONTNEED, start, length)
             began = time.thread_time()
@@ -450,9 +451,9 @@ class FileSource(Source):
         return time.thread_time() - began
 
     def unmap(self, start: int, length: int) -> None:
-        """Give these bytes back: the pages that are completely within them."""
+        """Unmap the pages that are completely within these bytes."""
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-        with suppress(OSError):  # then the pages stay until the system wants them back itself
+        with suppress(OSError):  # then the pages stay until the system reclaims them
             self._advise(mmap.MADV_DONTNEED, first, start + length - first)
 
     def _advise(self, what: int, start: int, length: int) -> None:
@@ -462,18 +463,18 @@ class FileSource(Source):
 
 
 def _missing(error: CheckpointNotFoundError) -> CorruptCheckpointError:
-    """The error for a file that is not found: the checkpoint lacks it."""
+    """Return the error for a file that the checkpoint needs but that does not exist."""
     return CorruptCheckpointError(f"{error}. The checkpoint needs it: {RESTORE}")
 
 
 @dataclass(eq=False)
 class Files:
-    """The files of one checkpoint: one `FileSource` a name, so that each is mapped once, and is
-    checked in one way."""
+    """The files of one checkpoint: one `FileSource` per name, so that each file is mapped once, and
+    all share one `Checking`."""
 
     storage: Storage
     listed: Listing = field(default_factory=dict)
-    """Sizes by name, relative to `storage`, as far as they are known."""
+    """Known sizes by name, relative to `storage`."""
     checking: Checking = field(default_factory=Checking)
     _sources: dict[str, FileSource] = field(default_factory=dict)
 
@@ -485,12 +486,12 @@ class Files:
         return source
 
     def some(self, names: Listing) -> Files:
-        """Return the same files, restricted to these."""
+        """Return the same files, restricted to those listed in `names`."""
         return replace(self, listed=names)
 
 
 class BytesSource(Source):
-    """Bytes in memory: constants, padding, what was decoded."""
+    """Bytes in memory, such as constants, padding, and decoded data."""
 
     def __init__(self, data: bytes | memoryview, label: str = "memory") -> None:
         self.data = data
@@ -514,16 +515,17 @@ class BytesSource(Source):
 
 
 class DecodedSource(Source):
-    """Bytes that exist only decoded, such as a compressed item of a file or a chunk of an array.
+    """Bytes that exist only after decoding, such as a compressed item of a file or a chunk of an
+    array.
 
-    Decoding is all or nothing, so the last decoded item is kept, and during a load as many items as its
-    memory allows: pieces of one item are read one after another, by several threads.
+    An item can only be decoded completely, and several threads read pieces of it. So the last
+    decoded item is kept, and during a load as many items as fit into its memory.
     """
 
     direct_bytes = sys.maxsize
 
     class Kept:
-        """The item of a checkpoint that was decoded last, shared by all its items."""
+        """The decoded items of a checkpoint that are kept, which all of its sources share."""
 
         def __init__(self) -> None:
             self._lock = threading.Lock()
@@ -531,16 +533,16 @@ class DecodedSource(Source):
             self._items: dict[DecodedSource, Future[memoryview]] = {}
 
         def allow(self, nbytes: int) -> None:
-            """Keep up to this many bytes from now on; the last item in any case."""
+            """From now on, keep up to this many bytes, and always the last item."""
             with self._lock:
                 self._most_bytes = nbytes
                 self._shrink()
 
         def get(self, source: DecodedSource) -> memoryview:
-            """Return the decoded item, or decode it now. Other callers wait for that."""
+            """Return the decoded item, or decode it now. Other callers wait for the result."""
             with self._lock:
                 found = self._items.pop(source, None)
-                item = self._items[source] = found or Future()  # the latest at the end
+                item = self._items[source] = found or Future()  # the most recent is last
             if found is None:
                 try:
                     view = memoryview(source.decode())
@@ -570,7 +572,7 @@ class DecodedSource(Source):
                 del self._items[source]
 
     def __init__(self, label: str, decode: Callable[[], bytes | memoryview], kept: Kept, key: Hashable) -> None:
-        """`key`: equal for what is decoded of the same bytes in the same way."""
+        """`key`: equal for items that are decoded from the same bytes in the same way."""
         self.label = label
         self.kept = kept
         self.decode = decode

@@ -1,4 +1,4 @@
-"""Regions of stored tensors as a stream of bytes; and what the writers of all formats share."""
+"""Streams regions of stored tensors as bytes. Also contains what the writers of all formats share."""
 
 from __future__ import annotations
 
@@ -39,10 +39,9 @@ from reshard.stored.tensor import StoredTensor, check_cover, copy_place
 #     thread 1   read piece 0 | use 0      read piece 2 | use 2
 #     thread 2   read piece 1         | use 1      read piece 3 | use 3
 #
-# The thread that reads a piece also hashes and writes it: then it crosses no other
-# processor's cache. Memory is one piece for each thread, however large the tensors are.
-# Pieces of files of this machine are smaller than others, since a read of them takes no
-# request.
+# The thread that reads a piece also hashes and writes it, so that the piece stays in one core's
+# cache. Memory is one piece per thread, however large the tensors are. Pieces of local files are
+# smaller, because a read of them costs no request.
 
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -51,21 +50,22 @@ T = TypeVar("T")
 
 
 MAX_SHARD_BYTES = 5_000_000_000
-"""Where formats whose files may begin at any tensor begin a new one."""
+"""Formats whose files may begin at any tensor begin a new file at this size."""
 PIECE_BYTES = 16 << 20
-"""The most that is read at once."""
+"""The most bytes of one read."""
 NEAR_PIECE_BYTES = 4 << 20
-"""Size of a piece of a mapped file, for which a read is a short call and not a request."""
+"""Size of a piece of a mapped file, for which a read is a short call, not a request."""
 _SMALL_BYTES = 64 << 10
 """Pieces up to this size are read without a thread, and written together."""
 _SUMMED_TOGETHER = 512
-"""The number of small pieces that are summed up together."""
+"""Number of small pieces whose fingerprints are computed together."""
 _NEAR_THREADS, _FAR_THREADS = 2, 3
-"""Each has a piece in memory: one writes, and the others read meanwhile. More do not write one file faster."""
+"""Number of threads. Each has a piece in memory: one writes while the others read. More do not
+write a file faster."""
 _QUEUED = 16
-"""Pieces that wait for their thread, at most: a thread that asks for each costs more."""
+"""Most pieces that wait for a thread. The caller then waits until half are done: a wake-up for each costs more."""
 _RELEASE_BYTES = 64 << 20
-"""After this many bytes the mapped pages of the files are given back."""
+"""After this many bytes, the mapped pages of the files are released."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class Region:
     stored: StoredTensor
     box: Box
     digest: Callable[[memoryview], int] | None = None
-    """What the thread that reads a piece takes of it, while it is in its cache."""
+    """Computed by the thread that reads a piece, while the piece is still in its cache."""
 
     @classmethod
     def whole(cls, stored: StoredTensor) -> Region:
-        """The full tensor."""
+        """Return the region of the full tensor."""
         return cls(stored, Box.full(stored.spec.shape))
 
     @property
@@ -89,31 +89,33 @@ class Region:
 
     @cached_property
     def is_near(self) -> bool:
-        """True if its first chunk is in a file of this machine. Looks up where that is, which is needed anyway."""
+        """True if its first chunk is in a file on this host. Locates that chunk, which a read must
+        do anyway."""
         chunk = next((chunk for chunk, _ in self.stored.meeting(self.box)), None)
         return chunk is not None and isinstance(chunk.source, FileSource) and chunk.source.view() is not None
 
     @property
     def pieces(self) -> Iterator[Box]:
-        """The boxes that are read at once."""
+        """The boxes that are read one at a time."""
         max_bytes = NEAR_PIECE_BYTES if self.is_near else PIECE_BYTES
         for box in windows(self.box.sizes, self.stored.itemsize, max_bytes):
             yield box.shift(self.box.offsets)
 
     @cached_property
     def _covered(self) -> StoredTensor:
-        """The tensor. Raises CorruptCheckpointError unless its chunks hold every element of the box once."""
-        check_cover(self.stored, self.box)  # twice if two threads get here at once, which does no harm
+        """The tensor. Raises CorruptCheckpointError unless its chunks contain every element of the
+        box exactly once."""
+        check_cover(self.stored, self.box)  # two threads may both do this, which does no harm
         return self.stored
 
     def read(self, box: Box, out: Array) -> set[FileSource]:
-        """Fill `out`, an array of the box's sizes; returns the files that were read."""
+        """Fill `out`, an array of the box's sizes. Return the files that were read."""
         sources: set[FileSource] = set()
         for chunk, common in self._covered.meeting(box):
             place = chunk.place
             window = place.window.crop(common.relative_to(chunk.box))
             for part in _narrow(window):
-                inner: Any = (*part.shift(common.relative_to(box).offsets).slices, ...)  # no dims: still an array
+                inner: Any = (*part.shift(common.relative_to(box).offsets).slices, ...)  # 0-d: still an array
                 near = window.crop(part)
                 copy_place(place.with_window(near), out[inner], passing=True)
                 if isinstance(place.source, FileSource):
@@ -133,16 +135,17 @@ class StreamedRows:
     """The elements, row-major."""
     dtype: str
     digest: int | None
-    """Digest of `data`, if the region wants one."""
+    """Digest of `data`, if the region has a `digest` function."""
 
     def tensor(self) -> torch.Tensor:
-        """The elements as a tensor that shares the piece's memory."""
+        """Return the elements as a tensor that shares the memory of `data`."""
         raw = torch.frombuffer(self.data, dtype=torch.uint8)
         return raw.view(dtype_from_name(self.dtype)).view(self.box.sizes)
 
 
 def windows(shape: Sequence[int], itemsize: int, max_bytes: int = PIECE_BYTES) -> Iterator[Box]:
-    """Boxes of at most about `max_bytes` that make up `shape`, row-major; none where there is no element."""
+    """Yield boxes of at most about `max_bytes` that make up `shape`, row-major. Yields none if it
+    has no element."""
     if 0 in shape:
         return
     lead, inner = 0, math.prod(shape) * itemsize
@@ -161,14 +164,14 @@ def windows(shape: Sequence[int], itemsize: int, max_bytes: int = PIECE_BYTES) -
 
 
 class Feed:
-    """Reads the pieces of regions on several threads, and passes them on in order. A context, which
-    ends when all is done."""
+    """Reads the pieces of regions on several threads, and passes them on in order. The end of its
+    `with` block waits for all."""
 
     def __init__(self, *, is_near: bool, on_bytes: OnBytes = lambda nbytes: None) -> None:
-        """`is_near`: what is read is in files of this machine.
+        """`is_near`: the data is in files on this host.
 
-        `on_bytes` is called, on this thread, with the length of each piece that was passed on; it
-        may raise to end it.
+        `on_bytes` is called on this thread with the size of each piece that was passed on. It may
+        raise an error to end the work.
         """
         self._threads = _NEAR_THREADS if is_near else _FAR_THREADS
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="reshard-stream")
@@ -180,7 +183,7 @@ class Feed:
         self.on_bytes = on_bytes
 
     def add(self, region: Region, use: Callable[[StreamedRows], None]) -> None:
-        """Read a region. `use` is called with one piece after another, in order. Raises what earlier work raised."""
+        """Read a region and call `use` with its pieces, in order. Raises the errors of earlier work."""
         for box in region.pieces:
             nbytes = box.numel * region.stored.itemsize
             self.run(partial(self.load, region, box), use, nbytes, is_short=region.is_near and nbytes <= _SMALL_BYTES)
@@ -188,10 +191,10 @@ class Feed:
     def run(
         self, first: Callable[[], T], then: Callable[[T], object], nbytes: int = 0, *, is_short: bool = False
     ) -> None:
-        """Call `first` on a thread, and there `then` with what it returned, once everything before
-        is done. Afterwards, `on_bytes` is called with `nbytes`.
+        """Call `first` on a thread. Once all earlier work is done, call `then` with its result
+        there, and later `on_bytes` with `nbytes`.
 
-        Work that is short is done at once, if nothing is before it. Raises what earlier work raised.
+        Short work is done at once if no other work is pending. Raises the errors of earlier work.
         """
         self._collect(len(self._pending) if len(self._pending) < _QUEUED else _QUEUED // 2)
         if is_short and not self._pending:
@@ -202,21 +205,21 @@ class Feed:
         self._pending.append((self._pool.submit(_in_turn, first, then, before), nbytes))
 
     def finish(self) -> None:
-        """Wait for everything. Raises what it raised."""
+        """Wait for all work. Raises its errors."""
         self._collect(0)
 
     def _collect(self, most: int) -> None:
-        """Leave at most this many unfinished."""
+        """Wait until at most this many pieces of work are pending."""
         while self._pending and (len(self._pending) > most or self._pending[0][0].done()):
             done, nbytes = self._pending.popleft()
             try:
                 done.result()
             finally:
-                del done  # which has the error
+                del done  # it refers to the error
             self.on_bytes(nbytes)
 
     def load(self, region: Region, box: Box) -> StreamedRows:
-        """Read a box of a region, one of its `pieces`. The data is valid until this thread loads the next one."""
+        """Read a box of a region, one of its `pieces`. The data is valid until this thread's next call."""
         nbytes, stored = box.numel * region.stored.itemsize, region.stored
         buffer: Array = getattr(self._own, "buffer", np.empty(0, np.uint8))
         if len(buffer) < nbytes:
@@ -231,7 +234,7 @@ class Feed:
                 self._read_bytes, self._sources = 0, set()
         for source in done if is_much else ():
             source.release()
-        data = memoryview(cast("Any", buffer))  # numpy's types know buffers from 3.12 on
+        data = memoryview(cast("Any", buffer))  # numpy's types support the buffer protocol from 3.12 on
         digest = None if region.digest is None else region.digest(data)
         return StreamedRows(box, data, stored.spec.dtype, digest)
 
@@ -244,24 +247,26 @@ class Feed:
                 self.finish()
         finally:
             self._pool.shutdown(cancel_futures=True)
-            self._pending.clear()  # they have the error
+            self._pending.clear()  # they refer to the error
             for source in self._sources:
                 source.release()
 
 
 def _in_turn(first: Callable[[], T], then: Callable[[T], object], before: Future[None] | None) -> None:
-    """Work of a feed. What is before it was begun earlier, so this thread does not wait forever."""
+    """Run one piece of work of a feed, in order. Earlier work was started before, so this thread
+    does not wait forever."""
     found = first()
     try:
         if before is not None:
             before.result()
     finally:
-        del before  # which may have an error
+        del before  # it may refer to an error
     then(found)
 
 
 def _narrow(window: Window) -> Iterator[Box]:
-    """The window in compact parts: pages between them would count as memory, too."""
+    """Yield compact parts of the window, because mapped pages between distant elements would count
+    as memory."""
     span = window.stop - window.offset
     dims = [d for d, n in enumerate(window.sizes) if n > 1]
     whole = Box.full(window.sizes)
@@ -274,13 +279,13 @@ def _narrow(window: Window) -> Iterator[Box]:
         yield whole.cut(far, start, min(start + step, window.sizes[far]))
 
 
-# What the writers of all formats share: a plan of files, each streamed from stored tensors,
-# published at the end.
+# What the writers of all formats share: they plan files, stream each from stored tensors, and
+# publish all at the end.
 
 
 @dataclass(frozen=True)
 class FilePart:
-    """A box of a tensor that a file holds."""
+    """A box of a tensor in a file."""
 
     spec: TensorSpec
     box: Box
@@ -293,29 +298,29 @@ class FilePart:
 
 @dataclass(frozen=True)
 class FilePlan:
-    """A file of the target and what it holds, in order."""
+    """A file of the target and its parts, in order."""
 
     name: str
     parts: tuple[FilePart, ...]
     rank: int = 0
-    """The rank that the file is attributed to."""
+    """The rank that owns the file."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors in it."""
+        """Total bytes of its parts."""
         return sum(part.nbytes for part in self.parts)
 
 
 class WrittenFile(msgspec.Struct, frozen=True):
-    """A file that is written, whole and durable."""
+    """A completely and durably written file."""
 
     name: str
-    """The name under which it is written. It may be renamed when all files are complete."""
+    """The name under which it was written. It may be renamed when all files are complete."""
     nbytes: int
     digest: str
-    """XXH3-128 of the whole file, in hex."""
+    """XXH3-128 of the file, in hex."""
     facts: dict[str, Any] = {}
-    """What `finish` needs to know of it."""
+    """What `finish` needs to know about it."""
 
 
 @dataclass(frozen=True)
@@ -323,41 +328,43 @@ class Target:
     """Where and how a writer writes."""
 
     name: str
-    """The last part of the path: of the file, or of the folder."""
+    """The last component of the path of the file or folder."""
     job_id: str
-    """Id in hex. Names of unfinished files contain it, so that other jobs do not take them for theirs."""
+    """ID in hex. Names of unfinished files contain it, so that other jobs do not take the files for
+    their own."""
     max_shard_bytes: int
     onto: StateLayout | None
-    """Write the files of the ranks of this layout. None: files of at most `max_shard_bytes` of tensors."""
+    """Write the files of the ranks of this layout. None: write files with at most `max_shard_bytes`
+    of tensors."""
 
 
 @dataclass(frozen=True)
 class Publication:
-    """What a writer changes for readers when all files are written."""
+    """Makes a finished conversion visible to readers."""
 
     storage: Storage
     done: Mapping[str, WrittenFile]
     """Written files by their name in the plan."""
     check: Callable[[], None]
-    """Raises where another process has taken the work over. Called before each step, since this
+    """Raises if another process has taken over the work. Called before each step, because this
     process may be paused between any two."""
     left: Collection[str]
-    """Temporary objects that were there before this conversion, of processes that are gone."""
+    """Temporary objects of dead processes, from before this conversion."""
 
     def publish(self, name: str, data: bytes) -> None:
-        """Store a small object, over an older one, and remove what is left of earlier tries."""
+        """Store a small object, replacing an older one, and remove leftovers of earlier tries."""
         self.storage.publish_while(name, data, self.check)
         for other in self.left:
             if other.rpartition(".~")[0] == name:
                 self.storage.delete(other)
 
     def retract(self, name: str) -> None:
-        """Remove an object so that no crash brings it back."""
+        """Delete an object so that no crash restores it."""
         self.check()
         self.storage.retract(name)
 
     def name_files(self) -> None:
-        """Give the files the names that they have in the plan."""
+        """Rename the files to their names in the plan."""
         for name, written in self.done.items():
             if written.name != name:
                 self.check()
@@ -365,21 +372,22 @@ class Publication:
 
 
 class FormatWriter(ABC):
-    """Writes one state in one format: a plan of files, each of which can be written independently
-    of the others.
+    """Writes one state in one format: a plan of files that can be written independently of each
+    other.
 
-    writer = SafetensorsWriter(contents, Target(name, job_id))
-    done = {file.name: writer.write(storage, file, on_bytes) for file in writer.files}
-    writer.finish(Publication(storage, done, check))    # before that, there is no checkpoint
+        writer = SafetensorsWriter(contents, Target(name, job_id))
+        done = {file.name: writer.write(storage, file, on_bytes) for file in writer.files}
+        writer.finish(Publication(storage, done, check))    # before that, there is no checkpoint
     """
 
     files: tuple[FilePlan, ...]
     left_out: tuple[str, ...]
-    """Keys that the format cannot hold, or that have no canonical name."""
+    """Keys that the format cannot store, or that have no canonical name."""
     refused: dict[str, str]
-    """Objects that cannot be written, by key, and why: they must be omitted on purpose."""
+    """Objects that cannot be written, by key, and the reasons. Users must omit them on purpose."""
     changed_classes: dict[str, tuple[str, str]]
-    """Containers of classes that the format does not record, by key: that class, and another."""
+    """By key: containers whose class the format does not record, with that class and the one that
+    readers get."""
 
     def __init__(self, contents: Contents, target: Target) -> None:
         self.contents = contents
@@ -390,51 +398,51 @@ class FormatWriter(ABC):
         self._small: list[tuple[TensorSpec, torch.Tensor, Box]] = []
 
     def claimed(self, storage: Storage) -> AbstractContextManager[None]:
-        """While files are written: what other processes must see to know that these are in use."""
+        """Return a context manager that shows other processes that the files are in use."""
         return nullcontext()
 
     @abstractmethod
     def write(self, storage: Storage, file: FilePlan, on_bytes: OnBytes) -> WrittenFile:
-        """Write one file, durably, from a stream of bounded memory."""
+        """Write one file durably, with bounded memory."""
 
     @abstractmethod
     def finish(self, out: Publication) -> None:
-        """Make the target a checkpoint."""
+        """Publish the checkpoint."""
 
     @abstractmethod
     def occupied(self, names: Listing) -> str | None:
-        """The file that shows that there is a checkpoint already, or None."""
+        """Return the name of a file that shows that a checkpoint already exists, or None."""
 
     def ambiguous(self, storage: Storage, names: Listing) -> str | None:
-        """Return a file of `names` that would stay and would make the new checkpoint ambiguous, or None."""
+        """Return a file of `names` that would remain and make the new checkpoint ambiguous, or None."""
         return None
 
     def whole(self, name: str) -> FilePart:
-        """Return a full tensor as a part of a file."""
+        """Return the full tensor as a part of a file."""
         spec = self.stored(name).spec
         return FilePart(spec, Box.full(spec.shape))
 
     def region(self, part: FilePart) -> Region:
-        """Return where a part's elements come from."""
+        """Return the source region of a part."""
         return Region(self.stored(part.spec.fqn), part.box)
 
     @property
     def takes_fingerprints(self) -> bool:
-        """True if what is written is summed up: where the source has fingerprints, they must be the same."""
+        """True if fingerprints of the written data are computed, to compare them with those of the source."""
         return bool(self.contents.fingerprints)
 
     def feed(self, file: FilePlan, on_bytes: OnBytes) -> Feed:
-        """Start to read the parts of a file."""
+        """Return a feed for the parts of a file."""
         self._prints, self._small = {}, []
         return Feed(is_near=any(self.region(part).is_near for part in file.parts[:1]), on_bytes=on_bytes)
 
     def seen(self, region: Region, piece: StreamedRows) -> None:
-        """Sum up a piece, if that is wanted. Called in order."""
+        """Add a piece to the fingerprints, if they are computed. Called in order."""
         if self.takes_fingerprints:
             self._take_sum(region, piece)
 
     def _take_sum(self, region: Region, piece: StreamedRows) -> None:
-        """Sum a large piece at once. Keep small ones, and sum many together."""
+        """Add a large piece to the fingerprints at once. Collect small ones, and add many together."""
         tensor, is_small = piece.tensor(), len(piece.data) <= _SMALL_BYTES
         self._small.append((region.stored.spec, tensor.clone() if is_small else tensor, piece.box))
         if not is_small or len(self._small) >= _SUMMED_TOGETHER:
@@ -447,13 +455,13 @@ class FormatWriter(ABC):
             self._prints[spec.fqn] = self._prints[spec.fqn] + one if spec.fqn in self._prints else one
 
     def done(self, name: str, digest: str, nbytes: int, facts: Mapping[str, Any]) -> WrittenFile:
-        """A file that was written from `feed`, with what its elements add to fingerprints."""
+        """Return the record of a file that was written from `feed`, with its contribution to fingerprints."""
         self._sum_up()
         prints = {fqn: part.to_bytes().hex() for fqn, part in self._prints.items()}
         return WrittenFile(name, nbytes, digest, {**facts, "prints": prints} if prints else dict(facts))
 
     def compare_fingerprints(self, done: Mapping[str, WrittenFile]) -> None:
-        """Raises CorruptCheckpointError unless what was written has the fingerprints that the source was saved with."""
+        """Raise CorruptCheckpointError if the written data does not have the source's fingerprints."""
         totals = fingerprint_parts(done.values())
         saved = self.contents.fingerprints or {}
         for fqn in self.names:
@@ -468,24 +476,24 @@ class FormatWriter(ABC):
                 )
 
     def stored(self, name: str) -> StoredTensor:
-        """Return the stored tensor of a name, or the one that it is tied to."""
+        """Return the stored tensor of a name or alias."""
         found = self.contents.find(name)
         assert found is not None
         return found
 
     @property
     def names(self) -> list[str]:
-        """The tensors that are stored, tied ones once."""
+        """Names of the stored tensors, without aliases."""
         return [name for name in self.contents.tensors if name not in self.contents.aliases]
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors in all files."""
+        """Total bytes of the tensors in all files."""
         return sum(file.nbytes for file in self.files)
 
 
 def fingerprint_parts(done: Iterable[WrittenFile]) -> dict[str, Partial]:
-    """Return what files add to the fingerprints of tensors, by name."""
+    """Return the sum of the files' contributions to each tensor's fingerprint, by FQN."""
     totals: dict[str, Partial] = {}
     for file in done:
         for fqn, data in file.facts.get("prints", {}).items():
@@ -495,30 +503,29 @@ def fingerprint_parts(done: Iterable[WrittenFile]) -> dict[str, Partial]:
 
 
 class HashingWriter:
-    """A new file, written in order from literal bytes and the elements of regions, and its digest.
-    Small parts are written together. If the storage supports it, the threads that read large parts
-    write them in parallel.
-    """
+    """Writes a new file in order, from literal bytes and elements of regions, and computes its
+    digest. Small parts are written together. If the storage supports it, the threads that read
+    large parts write them in parallel."""
 
     def __init__(self, out: Writer, feed: Feed, seen: Callable[[Region, StreamedRows], None]) -> None:
         """`seen` is called with each piece, in order."""
         self.nbytes = 0
-        """How many bytes the parts have that came so far."""
+        """Total size of the parts that were passed so far."""
         self._out, self._feed, self._seen = out, feed, seen
         self._state = xxhash.xxh3_128()
         self._small: list[Callable[[], Any]] = []
-        """Parts that wait to be written together: a call to the storage costs more than to copy them."""
+        """Parts to be written together, because a call to the storage costs more than copying them."""
         self._small_bytes = 0
 
     def write(self, data: Any) -> None:
-        """Append a contiguous bytes-like object, which stays as it is until `digest` returns."""
+        """Append a contiguous bytes-like object, which must not change until `digest` returns."""
         nbytes = memoryview(data).nbytes
         self.write_later(nbytes, lambda: data)
-        if nbytes > _SMALL_BYTES:  # many large objects would wait in memory
+        if nbytes > _SMALL_BYTES:  # do not keep many large objects in memory
             self._feed.finish()
 
     def write_later(self, nbytes: int, make: Callable[[], Any]) -> None:
-        """Append bytes that `make` returns when everything before was read."""
+        """Append the bytes that `make` returns. It is called once everything before was read."""
         self.nbytes += nbytes
         self._small_bytes += nbytes
         self._small.append(make)
@@ -529,7 +536,7 @@ class HashingWriter:
         """Append the elements of a region, row-major. `use` is called with its pieces, in order."""
         for box in region.pieces:
             nbytes = box.numel * region.stored.itemsize
-            if region.is_near and nbytes <= _SMALL_BYTES:  # a thread's turn costs more than a small read
+            if region.is_near and nbytes <= _SMALL_BYTES:  # a switch between threads costs more than a small read
                 piece = self._feed.load(region, box)
                 piece = replace(piece, data=memoryview(bytearray(piece.data)))
                 self.write_later(nbytes, partial(self._used, region, piece, use))
@@ -579,14 +586,14 @@ class HashingWriter:
 
 
 class HashedFilesWriter(FormatWriter):
-    """Writes each file from its first byte to its last, and takes the digest on the way."""
+    """Writes each file from front to end, and computes its digest at the same time."""
 
     @abstractmethod
     def put(self, file: FilePlan, out: HashingWriter) -> Mapping[str, Any]:
-        """Write the contents of one file. Returns what `finish` needs to know of it."""
+        """Write the contents of one file. Return what `finish` needs to know about it."""
 
     def first_name(self, storage: Storage, file: FilePlan) -> str:
-        """The name under which a file is written. It is renamed when all are done."""
+        """Return the name under which a file is written. It is renamed when all files are done."""
         return storage.temporary(file.name, self.job_id)
 
     def write(self, storage: Storage, file: FilePlan, on_bytes: OnBytes) -> WrittenFile:
@@ -601,13 +608,14 @@ class HashedFilesWriter(FormatWriter):
 
 
 def grouped(things: Iterable[S], max_bytes: int) -> list[list[S]]:
-    """Tensors, or parts of them, in order, in groups of at most `max_bytes`, or of one that is larger."""
+    """Return tensors, or parts of them, in order, in groups of at most `max_bytes`. A larger item
+    is a group by itself."""
     return list(batches(things, lambda thing: thing.nbytes, max_bytes)) or [[]]
 
 
 def spread(specs: Sequence[TensorSpec], target: Target) -> SavePlan:
-    """Return which rank writes what: the ranks of `onto`; without it, one for each group of full
-    tensors of limited size."""
+    """Return the plan of which rank writes what: the ranks of `onto`, or else one "rank" per group
+    of full tensors of limited size."""
     if target.onto is not None:
         return plan_writes(target.onto)
     layouts = {}

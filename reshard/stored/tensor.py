@@ -1,4 +1,4 @@
-"""A stored tensor: boxes of it, each with the extent of bytes that holds it."""
+"""A stored tensor: its chunks, and where the bytes of each are."""
 
 from __future__ import annotations
 
@@ -30,45 +30,45 @@ from reshard.stored.source import FileSource, Source
 #         | chunk 1 |               windows again, so every rearrangement of a checkpoint stays lazy and exact.
 #         +---------+
 #
-# Where a chunk's bytes are may take a small read to find out (DCP stores each chunk as an archive
-# of its own), so a chunk is *located* when its bytes are first asked for, not when the checkpoint
-# is opened.
+# Finding a chunk's bytes may take a small read (DCP stores each chunk as an archive). So a chunk is
+# *located* when its bytes are first needed, not when the checkpoint is opened.
 
 
 _MANY_CHUNKS = 8
-"""Above this number, chunks are sorted to find those that meet a box."""
+"""Above this number, chunks are sorted to find those that overlap a box."""
 
 
 class Extent(NamedTuple):
-    """Where the bytes of a chunk are: a window in the bytes of a source."""
+    """Where the bytes of a chunk are: a window of a source."""
 
     source: Source
     window: Window
     conjugate: bool = False
-    """Whether the value is the complex conjugate of what is stored (torch stores `x.conj()` as x
-    and a flag)."""
+    """Whether the value is the complex conjugate of the stored bytes. torch stores `x.conj()` as x
+    and a flag."""
     descriptor_at: int | None = None
-    """Position of a zip archive's descriptor of a record, if the window begins with the record and
-    has its size. With row-major strides, it is the record."""
+    """Position of the descriptor of a zip archive's record, if the window begins with the record
+    and has its size. If its strides are row-major, the window is the record."""
 
     def with_window(self, window: Window) -> Extent:
-        """Another window of the same source."""
+        """Return another window of the same source."""
         return Extent(self.source, window, self.conjugate)
 
 
 class StoredChunk:
-    """A box of a tensor, in the tensor's global coordinates, and where its elements are stored.
+    """A box of a tensor, in global coordinates, and where its elements are stored.
 
-    `source` and `window` are found on first use; `window.sizes == box.sizes` always.
+    `source` and `window` are determined on first use. `window.sizes` always equals `box.sizes`.
     """
 
     __slots__ = ("_place", "box", "owner")
 
     def __init__(self, box: Box, place: Extent | Callable[[], Extent], owner: int | str = 0) -> None:
-        """`place` is the place itself, or a function that finds it; `owner` is the writer's
-        rank or a chunk id.
+        """`place` is the location, or a function that finds it. `owner` is the rank that wrote the
+        chunk, or a chunk ID.
 
-        Raises CorruptCheckpointError, then or on first use, if the place does not have the box's sizes.
+        Raises CorruptCheckpointError, here or on first use, if the location does not have the box's
+        sizes.
         """
         self.box = box
         self.owner = owner
@@ -84,33 +84,33 @@ class StoredChunk:
 
     @property
     def place(self) -> Extent:
-        """Where the bytes are. Raises CorruptCheckpointError if the file does not hold what the
-        metadata says."""
+        """Where the bytes are. Raises CorruptCheckpointError if the file contradicts the metadata."""
         if not isinstance(self._place, Extent):
             self._place = self._checked(self._place())
         return self._place
 
     @property
     def is_located(self) -> bool:
-        """Whether `place` is known already, so that asking for it reads nothing."""
+        """True if `place` is known already, so that access to it reads nothing."""
         return isinstance(self._place, Extent)
 
     @property
     def source(self) -> Source:
-        """The source that the window's offsets refer to."""
+        """The source that the window refers to."""
         return self.place.source
 
     @property
     def window(self) -> Window:
-        """Where the elements are in the source, in the order of the box."""
+        """The window of the source with the elements, with the box's dims."""
         return self.place.window
 
     def derived(self, box: Box, change: Callable[[Window], Window]) -> StoredChunk:
-        """A chunk at `box` whose window is `change` of this one's; stays unlocated if this one is."""
+        """Return a chunk at `box` whose window is `change` of this chunk's window. Does not locate
+        this chunk."""
         return StoredChunk(box, lambda: (p := self.place).with_window(change(p.window)), self.owner)
 
     def crop(self, region: Box) -> StoredChunk:
-        """The part inside `region`, which is within the box, in the same global coordinates."""
+        """Return the part inside `region`, which must be within the box, in global coordinates."""
         if region == self.box:
             return self
         inner = region.relative_to(self.box)
@@ -125,22 +125,20 @@ class StoredChunk:
 
 
 class LazyChunks:
-    """Chunks that follow from a rule: a few are found without listing all, and all are listed
-    only when asked for.
+    """Chunks that follow from a rule. It finds the chunks near a box without listing all of them.
 
-    The rule answers for chunks within the tensor that do not overlap.
+    Chunks are within the tensor and do not overlap.
     """
 
-    # no ABC: to ask whether something is an instance of one takes a microsecond, for
-    # each tensor
+    # no ABC: an isinstance check would take a microsecond per tensor
 
     @property
     def geometry(self) -> Hashable:
-        """All tensors with an equal one have the same boxes. None if that is not known."""
+        """Tensors with equal geometry have the same boxes. None: unknown."""
         return None
 
     def near(self, box: Box) -> Iterable[StoredChunk]:
-        """Return at least the chunks that share an element with a box."""
+        """Return at least the chunks that overlap a box."""
         return self.every()
 
     def every(self) -> Iterable[StoredChunk]:
@@ -150,21 +148,21 @@ class LazyChunks:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint: what it is, and the chunks that hold it."""
+    """A tensor of a checkpoint: its spec and its chunks."""
 
     spec: TensorSpec
     found: Sequence[StoredChunk] | LazyChunks
-    """`chunks`, or how to find them."""
+    """`chunks`, or a rule that finds them."""
     layout: TensorLayout | None = None
-    """The saved mesh and placements, where the format knows them."""
+    """The saved mesh and placements, if the format records them."""
 
     def __post_init__(self) -> None:
-        """Raises CorruptCheckpointError for a chunk that is outside the tensor."""
+        """Raise CorruptCheckpointError if a chunk is outside the tensor."""
         if isinstance(self.found, LazyChunks):
             return
         shape = self.spec.shape
         for chunk in self.found:
-            # an empty box, too, starts and ends inside
+            # an empty box must also start and end inside
             if chunk.box.ndim != len(shape) or any(stop > size for stop, size in zip(chunk.box.stops, shape)):
                 raise CorruptCheckpointError(
                     f"tensor {self.spec.fqn!r}: a stored chunk at {chunk.box} is outside the shape "
@@ -188,12 +186,11 @@ class StoredTensor:
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """The chunks' boxes, in the chunks' order."""
+        """The boxes of `chunks`, in the same order."""
         return tuple(chunk.box for chunk in self.chunks)
 
     def meeting(self, box: Box) -> Iterator[tuple[StoredChunk, Box]]:
-        """The chunks that share elements with `box`, which is in global coordinates, and what they
-        share."""
+        """Yield each chunk that overlaps `box`, which is in global coordinates, and the overlap."""
         if isinstance(self.found, LazyChunks):
             near = self.found.near(box)
         elif len(self.found) <= _MANY_CHUNKS:
@@ -217,10 +214,10 @@ class StoredTensor:
 
 
 def check_cover(tensor: StoredTensor, region: Box | None = None) -> None:
-    """Raises CorruptCheckpointError unless the chunks hold every element of `region` (default: all)
-    exactly once."""
+    """Raise CorruptCheckpointError unless the chunks contain every element of `region` (default:
+    all) exactly once."""
     wanted = Box.full(tensor.spec.shape) if region is None else region
-    if region is None:  # a stored tensor has no chunk outside itself
+    if region is None:  # chunks are never outside of their tensor
         inside = [(chunk, chunk.box) for chunk in tensor.chunks if not chunk.box.is_empty]
     else:
         inside = list(tensor.meeting(wanted))
@@ -245,7 +242,7 @@ def check_cover(tensor: StoredTensor, region: Box | None = None) -> None:
 
 
 def _hole(region: Box, boxes: Sequence[Box], element: Box) -> Box:
-    """A part of `region` around `element` that no box covers."""
+    """Return a part of `region` around `element` that no box covers."""
     left = region
     for box in boxes:
         left = next((piece for piece in left - box if piece.contains(element)), left)
@@ -260,12 +257,11 @@ def _name(chunk: StoredChunk) -> str:
     return f"the chunk {chunk.box} of writer {chunk.owner} ({where})"
 
 
-# A stored tensor that is indexed like a torch tensor: what is asked for is read, and
-# nothing else.
+# A stored tensor that is indexed like a torch tensor, and reads only what is needed.
 
 
 SteppedRange = tuple[int, int, int]
-"""Start, step and count of the indexes wanted of a dim."""
+"""Start, step, and count of the wanted indices of a dim."""
 
 
 _READ_FIRST = "read it with [...] first, such as checkpoint[name][...]"
@@ -279,10 +275,10 @@ class LazyTensor:
     torch tensor. Functions of torch raise TypeError: index the tensor first.
     """
 
-    __array_ufunc__ = None  # numpy leaves operators to this class
+    __array_ufunc__ = None  # numpy then leaves operators to this class
 
     def __init__(self, stored: StoredTensor, refuse: Callable[[CheckpointError], None] | None = None) -> None:
-        """`refuse` is called with each error of a read first, and may raise a clearer one."""
+        """`refuse` is called first with each error of a read, and may raise a clearer one."""
         self.stored = stored
         self._refuse = refuse
 
@@ -303,7 +299,7 @@ class LazyTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type, as stored."""
+        """Stored dtype."""
         return dtype_from_name(self.stored.spec.dtype)
 
     @property
@@ -322,7 +318,7 @@ class LazyTensor:
         lazy = next((item for item in every if isinstance(item, cls)), "it")
         raise TypeError(f"{getattr(func, '__name__', func)} got {lazy}, which is lazy: {_READ_FIRST}")
 
-    if not TYPE_CHECKING:  # which would take any name for an attribute
+    if not TYPE_CHECKING:  # mypy would accept any attribute
 
         def __getattr__(self, name: str) -> NoReturn:
             words = ", as a tensor has" if hasattr(torch.Tensor, name) else ""
@@ -334,17 +330,16 @@ class LazyTensor:
         return self.shape[0]
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """Reads one slice along dim 0 at a time."""
+        """Iterate over dim 0. Reads one slice at a time."""
         return (self[i] for i in range(len(self)))
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """A new contiguous CPU tensor.
+        """Return a new contiguous CPU tensor.
 
         Raises:
-            IndexError: an index out of bounds, or too many.
-            TypeError: anything but ints, slices, and Ellipsis; a step < 1 is a ValueError.
-            CorruptCheckpointError: elements that no file holds, or two hold, or bytes that are not
-                there.
+            IndexError: an index is out of bounds, or there are too many.
+            TypeError: an index is not an int, a slice, or Ellipsis. A step < 1 is a ValueError.
+            CorruptCheckpointError: elements are stored nowhere or twice, or bytes are missing.
             CheckpointReplacedError: a later save replaced the checkpoint since it was opened.
         """
         try:
@@ -366,8 +361,8 @@ def _refuse(lazy: LazyTensor, *_: Any, **__: Any) -> NoReturn:
 
 
 def _refuse_values(lazy: LazyTensor, other: Any) -> Any:
-    """Raise for a comparison with numbers and tensors. From other values, such as None, it differs
-    as any object does."""
+    """Raise TypeError for a comparison with numbers or tensors. Compare with other values, such as
+    None, as for any object."""
     if lazy is not other and isinstance(other, torch.Tensor | np.ndarray | int | float | LazyTensor):
         _refuse(lazy, other)
     return NotImplemented
@@ -385,14 +380,14 @@ for _operator in (
     "int",
     "neg",
     "abs",
-):  # np.asarray, torch.as_tensor
+):  # also for np.asarray and torch.as_tensor
     setattr(LazyTensor, f"__{_operator}__", _refuse)
 for _operator in ("eq", "ne", "lt", "le", "gt", "ge"):
     setattr(LazyTensor, f"__{_operator}__", _refuse_values)
 
 
 def whole(value: Any) -> Any:
-    """Lazy tensors read, in dicts, lists and tuples of the same kinds."""
+    """Return nested dicts, lists, and tuples with every lazy tensor read."""
     if isinstance(value, dict):
         return {name: whole(inner) for name, inner in value.items()}
     if type(value) in (list, tuple):
@@ -401,13 +396,12 @@ def whole(value: Any) -> Any:
 
 
 def read_value(value: Any) -> Any:
-    """The tensor itself of a stored one, such as the learning rate of a param group; any other
-    value as it is."""
+    """Read a stored tensor, such as the learning rate of a param group. Return any other value unchanged."""
     return LazyTensor(value)[...] if isinstance(value, StoredTensor) else value
 
 
 def _normalize(index: Any, shape: torch.Size, name: str) -> tuple[list[SteppedRange], list[bool]]:
-    """A range for each dim, and whether the dim stays (an int takes it away)."""
+    """Return a range for each dim, and whether the dim is kept. An int removes its dim."""
     items = list(index) if isinstance(index, tuple) else [index]
     dots = [i for i, item in enumerate(items) if item is Ellipsis]
     if len(dots) > 1:
@@ -438,11 +432,11 @@ def _normalize(index: Any, shape: torch.Size, name: str) -> tuple[list[SteppedRa
 
 
 def read_box(stored: StoredTensor, box: Box) -> torch.Tensor:
-    """The elements of a box as a new contiguous tensor. Raises what indexing a `LazyTensor` raises."""
+    """Return the elements of a box as a new contiguous tensor. Raises the errors of indexing a `LazyTensor`."""
     chunk = _holder(stored, box)
     if chunk is not None:
         place = chunk.crop(box).place
-        place.source.check(place.window.offset, place.window.stop)  # before there is memory for it
+        place.source.check(place.window.offset, place.window.stop)  # before memory is allocated
         return read_place(place, stored.spec.dtype)
     return _read_ranges(stored, [(start, 1, n) for start, n in zip(*box)])
 
@@ -456,7 +450,7 @@ class ByteRun(NamedTuple):
 
 
 def run_of(stored: StoredTensor, box: Box) -> ByteRun | None:
-    """Return the bytes of a box, row-major, if they are contiguous, and otherwise None. Reads nothing."""
+    """Return the byte run of a box if its row-major elements are contiguous, else None. Reads nothing."""
     chunk = _holder(stored, box)
     if chunk is None:
         return None
@@ -465,13 +459,13 @@ def run_of(stored: StoredTensor, box: Box) -> ByteRun | None:
 
 
 def _holder(stored: StoredTensor, box: Box) -> StoredChunk | None:
-    """The chunk that holds a box, if no other chunk holds an element of it."""
+    """Return the chunk that contains a box, if no other chunk contains an element of it."""
     met = list(islice(stored.meeting(box), 2))
     return met[0][0] if len(met) == 1 and met[0][1] == box else None
 
 
 def _read_ranges(stored: StoredTensor, ranges: list[SteppedRange]) -> torch.Tensor:
-    """The elements at the cross product of `ranges`."""
+    """Return the elements at the cross product of `ranges`."""
     counts = [n for _, _, n in ranges]
     if 0 in counts:
         return empty(counts, stored.spec.dtype)[0]
@@ -483,7 +477,7 @@ def _read_ranges(stored: StoredTensor, ranges: list[SteppedRange]) -> torch.Tens
     for chunk, _ in met:
         bounds = [*map(_inside, ranges, chunk.box.offsets, chunk.box.sizes)]
         if any(first >= stop for first, stop in bounds):
-            continue  # a stepped slice may jump over a whole chunk
+            continue  # a stepped slice may skip a chunk
         window = chunk.window
         origins = [start + first * step for (start, step, _), (first, _) in zip(ranges, bounds)]
         part = Window(
@@ -495,7 +489,7 @@ def _read_ranges(stored: StoredTensor, ranges: list[SteppedRange]) -> torch.Tens
         index: Any = (*(slice(first, stop) for first, stop in bounds), ...)
         parts.append((chunk.place.with_window(part), index))
         chunk.source.check(part.offset, part.stop)
-    # only now, when all that is wanted is known to be there, is it worth its memory
+    # allocate memory only when all elements are known to be there
     result, out = empty(counts, stored.spec.dtype)
     for place, index in parts:
         copy_place(place, out[index])
@@ -503,25 +497,26 @@ def _read_ranges(stored: StoredTensor, ranges: list[SteppedRange]) -> torch.Tens
 
 
 def _inside(wanted: SteppedRange, offset: int, size: int) -> tuple[int, int]:
-    """Return which of the wanted indexes, counted from 0, are in [offset, offset + size)."""
+    """Return the first and one past the last of the wanted indices, counted from 0, that are in
+    [offset, offset + size)."""
     start, step, n = wanted
     return max(-(-(offset - start) // step), 0), min(-(-(offset + size - start) // step), n)
 
 
-# Copies the elements of a window into an array, reading little more than those elements.
+# Copies the elements of a window into an array, and reads little more than those elements.
 
 
 Array = npt.NDArray[Any]
 
 MAX_BUFFER_BYTES = 16 << 20
-"""The largest piece of a file that is read at once where the storage has no zero-copy view."""
+"""The most bytes of a file that are read at once if the storage has no zero-copy view."""
 
 
 def empty(shape: Sequence[int], dtype: str) -> tuple[torch.Tensor, Array]:
-    """A new contiguous tensor with undefined elements, and the same memory as an array that
-    `copy_place` can fill.
+    """Return a new contiguous tensor with undefined elements, and an array that shares its memory,
+    for `copy_place`.
 
-    Raises CheckpointError if there is no memory for it.
+    Raises CheckpointError if there is not enough memory.
     """
     torch_dtype = dtype_from_name(dtype)
     try:
@@ -533,16 +528,16 @@ def empty(shape: Sequence[int], dtype: str) -> tuple[torch.Tensor, Array]:
 
 
 def read_place(place: Extent, dtype: str) -> torch.Tensor:
-    """Return all elements at `place` as a new contiguous tensor. Raises what `copy_place` raises."""
+    """Return all elements at `place` as a new contiguous tensor. Raises the errors of `copy_place`."""
     tensor, out = empty(place.window.sizes, dtype)
     copy_place(place, out)
     return tensor
 
 
 def same_bytes(a: Extent, b: Extent, dtype: str) -> bool:
-    """Return whether two places of one shape hold the same bytes.
+    """Return True if two locations of the same shape have the same bytes.
 
-    Of two whole records, the checksums are compared.
+    If both are complete records, only their checksums are compared.
     """
     sums = [_written(place) for place in (a, b)]
     if a.window.strides == b.window.strides and a.conjugate == b.conjugate and None not in sums:
@@ -552,7 +547,8 @@ def same_bytes(a: Extent, b: Extent, dtype: str) -> bool:
 
 
 def is_near(a: Extent, b: Extent, dtype: str, drift: float) -> bool:
-    """Return whether floats at two places differ by at most `drift` times the largest one."""
+    """Return True if the floats at two locations differ by at most `drift` times the largest
+    absolute value of `a`."""
     x, y = (read_place(place, dtype) for place in (a, b))
     if not (drift and x.is_floating_point()):
         return False
@@ -560,7 +556,7 @@ def is_near(a: Extent, b: Extent, dtype: str, drift: float) -> bool:
 
 
 def _written(place: Extent) -> int | None:
-    """Return the CRC-32 that was written with the bytes at a place. None if there is none."""
+    """Return the CRC-32 that was written with the bytes at a location, or None if there is none."""
     sums = place.source.checksums if isinstance(place.source, FileSource) else None
     is_record = place.descriptor_at is not None
     return sums.written(place.window.offset) if is_record and isinstance(sums, RecordChecksums) else None
@@ -569,19 +565,19 @@ def _written(place: Extent) -> int | None:
 def copy_place(
     place: Extent, out: Array, buffer_bytes: int = MAX_BUFFER_BYTES, *, compared: bool = False, passing: bool = False
 ) -> None:
-    """Copy the elements at `place` into `out`, an array of `item_dtype(window.itemsize)` and
-    of the window's sizes.
+    """Copy the elements at `place` into `out`, an array of `item_dtype(window.itemsize)` and the
+    window's sizes.
 
-    `out` may be strided. What is stored as its conjugate is conjugated on the way. Where the storage
-    has no view, at most `buffer_bytes` are read at once beside `out`.
+    `out` may be strided. Conjugated values are conjugated in `out`. If the storage has no view, at
+    most `buffer_bytes` of memory are used for reads beside `out`.
 
-    Bytes are compared with any checksums, unless the caller has `compared` them already. Where all
-    of a tensor is `passing` by, a large record is compared in pieces.
+    Bytes are compared with their checksums, if there are any, unless the caller has `compared`
+    them. If all of a tensor is `passing`, a large record is compared in pieces.
 
     Raises:
-        CorruptCheckpointError: if the source ends before the window does, or was changed; `out` is
-            undefined then.
-        StorageError: if the storage fails.
+        CorruptCheckpointError: the source ends before the window does, or was changed. `out` is
+            then undefined.
+        StorageError: the storage failed.
     """
     if place.window.numel:
         place.source.check(place.window.offset, place.window.stop)
@@ -591,8 +587,7 @@ def copy_place(
 
 
 def copy_view(view: memoryview, window: Window, conjugate: bool, out: Array) -> None:
-    """Like `copy_place` where the bytes that the window counts in are at hand, and known to be
-    enough."""
+    """Like `copy_place`, for a view that contains all bytes of the window."""
     if window.numel:
         _copy(view, window, out)
         if conjugate:
@@ -600,7 +595,7 @@ def copy_view(view: memoryview, window: Window, conjugate: bool, out: Array) -> 
 
 
 def _conjugate(out: Array) -> None:
-    """Negate the imaginary parts: the upper half of each element, whose sign is its highest bit."""
+    """Flip the sign of the imaginary parts: the highest bit of each element's upper half."""
     half = np.dtype(f"<u{out.dtype.itemsize // 2}")
     parts = out.view(np.dtype([("real", half), ("imag", half)]))
     parts["imag"] ^= half.type(1 << (half.itemsize * 8 - 1))
@@ -609,14 +604,14 @@ def _conjugate(out: Array) -> None:
 class _Transfer(NamedTuple):
     source: Source
     view: memoryview | None
-    """Asked for once: what is decoded may not be kept."""
+    """Requested only once, because decoded data may not be kept."""
     buffer_bytes: int
     compared: bool
     passing: bool
 
     def run(self, window: Window, out: Array) -> None:
-        """Long runs are read straight into their place; short ones, or those that go to many places,
-        are copied from a view, or read with some neighbors."""
+        """Copy a window. Long runs are read directly into `out`. Short or scattered runs are copied
+        from a view, or read together with some neighbors."""
         source, view, runs, least = self.source, self.view, window.runs(), self.source.direct_bytes
         long = runs.run_bytes >= least
         if runs.count == 1 and out.flags.c_contiguous and (long or view is None):
@@ -634,7 +629,7 @@ class _Transfer(NamedTuple):
             self._read(window, out)
 
     def _read_run(self, offset: int, target: memoryview) -> None:
-        """Piece by piece; pieces end where blocks of checksums do."""
+        """Read one run in pieces, which end at block boundaries of checksums."""
         read_into = self.source.fill if self.compared else partial(self.source.read_into, passing=self.passing)
         start = 0
         while start < len(target):
@@ -643,8 +638,8 @@ class _Transfer(NamedTuple):
             start = stop
 
     def _read(self, window: Window, out: Array) -> None:
-        """Read at once what a plan counts as one read, as far as there is memory; else part by part
-        along the widest dim."""
+        """Read the window at once if a plan counts it as one read and the memory suffices.
+        Otherwise, read it part by part along the dim with the largest stride."""
         span = window.stop - window.offset
         gap = self.source.max_gap_bytes
         if span <= self.buffer_bytes and window.runs().in_order().joined(gap).count == 1:
@@ -652,8 +647,7 @@ class _Transfer(NamedTuple):
             data = read(window.offset, span)
             _copy(memoryview(data), Window(0, window.sizes, window.strides, window.itemsize), out)
             return
-        # a dim of size 1 does not separate anything, so there is one larger: a span of one
-        # element is one run
+        # dims of size 1 are skipped; a larger one exists, because one element is a single run
         dim = max((d for d, n in enumerate(window.sizes) if n > 1), key=lambda d: window.strides[d])
         stride, size = window.strides[dim], window.sizes[dim]
         rest = (*window.sizes[:dim], 1, *window.sizes[dim + 1 :])
@@ -675,7 +669,7 @@ class _Transfer(NamedTuple):
 
 
 def _copy(view: memoryview, window: Window, out: Array) -> None:
-    """Copy from bytes at hand; by memcpy if the last dim has no gaps on both sides."""
+    """Copy from a view, by memcpy if the last dim has no gaps on either side."""
     itemsize, sizes, strides = window.itemsize, window.sizes, window.strides
     if sizes and strides[-1] == itemsize and out.strides[-1] == itemsize:
         source = np.ndarray((*sizes[:-1], sizes[-1] * itemsize), np.uint8, view, window.offset, (*strides[:-1], 1))

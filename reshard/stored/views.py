@@ -1,4 +1,5 @@
-"""Stored tensors seen another way: slices, stacks, concatenations and pieces of flat buffers. Nothing is read."""
+"""Views of stored tensors, such as slices, stacks, concatenations, and pieces of flat buffers.
+Nothing is read."""
 
 from __future__ import annotations
 
@@ -17,25 +18,25 @@ from reshard.stored.tensor import Extent, StoredChunk, StoredTensor, is_near, sa
 _log = logging.getLogger("reshard")
 
 
-# A stored tensor is a set of pairs (box, window), and each function here only maps boxes to
-# boxes and windows to windows, so the result is a stored tensor again, lazy and exact to the
-# byte:
+# A stored tensor is a set of pairs (box, window). The functions here only map boxes to boxes and
+# windows to windows. So each result is again a stored tensor, lazy and byte-exact:
 #
 #     stack [3, 4, 5]  --unstack-->  three of [4, 5]         flat [20]  --unflatten-->  [4, 5]
 #     halves [2, 5] + [2, 5]  --concat(dim 0)-->  [4, 5]     rows [6, 5]  --narrow(0, 0, 4)-->  [4, 5]
 
 
 Piece = tuple[Box, StoredTensor]
-"""A region of a tensor, and the stored tensor of the region's sizes that fills it."""
+"""A box of a tensor, and the stored tensor of the same sizes that fills it."""
 
 
 def _of_chunks(of: StoredTensor, fqn: str, shape: Sequence[int], chunks: Iterable[StoredChunk]) -> StoredTensor:
-    """A tensor of other chunks, with the dtype of `of`."""
+    """Return a tensor of these chunks, with the dtype of `of`."""
     return StoredTensor(TensorSpec(fqn, shape, of.spec.dtype), tuple(chunks))
 
 
 def unstack(tensor: StoredTensor, names: Sequence[str]) -> list[StoredTensor]:
-    """`tensor[i]` as `names[i]` for every i: the layers or experts of a stack. Inverse of `stack`."""
+    """Return `tensor[i]` under `names[i]` for every i, such as the layers or experts of a stack.
+    Inverse of `stack`."""
     chunks: list[list[StoredChunk]] = [[] for _ in names]
     for chunk in tensor.chunks:
         for at in range(chunk.box.sizes[0]):
@@ -44,7 +45,7 @@ def unstack(tensor: StoredTensor, names: Sequence[str]) -> list[StoredTensor]:
 
 
 def _row(chunk: StoredChunk, at: int) -> StoredChunk:
-    """The elements of a chunk at a place of its first dim, without the dim."""
+    """Return the elements of a chunk at index `at` of its first dim, without that dim."""
 
     def change(w: Window) -> Window:
         return Window(w.offset + at * w.strides[0], w.sizes[1:], w.strides[1:], w.itemsize)
@@ -53,7 +54,8 @@ def _row(chunk: StoredChunk, at: int) -> StoredChunk:
 
 
 def narrow(tensor: StoredTensor, dim: int, start: int, stop: int) -> StoredTensor:
-    """`tensor[..., start:stop, ...]`: the true rows of a padded vocabulary, one half of two that were joined."""
+    """Return `tensor[..., start:stop, ...]`, such as the true rows of a padded vocabulary, or one
+    half of two joined tensors."""
     region = Box.full(tensor.spec.shape).cut(dim, start, stop)
     back = [-o for o in region.offsets]
     parts = [(chunk, common) for chunk in tensor.chunks if (common := chunk.box & region) is not None]
@@ -61,9 +63,10 @@ def narrow(tensor: StoredTensor, dim: int, start: int, stop: int) -> StoredTenso
 
 
 def assemble(fqn: str, shape: Sequence[int], pieces: Iterable[Piece]) -> StoredTensor:
-    """A tensor of `shape` from stored tensors that fill regions of it.
+    """Return a tensor of `shape`, assembled from stored tensors that fill boxes of it.
 
-    Raises CorruptCheckpointError if a piece has other sizes than its region, or pieces have different dtypes.
+    Raises CorruptCheckpointError if a piece has other sizes than its box, or pieces have different
+    dtypes.
     """
     found = list(pieces)
     if not found:
@@ -83,7 +86,7 @@ def assemble(fqn: str, shape: Sequence[int], pieces: Iterable[Piece]) -> StoredT
 
 
 def concat(parts: Sequence[StoredTensor], dim: int, fqn: str) -> StoredTensor:
-    """The parts one after the other along `dim`. Raises CorruptCheckpointError if their other dims differ."""
+    """Concatenate tensors along `dim`. Raises CorruptCheckpointError if their other dims differ."""
     first = parts[0].spec.shape if parts else (0,)
     at, pieces = 0, []
     for part in parts:
@@ -98,7 +101,8 @@ def concat(parts: Sequence[StoredTensor], dim: int, fqn: str) -> StoredTensor:
 
 
 def stack(parts: Sequence[StoredTensor], fqn: str) -> StoredTensor:
-    """The parts along a new dim 0. Raises CorruptCheckpointError if their shapes differ. Inverse of `unstack`."""
+    """Stack tensors along a new dim 0. Raises CorruptCheckpointError if their shapes differ.
+    Inverse of `unstack`."""
     shape = parts[0].spec.shape
     pieces = [(Box((i, *(0,) * len(shape)), (1, *shape)), _with_leading_dim(part)) for i, part in enumerate(parts)]
     return assemble(fqn, (len(parts), *shape), pieces)
@@ -113,7 +117,7 @@ def _with_leading_dim(tensor: StoredTensor) -> StoredTensor:
 
 
 class _ChunkCopies(StoredChunk):
-    """The first of chunks that should be the same: compared when it is located."""
+    """The first of several chunks that should be equal. They are compared when it is located."""
 
     __slots__ = ("_chunks", "_drift", "_dtype", "_refuse")
 
@@ -145,10 +149,10 @@ def copies(
     refuse: Callable[[str], NoReturn],
     drift: float = 0.0,
 ) -> StoredTensor:
-    """The first of tensors of one shape and dtype that should be the same.
+    """Return the first of several tensors of one shape and dtype that should be equal.
 
-    They are compared where it is read. `refuse` gets the files of two that differ
-    by more than `drift` times the largest value.
+    They are compared where it is read. `refuse` is called with the files of two that differ by more
+    than `drift` times the largest value.
     """
     rows = [[chunk] for chunk in tensors[0].chunks]
     for tensor in tensors[1:]:
@@ -163,7 +167,8 @@ def copies(
 
 
 def unflatten(tensor: StoredTensor, shape: Sequence[int], fqn: str) -> StoredTensor:
-    """A 1-D tensor as one of `shape`, row-major. Raises CorruptCheckpointError if the numbers of elements differ."""
+    """Return a 1-D tensor as one of `shape`, row-major. Raises CorruptCheckpointError if the number
+    of elements differs."""
     if len(tensor.spec.shape) != 1 or tensor.spec.numel != math.prod(shape):
         raise CorruptCheckpointError(
             f"tensor {fqn!r} of shape {list(shape)}: {tensor.fqn!r} should hold its {math.prod(shape)} elements in one "
@@ -177,12 +182,14 @@ def unflatten(tensor: StoredTensor, shape: Sequence[int], fqn: str) -> StoredTen
 
 
 def cut(flat: StoredTensor, start: int, shape: Sequence[int], fqn: str) -> StoredTensor:
-    """The elements from `start` of a 1-D tensor, which holds several in one row, as a tensor of `shape`."""
+    """Return the elements from `start` of a 1-D tensor, which contains several flattened tensors,
+    as a tensor of `shape`."""
     return unflatten(narrow(flat, 0, start, start + math.prod(shape)), shape, fqn)
 
 
 def flat_piece(chunk: StoredChunk, shape: Shape, start: int) -> list[StoredChunk]:
-    """A 1-D chunk that holds the elements from `start` of the row-major flattening of `shape`, as chunks of `shape`."""
+    """Return a 1-D chunk as chunks of `shape`. It contains the elements from `start` of the
+    row-major flattened tensor."""
     pieces, at = [], 0
     for box in flat_boxes(shape, start, start + chunk.box.sizes[0]):
         pieces.append(chunk.derived(box, _folded(at, box.sizes)))
@@ -191,7 +198,7 @@ def flat_piece(chunk: StoredChunk, shape: Shape, start: int) -> list[StoredChunk
 
 
 def _folded(at: int, sizes: Shape) -> Callable[[Window], Window]:
-    """Return how a 1-D window changes into one of `sizes` that begins at its element `at`."""
+    """Return a function that maps a 1-D window to one of `sizes` that begins at its element `at`."""
     steps = Window.row_major(0, sizes, 1).strides
 
     def change(w: Window) -> Window:
@@ -202,7 +209,8 @@ def _folded(at: int, sizes: Shape) -> Callable[[Window], Window]:
 
 
 def ungrid(tensor: StoredTensor, shape: Sequence[int], fqn: str) -> StoredTensor:
-    """A tensor of `shape` that was split by a grid, each cell flattened: stored as [cells along dim 0, ..., cell size].
+    """Return a tensor of `shape` that was split by a grid. It is stored as [cells along dim 0, ...,
+    flattened cell].
 
         4 x 6 in a grid of 2 x 3   ->   stored [2, 3, 4]; the cell [1, 2] is rows 2:4 and columns 4:6
 

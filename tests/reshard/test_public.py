@@ -722,7 +722,7 @@ def test_each_result_prints_as_one_line(tmp_path: Path) -> None:
         ("to_html", r"plans, checkpoints, and comparisons have it: plan.to_html\(\)"),
         ("diff", "reshard.compare compares checkpoints, reshard.planners.diff plans"),
         ("latest_checkpoint", r"reshard.latest_complete\(folder\) returns its path"),
-        ("async_load", "reshard.load fills a state dict; none loads in the background"),
+        ("async_load", "reshard.load fills a state dict; there is no asynchronous load"),
         ("compare_checkpoints", r"did you mean 'compare'\?"),
         ("verify_checkpoint", r"did you mean 'verify'\?"),
     ],

@@ -42,7 +42,18 @@ def fake() -> torch.Tensor:
         return torch.zeros(64, 48)
 
 
-KINDS: dict[str, Callable[[], Any]] = {"freed": freed, "part of freed": part_of_freed, "FakeTensor": fake}
+def functional() -> torch.Tensor:
+    """As functionalization passes to the code that it traces: it has a storage, without an address."""
+    tensor: torch.Tensor = torch._to_functional_tensor(torch.zeros(64, 48))
+    return tensor
+
+
+KINDS: dict[str, Callable[[], Any]] = {
+    "freed": freed,
+    "part of freed": part_of_freed,
+    "FakeTensor": fake,
+    "functional": functional,
+}
 VERBS: dict[str, Callable[[dict[str, Any], Path], Any]] = {
     "save": lambda state, path: reshard.save(state, path / "new"),
     "dcp.save": lambda state, path: reshard.dcp.save(state, checkpoint_id=path / "new"),
@@ -83,6 +94,20 @@ def test_they_are_refused(kind: str, verb: str, tmp_path: Path) -> None:
 
     assert not [*tmp_path.glob("new/*")]
     assert verb == "our reader" or torch.equal(state["a"], torch.zeros(2))
+
+
+@pytest.mark.parametrize("verb", ["save", "dcp.save", "load", "dcp.load", "fingerprint"])
+def test_tensors_within_vmap_are_refused(verb: str, tmp_path: Path) -> None:
+    saved = {"a": torch.ones(2), "x": torch.ones(64, 48)}
+    reshard.save(saved, tmp_path / "c")
+    reshard.dcp.save(saved, checkpoint_id=tmp_path / "d", no_dist=True)
+
+    def refused(x: torch.Tensor) -> torch.Tensor:
+        with pytest.raises((LayoutError, dcp.CheckpointException), match=r"'x' has no memory: .* a FakeTensor"):
+            VERBS[verb]({"a": torch.zeros(2), "x": x}, tmp_path)
+        return x
+
+    torch.func.vmap(refused)(torch.zeros(3, 64, 48))
 
 
 def _model(*, lacks_memory: bool) -> torch.nn.Module:

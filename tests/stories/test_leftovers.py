@@ -732,7 +732,7 @@ def test_a_file_of_another_kind_is_no_checkpoint_that_a_conversion_replaces(tmp_
 def test_a_report_says_that_an_earlier_save_was_replaced(tmp_path):
     first, second = reshard.save(STATE, tmp_path), reshard.save(STATE, tmp_path)
     assert (first.replaced, second.replaced) == (False, True)
-    assert "in place of an earlier save" in repr(second)
+    assert "replaced an earlier save" in repr(second)
     assert "in place of" not in repr(first)
 
 

@@ -286,8 +286,8 @@ class CheckpointManager:
             state: a nested dict of models, optimizers, other objects with `state_dict` and
                 `load_state_dict`, generators, tensors, and plain values. If a value differs between
                 ranks, such as a data loader, wrap it in `reshard.PerRank`.
-            metrics: numbers by name, for `Keep(best=...)`. Those of rank 0 count. At steps without the
-                metric of `Keep`, omit `metrics`. A step whose metric is NaN is never the best.
+            metrics: metric values by name, for `Keep(best=...)`. Only those of rank 0 are used. At steps
+                without the metric of `Keep`, omit `metrics`. A step whose metric is NaN is never the best.
             force: save to storage even if the step is not due.
 
         Raises the errors of `reshard.save`, those of an earlier save in the background, and:
@@ -456,8 +456,8 @@ class CheckpointManager:
         dtype_policy: DtypePolicy = LoadOptions.dtype_policy,
         mapping: Mapping[str, str] | StateMapping | None = LoadOptions.mapping,
     ) -> RestoreReport | None:
-        """Collective: load the newest complete step, from memory or storage, into `state`. Ranks and layouts may
-        differ. Returns None if there is no complete step, as on the first start: `state` is unchanged then. With
+        """Collective: load the newest complete step, from memory or storage, into `state`. The number of
+        ranks and the layouts may differ from those of the save. Returns None if there is no complete step, as on the first start: `state` is unchanged then. With
         `strict=True`, optimizer state that is not in the checkpoint is removed. `skipped` lists steps that are damaged,
         or that this manager does not read. If the step was saved with `select`, a warning names keys of the state that
         it excludes. Param groups may be split or joined: each takes what was saved for its parameters.

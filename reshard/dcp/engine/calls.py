@@ -35,8 +35,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-# What is raised is what went wrong here, and a `CheckpointException` besides, whose `failures`
-# holds on every rank the own error of each rank that failed, of many that of the first ones.
+# Errors here are those of the failed operation and also `CheckpointException`s. On every rank,
+# `failures` has the error of each rank that failed, or of the first ones if many did.
 
 
 _TELL_S = 5.0
@@ -59,7 +59,7 @@ class Call:
     def __init__(self, process_group: dist.ProcessGroup | None, no_dist: bool) -> None:
         with _converted(lambda error: {0: _told(error)}):
             self.group = Group(None if no_dist else process_group, alone=bool(no_dist))
-            # made beforehand: at the time of a failure, another thread may be making groups
+            # created now: when a call fails, another thread may be creating groups
             self._aftermath = Group(None if no_dist else process_group, alone=bool(no_dist), deadline_s=_TELL_S)
 
     @contextmanager
@@ -82,7 +82,7 @@ class Call:
         try:
             told: _Heard = mine, []
             errors, others = self._aftermath.merge(told, _first_ones, "the errors of all", kind=_Heard)
-        except ReshardError:  # a rank is gone, or far from coming here
+        except ReshardError:  # a rank is gone or delayed
             return {known: here}
         found = {place: pickle.loads(data) for place, data in errors.items()}
         for place in (place for first, last in others for place in range(first, last + 1)):
@@ -134,7 +134,7 @@ def pickled(error: BaseException, beside: Any = None) -> bytes:
     try:
         data = pickle.dumps((error, beside))
         pickle.loads(data)
-    except Exception:  # whatever its class does when it is pickled
+    except Exception:  # pickling may run any code of the error's class
         data = pickle.dumps((StorageError(f"{type(error).__name__}: {error}"), beside))
     return data
 
@@ -142,10 +142,10 @@ def pickled(error: BaseException, beside: Any = None) -> bytes:
 def _both(error: Exception, failures: Failures) -> Any:
     """Return `error` as an instance of a class that derives from both its own class and torch's."""
     kind = _class_of(type(error))  # type: ignore[arg-type]  # classes are hashable, whatever their instances are
-    # a ValueError's would refuse
+    # for an OSError, another base's `__new__`, such as ValueError's, would refuse
     made = (OSError if isinstance(error, OSError) else kind).__new__(kind, *error.args)
     made.args = error.args
-    if isinstance(error, OSError):  # they are in neither
+    if isinstance(error, OSError):  # neither args nor the dict has them
         made.filename, made.filename2 = error.filename, error.filename2
     vars(made).update(vars(error), _original=error, _failures=failures)
     return made
@@ -155,7 +155,7 @@ def _both(error: Exception, failures: Failures) -> Any:
 def _class_of(kind: Any) -> Any:
     members: dict[str, Any] = {
         "__str__": _text,
-        "__reduce__": lambda self: (_both, (self._original, self._failures)),  # travels as what it was made of
+        "__reduce__": lambda self: (_both, (self._original, self._failures)),  # pickled as its parts
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,
@@ -174,7 +174,7 @@ def _text(error: Any) -> str:
     return "\n".join([known, *others])
 
 
-# torch's planner and storage protocol, driven over our control plane: one rank's error reaches all.
+# torch's planner and storage protocol, over our control plane: one rank's error reaches all ranks.
 
 
 Write = Callable[[StorageWriter, SavePlan, SavePlanner], list[Any]]
@@ -217,7 +217,7 @@ def run_save(
     mine, known = group.scatter(plans, coordinator, common=known)
     if not is_coordinator:
         final, (metadata, there) = pickle.loads(mine), pickle.loads(known)
-        if os.path.realpath(there) != os.path.realpath(here):  # of URLs, too
+        if os.path.realpath(there) != os.path.realpath(here):  # also normalizes URLs
             raise StorageError(
                 f"rank {group.job_rank} saves to {here}, and rank {group.ranks[coordinator]} to {there}: pass the same "
                 "path on all ranks"
@@ -274,7 +274,7 @@ def _central_plan(reader: StorageReader, planner: LoadPlanner, group: Group, coo
 
 
 def saved_in(metadata: Metadata) -> Iterator[Saved]:
-    """Return the names and kinds that torch's metadata lists."""
+    """Yield the names and kinds that torch's metadata lists."""
     paths = metadata.planner_data or {}
     for key, entry in metadata.state_dict_metadata.items():
         form: Any = (None,)
@@ -303,7 +303,7 @@ def _read_metadata(reader: StorageReader, rank: int) -> tuple[Metadata, bool]:
 def _set_up_planner(planner: SavePlanner, state_dict: StateDict, meta: Any, is_coordinator: bool) -> None:
     if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
         planner.set_up_planner(state_dict=state_dict, storage_meta=meta, is_coordinator=is_coordinator)
-    else:  # planners made before storages had metadata
+    else:  # planners from before `storage_meta`
         planner.set_up_planner(state_dict, is_coordinator)  # type: ignore[arg-type]
 
 
@@ -319,8 +319,8 @@ def _set_up_storage(set_up: Any, is_coordinator: bool, group: Group, use_collect
         set_up(is_coordinator)
 
 
-# Which writer and reader a call means: those it was given, ours, or torch's for URLs that fsspec
-# alone knows.
+# Which writer and reader a call uses: the given one, ours, or torch's for URLs that only fsspec
+# supports.
 
 
 Id = str | os.PathLike[str]

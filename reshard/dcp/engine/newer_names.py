@@ -20,6 +20,6 @@ def newer_or_torchs(name: str) -> Any:
         from reshard.dcp.protocol import CheckpointableTensor  # rarely needed
 
         return CheckpointableTensor
-    if name == "state_dict":  # torch's package has it once torch's was imported, and then it is not ours
+    if name == "state_dict":  # once torch's module was imported, torch's package has the name, but it is not ours
         return importlib.import_module("reshard.dcp.state_dict")
     return getattr(_torch, name)

@@ -162,7 +162,7 @@ def _forget() -> None:
     """Forget the saving process in a forked child: it belongs to the parent."""
     global _process, _lock
     if _process is not None:
-        _process.child.returncode = 0  # so that this process does not wait for it
+        _process.child.returncode = 0  # keeps this process from waiting for it
         _of_parent.append(_process)
     _process, _lock = None, threading.Lock()
 
@@ -216,7 +216,7 @@ def _serve(memory: int, parent: int) -> None:
 
 
 def _write(memory: int, order: bytes) -> list[Any]:
-    writer, plan, rows = pickle.loads(order)  # from the parent
+    writer, plan, rows = pickle.loads(order)  # sent by the parent, so it is trusted
     whole = torch.frombuffer(mmap.mmap(memory, os.fstat(memory).st_size), dtype=torch.uint8)
     return write_here(writer, plan, _Shared(plan, rows, whole))
 

@@ -97,7 +97,7 @@ def holds_checkpointable(state: Any) -> bool:
 
 
 def regions_of(fqn: str, tensor: Any) -> Iterator[HeldRegion]:
-    """Return the non-empty regions of a Tensor, DTensor, ShardedTensor, or checkpointable value on
+    """Yield the non-empty regions of a Tensor, DTensor, ShardedTensor, or checkpointable value on
     this rank.
 
     A strided shard has several. DCP's own answer, a single offset, would be wrong for it.
@@ -120,7 +120,7 @@ def regions_of(fqn: str, tensor: Any) -> Iterator[HeldRegion]:
 
 
 def _placed_regions(fqn: str, tensor: Any) -> Iterator[HeldRegion]:
-    """Return the regions that the attributes declare. Raises LayoutError if they do not fit each
+    """Yield the regions that the attributes declare. Raises LayoutError if they do not fit each
     other, the tensor, or the global shape.
     """
     at, here, sizes = tensor.global_offsets, tensor.local_offsets, tensor.local_sizes
@@ -201,8 +201,7 @@ def _key_of(container: Any, part: str | int) -> Any:
     return part
 
 
-# What does not fit: with torch's key phrases, and with advice that callers of the drop-in
-# API can follow.
+# Mismatches, with torch's phrases about keys, and with advice for callers of the drop-in API.
 
 
 _ALLOW = "DefaultLoadPlanner(allow_partial_load=True) keeps values that are not in the checkpoint"
@@ -210,7 +209,7 @@ _MISSING = "Missing key in checkpoint state_dict"
 
 
 MISFIT = also(KeyMismatchError, ValueError)
-"""A key has another shape or kind than the checkpoint."""
+"""A key's value has another shape or kind than in the checkpoint."""
 
 ENGINE_WORDING = Wording(
     f"missing from the checkpoint ({_MISSING})", "mismatched (Size mismatch, or another kind of value)", _ALLOW, MISFIT
@@ -258,7 +257,7 @@ def refuse_lost_state(state_dict: StateDict, saved: Iterable[Saved]) -> None:
         )
 
 
-# A copy of a state on the CPU, so that it can be saved while training continues.
+# Copies a state to the CPU, so that it can be saved while training continues.
 
 
 def on_the_cpu(state: Any) -> Any:
@@ -277,10 +276,10 @@ def on_the_cpu(state: Any) -> Any:
 def _copy(value: Any, on_host: Mapping[int, torch.Tensor]) -> Any:
     if isinstance(value, DTensor):
         copied = copy.copy(value)
-        # `to_local` makes a view, which not all of its kinds have
+        # not `to_local`: it makes a view, which not all kinds of local tensors support
         copied._local_tensor = _copy(value._local_tensor, on_host)
         return copied
-    if is_sharded(value):  # a ShardedTensor: its copies know their shards
+    if is_sharded(value):  # copies of a ShardedTensor know their shards
         return value.detach().clone().cpu()
     if isinstance(value, torch.Tensor):
         there = on_host.get(id(value))

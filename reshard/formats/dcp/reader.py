@@ -79,12 +79,12 @@ class DcpFacts(Facts):
 
 
 def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents:
-    """The checkpoint in `folder`, "" or ending in "/"; `undo`: see `_Items`.
+    """Return the checkpoint in `folder`, which is "" or ends with "/". `undo`: see `_Items`.
 
     Raises:
-        CorruptCheckpointError: there is no `.metadata` (the save did not end), it is unreadable, or
-            a file that it names is missing or too short.
-        UnsafeDataError: `.metadata` asks for something that could run code.
+        CorruptCheckpointError: there is no `.metadata` (the save did not finish), it is unreadable,
+            or a file that it names is missing or too short.
+        UnsafeDataError: `.metadata` names something that could run code.
     """
     storage, names = files.storage, files.listed
     found = [folder + ".metadata"] if folder + ".metadata" in names else []
@@ -107,7 +107,7 @@ def open_folder(files: Files, folder: str, undo: Undo | None = None) -> Contents
     }
     objects: dict[str, Callable[[], Any]] = {key: partial(items.object, key) for key in index.objects}
     facts = DcpFacts(items.file, index)
-    named = tuple(files[name] for name in (*(found or by_rank), *needed))  # others are of a save that did not end
+    named = tuple(files[name] for name in (*(found or by_rank), *needed))  # other files are from an unfinished save
     older = "beside .metadata was not read: one of them is of an older save"
     warnings = tuple(f"{file} {older}" for file in by_rank[:1] if found)
     return Contents(
@@ -211,8 +211,7 @@ def _check_files(index: DcpIndex, files: Files, folder: str) -> list[str]:
             held[key] = max(held.get(key, 0), item.stop)
             place = (item.file, item.offset, item.stop, key)
             places.setdefault(item.file, []).append(place)
-    # tied tensors are one item; if one of two names
-    # belongs to another item, no name has that
+    # tied tensors share an item; if a name has another's item by mistake, its own has no name
     once = {file: {place[1:3]: place for place in held} for file, held in places.items()}
     sizes = {file: sum(stop - start for start, stop in found) for file, found in once.items()}
     are_full = all(size >= names.get(folder + file, 0) for file, size in sizes.items())
@@ -220,7 +219,7 @@ def _check_files(index: DcpIndex, files: Files, folder: str) -> list[str]:
         try:
             check_apart(where, once[file].values() if are_full else held_there)
         except CorruptCheckpointError:
-            # DCP's own places mean nothing in a file with a header
+            # if a file has a header, DCP's offsets are meaningless
             source = files[folder + file] if folder + file in names else None
             if source is None or find_header(source) is None:
                 raise
@@ -254,7 +253,7 @@ def _tensor(key: str, metas: list[Record], stored: Mapping[Shape | None, Item], 
             raise
         raise CorruptCheckpointError(f"tensor {key!r}: its entry in .metadata is malformed: {error}") from None
     chunks = []
-    for box in dict.fromkeys(boxes):  # replicas of several ranks are one chunk
+    for box in dict.fromkeys(boxes):  # replicas on several ranks are one chunk
         item = stored.get(box.offsets)
         if item is None:
             raise CorruptCheckpointError(f"tensor {key!r}: .metadata does not say where its chunk {box} is stored")
@@ -266,13 +265,13 @@ def _tensor(key: str, metas: list[Record], stored: Mapping[Shape | None, Item], 
 
 def _spec(key: str, meta: Record) -> TensorSpec:
     properties = meta.fields["properties"]
-    # torch pickles the properties as a tuple that begins with the dtype, others may as a dict
+    # torch pickles the properties as a tuple that begins with the dtype, other writers as a dict
     dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.fields["dtype"]
     return TensorSpec(key, as_shape(meta.fields["size"]), _dtype_named(dtype))
 
 
 def _dtype_named(dtype: Any) -> str:
-    """Return the dtype's name, even if this torch has no such dtype: it is needed only to read the tensor."""
+    """Return the name of a dtype, even if this torch lacks it: only reads of the tensor need it."""
     if isinstance(dtype, torch.dtype):
         return dtype_name(dtype)
     path = dtype.path if is_record_type(dtype) else ""
@@ -282,7 +281,7 @@ def _dtype_named(dtype: Any) -> str:
     return name
 
 
-# The items of DCP files: what a byte range of a `.distcp` file holds, and where in it the elements
+# The items of DCP files: the contents of a byte range of a `.distcp` file, and where its elements
 # are.
 
 
@@ -306,7 +305,7 @@ class Item:
 
     @property
     def stop(self) -> int:
-        """One past its last byte."""
+        """One past the last byte."""
         return self.offset + self.length
 
 
@@ -314,7 +313,7 @@ class _Items:
     """Opens the items of one checkpoint."""
 
     def __init__(self, index: DcpIndex, files: Files, folder: str, undo: Undo | None) -> None:
-        """`undo`: for transforms that the caller knows. Without it, only zstandard is known."""
+        """`undo` undoes transforms that the caller knows. Without it, only zstandard is known."""
         self._index, self._files, self._folder, self._undo = index, files, folder, undo
         self._kept = DecodedSource.Kept()
         self._headers: dict[str, Header | None] = {}
@@ -322,7 +321,7 @@ class _Items:
     def locate(self, spec: TensorSpec, box: Box, item: Item) -> Extent:
         """Return where the elements of the chunk `box` of a tensor are."""
         try:
-            dtype_from_name(spec.dtype)  # which the item asks for by name, and this torch may not have
+            dtype_from_name(spec.dtype)  # raises if this torch lacks the dtype
             place, dtype = self._locate(spec, box, item)
         except ReshardError as error:
             raise type(error)(f"tensor {spec.fqn!r}, chunk {box}: {error}") from None
@@ -398,7 +397,7 @@ class _Items:
         place = header.place(key)
         said = header.saved_offsets().get(key)
         if said is not None and tuple(said) != box.offsets:
-            # torch keeps one chunk of a key in a file, and loses the others
+            # torch keeps one chunk of a key per file, and loses the others
             raise CorruptCheckpointError(
                 f"{source.label}: it holds the chunk of {key!r} at {said}, not at {box.offsets}"
             )
@@ -421,7 +420,7 @@ def _unzstd(where: str, most_bytes: int, data: bytes) -> bytes:
         for start in range(0, len(data), _PIECE_BYTES):
             pieces.append(reader.decompress(data[start : start + _PIECE_BYTES]))
             size += len(pieces[-1])
-            if size > most_bytes:  # a few bytes can stand for very many
+            if size > most_bytes:  # a few bytes can expand to very many
                 raise CorruptCheckpointError(f"{where}: more than the {most_bytes} bytes that it may need")
         if not reader.eof:
             raise CorruptCheckpointError(f"{where}: a zstd item is truncated")

@@ -65,9 +65,9 @@ class DcpWriter(HashedFilesWriter):
         for rank in range(plan.world_size):
             parts = [FilePart(specs[item.fqn], item.box) for item in plan.items(rank)]
             parts = [part for part in parts if 0 not in part.spec.shape]
-            if rank == 0:  # a tensor without elements is an item, too: otherwise it would not be listed
+            if rank == 0:  # list tensors without elements, too
                 parts += [FilePart(spec, Box.full(spec.shape)) for spec in specs.values() if 0 in spec.shape]
-            if parts or rank == 0:  # by a name that no older checkpoint in the folder has
+            if parts or rank == 0:  # the name differs from those of older checkpoints in the folder
                 first, second = (rank, 0) if target.onto is not None else (0, rank)
                 files.append(FilePlan(f"__{first}_{self.job_id}_{second}.distcp", tuple(parts), rank))
         self.files = tuple(files)
@@ -129,12 +129,12 @@ class DcpWriter(HashedFilesWriter):
 WRITING = Writing(DcpWriter, own=(".metadata",), marks=(".metadata",), is_sharded=True, is_split=True)
 
 
-# torch's own records of a DCP checkpoint: what `.metadata` says of tensors, chunks and keys, and
-# items of objects.
+# torch's records of a DCP checkpoint: those of tensors, chunks, and keys in `.metadata`, and items
+# of objects.
 
 
 def versioned(version: str | None = "1.0.0") -> dict[str, Any]:
-    """Return the version as an argument of torch's `Metadata`; {} if it has no such field, as in
+    """Return the version as an argument of torch's `Metadata`, or {} if it has no such field, as in
     torch 2.6."""
     return {"version": version} if "version" in Metadata.__dataclass_fields__ else {}
 
@@ -158,16 +158,17 @@ def paths_of(keys: Iterable[str], paths: Mapping[str, KeyPath]) -> dict[str, tup
 
 
 def as_torch_nests(contents: Contents) -> tuple[Contents, dict[str, tuple[str, str]]]:
-    """The state with the keys that torch gives it, which its `load` looks for; and by key, the
-    classes of containers that are lost by that, and what is in their place.
+    """Return the state with the keys that torch's `load` looks for. Also return, by key, the
+    container classes that are lost, each with its replacement.
 
-    torch takes mappings apart, and lists that hold tensors or mappings. Any other sequence is one
+    torch flattens mappings, and lists that contain tensors or mappings. Any other sequence is one
     object:
 
         group.betas.0: 0.9, group.betas.1: 0.95    ->    group.betas: (0.9, 0.95)
 
-    A tuple that holds tensors is one object for torch, too, pickled with its tensors. So it is here
-    if it is in a param group and each is one number, such as betas; else it becomes a list.
+    For torch, a tuple of tensors is one object, too, pickled with its tensors. Here, that is so if
+    the tuple is in a param group and each tensor has one element, such as betas. Any other becomes
+    a list.
     """
     paths = contents.paths_in_order()
     kinds, changed_classes = builtin_kinds(contents.containers, {*paths.values()})

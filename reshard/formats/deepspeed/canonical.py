@@ -76,18 +76,17 @@ class _ModelParallelRank:
         return self.first.entries if self.models else {}
 
     def shapes(self) -> list[Shapes]:
-        """Shapes of the trainable parameters of each group; [] if ZeRO is off."""
+        """Return the shapes of the trainable parameters of each group, or [] if ZeRO is off."""
         given = self.head.get("param_shapes") or []
         groups = [given] if isinstance(given, dict) else list(given)
         return [{str(k): tuple(map(int, v)) for k, v in group.items()} for group in groups]
 
 
 def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
-    """The state under canonical names.
+    """Return the state under canonical names.
 
     Raises:
-        CorruptCheckpointError: the file of a rank is missing, or the pieces do not make up the
-            parameters.
+        CorruptCheckpointError: a rank's file is missing, or pieces do not make up the parameters.
         NormalizationError: a hint is missing.
     """
     facts = contents.known(DeepSpeedFacts)
@@ -145,7 +144,7 @@ def _stages(files: Mapping[str, TorchFile]) -> dict[int, _ModelParallelRank]:
     stages = defaultdict[int, _ModelParallelRank](_ModelParallelRank)
     for stem, file in files.items():
         if match := _MODEL.fullmatch(stem):
-            # reshard writes the file of rank 0 under two names, the second without tensors
+            # reshard writes the file of rank 0 under two names, the second time without tensors
             stages[int(match["mp"])].models.setdefault(int(match["dp"] or 0), file)
         elif match := _OPTIM.fullmatch(stem):
             stages[int(match["mp"])].optims[int(match["dp"])] = (stem, file)
@@ -181,7 +180,7 @@ def _add_stage(parts: Parts, stage: _ModelParallelRank, mp: int, hints: Hints) -
         state = {str(i): stored_values(i, of, file) for i, of in optimizer["state"].items()}
         parts.by_id = StoredOptimizer(state, saved_groups(optimizer, file))
     elif isinstance(optimizer, dict) and isinstance(optimizer.get("optimizer_state_dict"), dict):
-        # of a 16-bit model
+        # a 16-bit model
         shapes_of = {str(k): v.size for k, v in (head.get("module") or {}).items() if isinstance(v, TensorRef)}
         parts.by_id = read_mixed(optimizer, file, shapes_of, hints)
         parts.tied.update(_same_storage(head["module"]))
@@ -192,13 +191,14 @@ def _add_stage(parts: Parts, stage: _ModelParallelRank, mp: int, hints: Hints) -
 
 
 def _same_storage(module: Mapping[str, Any]) -> dict[str, str]:
-    """Names of tensors that are the same elements, each with those of the others: parameters that are tied."""
+    """Return tensors that share memory, because they are tied: each name with another name of the
+    same tensor."""
     refs = ((ref, str(name)) for name, ref in module.items() if isinstance(ref, TensorRef) and 0 not in ref.size)
     return {a: b for names in grouped(refs).values() for a in names for b in names if a != b}
 
 
 def _add_zero(parts: Parts, stage: _ModelParallelRank, shapes: list[Shapes]) -> None:
-    """Masters, states and groups from the flat pieces of all data parallel ranks."""
+    """Add masters, states, and groups from the flat pieces of all data parallel ranks."""
     ordered = sorted(stage.optims)
     if ordered != list(range(len(ordered))):
         missing = next(r for r in range(len(ordered)) if r not in stage.optims)
@@ -220,7 +220,7 @@ def _add_zero(parts: Parts, stage: _ModelParallelRank, shapes: list[Shapes]) -> 
 
 
 def _add_groups(parts: Parts, ranks: Sequence[Rank], shapes: list[Shapes]) -> None:
-    """The groups of a stage; those of further stages have the same settings and parameters of their own."""
+    """Add the groups of a stage. Further stages have the same settings, and parameters of their own."""
     before, rank = len(parts.groups), ranks[0]
     for g, group in enumerate(shapes):
         names = [shifted(name, by) for by in experts_shifts(ranks, g, group) for name in group]
@@ -232,7 +232,7 @@ def _add_groups(parts: Parts, ranks: Sequence[Rank], shapes: list[Shapes]) -> No
 
 
 def _add_module(parts: Parts, stage: _ModelParallelRank, head: Mapping[str, Any]) -> None:
-    """Weights that have no master: buffers, frozen parameters, everything without ZeRO."""
+    """Add weights without a master: buffers, frozen parameters, and, without ZeRO, all weights."""
     file = stage.first
     frozen = {str(k): tuple(map(int, v)) for k, v in (head.get("frozen_param_shapes") or {}).items()}
     trained = {fqn: shape for group in stage.shapes() for fqn, shape in group.items()}
@@ -255,7 +255,7 @@ def _add_module(parts: Parts, stage: _ModelParallelRank, head: Mapping[str, Any]
 
 
 def _frozen(stage: _ModelParallelRank, fqn: str, shape: Shape) -> StoredTensor:
-    """A frozen parameter of ZeRO-3 from the slices of all ranks."""
+    """Return a frozen parameter of ZeRO-3, joined from the slices of all ranks."""
     for rank in range(max([*stage.models, *stage.optims]) + 1):
         if rank not in stage.models:
             name = re.sub(r"zero_pp_rank_\d+", f"zero_pp_rank_{rank}", stage.first.source.label)
@@ -297,12 +297,12 @@ def _add_universal(
         stored = stored_or_plain(f"{fqn}.{state}", value, file)
         bare = isinstance(file.value, TensorRef) and state != "step"
         if isinstance(stored, StoredTensor) and bare and fqn in shapes and stored.spec.shape != shapes[fqn]:
-            stored = unflatten(stored, shapes[fqn], fqn)  # of stage 3
+            stored = unflatten(stored, shapes[fqn], fqn)  # stage 3
         rows = hints.get("vocab_size")
         if isinstance(stored, StoredTensor) and rows and file.entries.get("vocab_tensor"):
             stored = narrow(stored, 0, 0, min(int(rows), stored.spec.shape[0]))
         if state == "fp32" and isinstance(stored, StoredTensor):
-            parts.model[fqn] = stored  # of buffers, the module has the better copy
+            parts.model[fqn] = stored  # for buffers, the module's copy is better
         elif state != "fp32":
             parts.state.setdefault(fqn, {})[state] = stored
         found = True
@@ -317,8 +317,8 @@ def _add_universal(
 
 
 def _add_common_step(parts: Parts, common: TorchFile) -> None:
-    """Add the number of steps for parameters without a file for it, such as those of stage 3. Each
-    of its groups has one."""
+    """Add the number of steps for parameters that have no file for it, such as those of stage 3.
+    Each of its groups records one."""
     inner = common.entries.get("optimizer_state_dict")
     states = inner.get("state") if isinstance(inner, dict) else None
     steps = [of["step"] for of in states.values() if "step" in of] if isinstance(states, dict) else []
@@ -329,23 +329,21 @@ def _add_common_step(parts: Parts, common: TorchFile) -> None:
             states["step"] = stored_or_plain(f"{fqn}.step", steps[0], common)
 
 
-# DeepSpeed's optimizers of 16-bit models without ZeRO: a torch optimizer of fp32 masters, and the
-# masters beside it.
+# DeepSpeed's optimizers of 16-bit models without ZeRO: a torch optimizer, and its fp32 masters.
 #
-# {optimizer_state_dict: {state: {0: ...}, param_groups}, fp32_groups: [[master, ...] of each
-# group]} {optimizer_state_dict: the same, one id a group,        fp32_groups_flat: [all masters in
-# a row, of each group]}
+#     {optimizer_state_dict: {state: {0: ...}, param_groups}, fp32_groups: [[master, ...] of each group]}
+#     {optimizer_state_dict: with one id per group, fp32_groups_flat: [all masters of each group in one row]}
 
 
 def read_mixed(optimizer: Mapping[str, Any], file: TorchFile, shapes: Shapes, hints: Hints) -> StoredOptimizer:
-    """Return the states by id, or by name if complete groups are flat. Masters are the state
+    """Return the states by ID, or by name if complete groups are flat. Masters are the state
     `MASTER`.
 
     Args:
-        shapes: those of the module's tensors.
+        shapes: shapes of the module's tensors.
 
     Raises:
-        NormalizationError: groups are flat, and no hint says what is in them.
+        NormalizationError: groups are flat, and no hint lists their parameters.
         CorruptCheckpointError: masters and groups do not fit together.
     """
     inner = optimizer["optimizer_state_dict"]
@@ -416,12 +414,12 @@ def _pieces(g: int, names: Sequence[str], values: Values, shapes: Shapes) -> Sta
     return out
 
 
-# What DeepSpeed's files hold by the names in them, and how the parts of tensor parallel ranks
-# become one whole.
+# The contents of DeepSpeed's files by the names in them, and how parts of tensor parallel ranks are
+# joined.
 #
-# The files of model parallel ranks do not say how parameters were sharded: that follows from names that
-# are known, or from the hint "tp_dims". States have the shapes of their parameters, so they are sharded
-# in the same way.
+# The files of model parallel ranks do not say how parameters were sharded: that follows from known
+# names, or from the hint "tp_dims". States have the shapes of their parameters, so they are sharded in
+# the same way.
 
 
 @dataclass
@@ -435,12 +433,12 @@ class Parts(Canonical):
 
 
 def joined(ranks: Sequence[Parts], hints: Hints) -> Parts:
-    """Join the parts of tensor parallel ranks. If all ranks have a tensor in full, the first one's
+    """Join the parts of tensor parallel ranks. If all ranks have all of a tensor, the first one's
     is used.
 
     Raises:
-        NormalizationError: how a parameter was sharded is not known; the message asks for the hint
-        "tp_dims".
+        NormalizationError: it is unknown how a parameter was sharded. The message requests the hint
+            "tp_dims".
         CorruptCheckpointError: the ranks have different parameters, or shapes that do not fit.
     """
     first = ranks[0]

@@ -45,8 +45,8 @@ OWN = frozenset(
     + ("frozen_param_fragments", "ds_config", "ds_version", "dp_world_size", "mp_world_size")
     + ("checkpoint_parallel_dimensions", "universal_checkpoint_info")
 )
-"""What a file of model states records about the model, the optimizer, and their sharding.
-Everything else is the program's."""
+"""What a file of model states records about the model, the optimizer, and their sharding. Other
+entries are the user's."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _counts(files: Iterable[TorchFile]) -> tuple[int, int, bool]:
 
 def _lost_of_ranks(there: Collection[str], files: Iterable[TorchFile]) -> Iterator[str]:
     """Yield missing files of ranks: if one rank has a file of a kind, every rank must have one."""
-    is_universal = any(map(_UNIVERSAL.fullmatch, there))  # it has copies of some files, whatever these say
+    is_universal = any(map(_UNIVERSAL.fullmatch, there))  # copies of some files do not matter there
     partitions, mp_ranks, shards_models = _counts(() if is_universal else files)
     matches = [*filter(None, map(_OF_RANK.fullmatch, there))]
     models = [int(match[1]) for match in map(_OF_MODEL.fullmatch, there) if match] + [int(m["mp"]) for m in matches]
@@ -154,7 +154,7 @@ def _lost_layers(there: Collection[str], files: Iterable[TorchFile]) -> Iterator
     for file in files:
         value = file.entries
         shapes = value.get("param_shapes")
-        if isinstance(shapes, list) and value.get("module", 0) is None:  # the layers' files have the module
+        if isinstance(shapes, list) and value.get("module", 0) is None:  # the module is in the layers' files
             named = {str(name).partition(".")[0] for group in shapes if isinstance(group, Mapping) for name in group}
             for layer in {int(number) for number in named if number.isdecimal()} - found:
                 yield f"layer_{layer:02}-model_states.pt"

@@ -23,12 +23,12 @@ from reshard.stored.contents import Contents, Facts
 from reshard.stored.streaming import FilePlan, Publication, Target
 from reshard.stored.tensor import StoredTensor, read_value
 
-# latest_universal                                              names the folder, published last
-# <tag>/zero/<parameter>/{fp32, exp_avg, exp_avg_sq, step}.pt   full tensors
-# <tag>/zero/optimizer_state.pt                                 param groups
-# <tag>/mp_rank_00_model_states.pt                              shapes by group, buffers, frozen
-# parameters, client state <tag>/zero_pp_rank_0_mp_rank_00_model_states.pt               the same
-# without tensors: stage 3 asks for it by this name
+#     latest_universal                                              names the folder, published last
+#     <tag>/zero/<parameter>/{fp32, exp_avg, exp_avg_sq, step}.pt   full tensors
+#     <tag>/zero/optimizer_state.pt                                 param groups
+#     <tag>/mp_rank_00_model_states.pt                              shapes by group, buffers, frozen parameters,
+#                                                                   and client state
+#     <tag>/zero_pp_rank_0_mp_rank_00_model_states.pt               the same without tensors, for stage 3
 
 
 _LATEST = "latest_universal"
@@ -45,7 +45,7 @@ class DeepSpeedState(Facts):
     steps: Mapping[str, float | None]
     shapes: Mapping[str, tuple[int, ...]]
     cut_dims: Mapping[str, int]
-    """The dim that tensor parallelism shards, by parameter, from the hint: DeepSpeed takes a part
+    """By parameter: the dim that tensor parallelism shards, from the hint. DeepSpeed loads a part
     of it if ranks have fewer elements."""
     tied: Mapping[str, str]
     """Second names of parameters, and the first ones."""
@@ -53,7 +53,7 @@ class DeepSpeedState(Facts):
 
     @property
     def step(self) -> int:
-        """The number of steps of the first parameter that has one."""
+        """Number of steps of the first parameter that has one."""
         return int(next((step for step in self.steps.values() if step is not None), 0))
 
 
@@ -110,11 +110,10 @@ class DeepSpeedWriter(ArchivesWriter):
         return {"param_groups": settings, "optimizer_state_dict": inner, "overflow": False, "ds_version": _VERSION}
 
     def finish(self, out: Publication) -> None:
-        """Write the small files, give all files their names, then write the one that names their
-        folder.
+        """Write the small files, rename all files, then write the file that names their folder.
 
-        If these replace other files, no model states exist until all files are new: without them,
-        nothing is read.
+        If these replace other files, there are no model states until all files are new. Without
+        model states, readers refuse the folder.
         """
         heads = self._head, f"{self.tag}/zero_pp_rank_0_mp_rank_00_model_states.pt"
         there = out.storage.list(f"{self.tag}/")
@@ -125,7 +124,7 @@ class DeepSpeedWriter(ArchivesWriter):
         for fqn, step in self.facts.steps.items():
             if step is not None:
                 small[f"{self.tag}/zero/{fqn}/step.pt"] = torch.tensor(step, device="cpu")
-        for name in there:  # of what was there before
+        for name in there:  # leftovers of the replaced checkpoint
             if is_state(name, f"{self.tag}/") and name not in out.done and name not in small:
                 out.check()
                 out.storage.delete(name)
@@ -136,9 +135,9 @@ class DeepSpeedWriter(ArchivesWriter):
         out.publish(_LATEST, self.tag.encode())
 
     def occupied(self, names: Listing) -> str | None:
-        """The files that name a folder.
+        """Return the file that names a folder, if there is one.
 
-        Raises FormatError in the folder of a tag, which they would not replace.
+        Raises FormatError in a tag's folder, which such a file would not replace.
         """
         old = fnmatch.filter(at_top(names, "_states.pt"), "*rank_*")
         if old:
@@ -146,11 +145,11 @@ class DeepSpeedWriter(ArchivesWriter):
         return next((name for name in (_LATEST, "latest") if name in names), None)
 
 
-# A canonical state as a universal checkpoint of DeepSpeed's has it: for the format's writer.
+# A canonical state in the form of DeepSpeed's universal checkpoints:
 #
-# fp32, exp_avg, ...   a file each for every parameter that has states: whole, in float32 module
-# what has none: buffers and frozen parameters client state         plain objects that stood beside
-# model and optimizer
+#     fp32, exp_avg, ...   a file for each state of a parameter: a full tensor in float32
+#     module               what has no states: buffers and frozen parameters
+#     client state         plain objects beside model and optimizer
 
 
 _MASTERS = ("fp32_param", "fp32", "master_param")
@@ -160,18 +159,18 @@ _NOT_STATES = (*_MASTERS, "step")
 def deepspeed_form(
     found: Canonical, contents: Contents, hints: Mapping[str, Any] | None, widen: Widen, what: str
 ) -> Contents:
-    """`contents`, which normalizes to `found`, as tensors by file: "<fqn>/<state>"; "<fqn>" for
-    those of the module.
+    """Return `contents`, which normalizes to `found`, with keys by file: "<fqn>/<state>", and
+    "<fqn>" for tensors of the module.
 
-    Raises FormatError if the format cannot hold the state: no optimizer, states that only some
-    parameters have, steps that differ within a group.
+    Raises FormatError if the format cannot store the state: there is no optimizer, only some
+    parameters have a state, or steps differ within a group.
     """
     trained = [fqn for fqn, states in found.state.items() if states and fqn in found.model]
     groups = [{**group, "params": [p for p in group.get("params", ()) if p in trained]} for group in found.groups]
     _check(found, trained, groups, what)
     tied = ties(found.model, trained)
     tensors: Tensors = {}
-    elsewhere = (fqn for fqn in found.state if fqn not in found.model)  # which are saved under other names
+    elsewhere = (fqn for fqn in found.state if fqn not in found.model)  # saved under other names
     lost = [f"optim.state.{fqn}.{name}" for fqn in elsewhere for name in found.state[fqn]]
     for fqn in trained:
         states, parameter = found.state[fqn], found.model[fqn]
@@ -221,7 +220,7 @@ def _check(found: Canonical, trained: list[str], groups: Groups, what: str) -> N
             )
         if fqn not in placed:
             raise FormatError(f"{what}: {fqn!r} has states but no param group: the hint 'param_groups' gives them")
-    # frozen ones, too, because a slash distinguishes files of states
+    # also frozen parameters, because a slash marks files of states
     for fqn in found.model:
         if "/" in fqn:
             raise FormatError(f"{what}: {fqn!r} cannot be the name of a folder, because it contains '/'")

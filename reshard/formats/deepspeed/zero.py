@@ -42,13 +42,13 @@ class Rank:
     mappings: list[dict[str, tuple[int, int]]] = field(default_factory=list)
     """Stages 1 and 2, newer versions: start and length of each parameter's part in the piece."""
     round_robin: bool = False
-    """Stages 1 and 2: parameters were assigned to the ranks in turn. The shapes of the model are in
-    that order, too, but `mappings` say where the parameters would be without it."""
+    """Stages 1 and 2: parameters were assigned to ranks in turn. The model's shapes are in that
+    order, but `mappings` are as if they were not."""
     paddings: list[list[int]] = field(default_factory=list)
     """Stages 1 and 2: elements between a parameter of each group and the next."""
     stage: int = 0
     unread: list[str] = field(default_factory=list)
-    """Names of states that are not flat: each rank has its own, such as factors of its piece."""
+    """Names of states that are not flat: they differ between ranks, such as factors of a rank's piece."""
 
 
 def read_rank(stem: str, file: TorchFile, rank: int) -> Rank:
@@ -179,7 +179,7 @@ _Parts = dict[str, _Held]
 
 
 def _mapped_parts(ranks: Sequence[Rank], g: int, group: Shapes) -> _Parts:
-    """Return the parts that the files list: each rank holds the next elements of a parameter."""
+    """Return the parts that the files list. Consecutive ranks hold consecutive elements of a parameter."""
     parts: _Parts = {fqn: [] for fqn in group}
     done = dict.fromkeys(group, 0)
     for r, rank in enumerate(ranks):

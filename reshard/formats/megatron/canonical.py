@@ -37,11 +37,11 @@ STATE_NAMES = {"param": "fp32_param", "master_param": "fp32_param"}
 
 
 def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
-    """The state under the names of the unsharded model.
+    """Return the state under the names of the unsharded model.
 
     Raises:
         CorruptCheckpointError: parts of a tensor are missing or do not fit.
-        NormalizationError: buckets whose order of parameters is not known, and no hint says it.
+        NormalizationError: the order of parameters in buckets is unknown, and no hint gives it.
     """
     facts = contents.known(MegatronFacts)
     args = facts.common.get("args")
@@ -122,8 +122,8 @@ def _model(contents: Contents) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def _states(contents: Contents, original: Mapping[str, Any]) -> States:
-    """Return states with the shape of their parameter, or grids of its flattened cells, as
-    `original` says."""
+    """Return states, each with its parameter's shape or as a grid of flattened cells, depending on
+    `original`."""
     out: States = {}
     for key in contents.tensors:
         match = _OPTIMIZER.fullmatch(key)
@@ -134,7 +134,7 @@ def _states(contents: Contents, original: Mapping[str, Any]) -> States:
         shape = _original_shape(original.get(key))
         if shape is not None and shape != tensor.spec.shape:
             tensor = ungrid(tensor, shape, key)
-        name = STATE_NAMES.get(inner["state"], inner["state"])  # masters may be there under several
+        name = STATE_NAMES.get(inner["state"], inner["state"])  # masters may be saved under several names
         for fqn, one in expand(inner["key"], tensor):
             out.setdefault(fqn, {})[name] = one
     return out
@@ -168,7 +168,7 @@ def _from_dtensors(
                 if isinstance(value, StoredTensor) and value.spec.shape:
                     for fqn, one in expand(name, value):
                         state.setdefault(fqn, {})[key] = one
-                else:  # both halves of a parameter have the same
+                else:  # both halves of a parameter have the same settings
                     state.setdefault(whole_key(canonical_key(name)), {})[key] = value
     return model, state, groups
 

@@ -48,8 +48,9 @@ class MegatronFacts(dcp.DcpFacts):
 
 
 def iteration_folder(storage: Storage, names: Listing) -> str:
-    """ "" or the folder of the iteration that `LATEST` names, with a slash. Raises CorruptCheckpointError if absent."""
-    if LATEST not in names or any(name.startswith("global_step_") for name in names):  # verl calls a file so, too
+    """Return "" or the folder of the iteration that `LATEST` names, with a slash. Raises
+    CorruptCheckpointError if it does not exist."""
+    if LATEST not in names or any(name.startswith("global_step_") for name in names):  # verl uses the name, too
         return ""
     text = bytes(storage.read(LATEST)).decode("utf-8", "replace").strip()
     folder = f"iter_{int(text):07d}/" if text.isdecimal() and len(text) < 20 else f"{text}/"
@@ -86,7 +87,7 @@ def beside(contents: Contents) -> Iterator[str]:
         if key.startswith("common."):
             settings = key.startswith("common.optimizer.") and ".grad_scaler" not in key
             is_beside = not settings and not key.startswith("common.content_metadata.")
-        elif "_extra_state/" in key:  # of fp8 recipes; else there is nothing in it
+        elif "_extra_state/" in key:  # state of fp8 recipes; otherwise, it is empty
             is_beside = key in contents.objects and contents.objects[key] != [None]
         else:
             is_beside = key.startswith(("rng_state", "rerun_state_machine", "opt_param_scheduler"))
@@ -187,22 +188,22 @@ def _is_same(a: Contents, key: str, b: Contents, twin: str) -> bool:
         return torch.equal(p, q)
     if key not in a.objects or twin not in b.objects:
         return False
-    try:  # as they are written: NaN is then equal to itself
+    try:  # compare as written, so that NaN equals itself
         p, q = (encode_plain(value, tensor_bytes=_COMPARED_BYTES) for value in (a.objects[key], b.objects[twin]))
     except FormatError:  # objects of unknown classes
         p, q = a.objects[key], b.objects[twin]
     return bool(p == q)
 
 
-# Megatron's older checkpoints (`--ckpt-format torch`): one file per model parallel rank, silent
-# about the others.
+# Megatron's older checkpoints (`--ckpt-format torch`): one file per model parallel rank, which says
+# nothing about the other files.
 #
-# iter_0000002/mp_rank_00/model_optim_rng.pt            tensor parallel rank 0
-# iter_0000002/mp_rank_00_001/model_optim_rng.pt        ... of pipeline stage 1 (without stages: of expert rank 1)
-# iter_0000002/mp_rank_00_001_003/model_optim_rng.pt    ... of expert parallel rank 3
-# iter_0000002/mp_rank_00_001/distrib_optim.pt          the distributed optimizer of that model parallel rank
+#     iter_0000002/mp_rank_00/model_optim_rng.pt            tensor parallel rank 0
+#     iter_0000002/mp_rank_00_001/model_optim_rng.pt        ... of pipeline stage 1 (without stages: of expert rank 1)
+#     iter_0000002/mp_rank_00_001_003/model_optim_rng.pt    ... of expert parallel rank 3
+#     iter_0000002/mp_rank_00_001/distrib_optim.pt          the distributed optimizer of that model parallel rank
 #
-# The keys are those of each file, behind the names of its folder and of the file where it is not the model's.
+# Keys begin with the name of the folder, and of the file if it is not the model's.
 
 
 _FILE = re.compile(
@@ -242,7 +243,8 @@ def detect_legacy(storage: Storage, names: Listing) -> bool:
 
 
 def open_legacy(files: Files) -> Contents:
-    """The files of all ranks. Raises CorruptCheckpointError if those of a rank are missing."""
+    """Return the contents of the files of all ranks. Raises CorruptCheckpointError if a rank's
+    files are missing."""
     storage, names = files.storage, files.listed
     folder = iteration_folder(storage, names)
     opened: dict[KeyPath, TorchFile] = {}
@@ -304,10 +306,10 @@ def _experts_tp(ranks: list[RankFiles], tp: int) -> int:
 
 
 def _check_optimizers(ranks: list[RankFiles], files: Files) -> None:
-    """Raises CorruptCheckpointError if some ranks have files of the distributed optimizer, and
+    """Raise CorruptCheckpointError if some ranks have files of the distributed optimizer, and
     others lack theirs.
 
-    Of further expert ranks, only those with experts have one.
+    Of the further expert parallel ranks, only those with experts have one.
     """
     having = next((rank for rank in ranks if rank.optimizer is not None), None)
     if having is None:
@@ -352,10 +354,10 @@ def _check_grid(ranks: list[RankFiles], files: Files) -> int:
 
 
 def _check_order(ranks: list[RankFiles], files: Files) -> None:
-    """Raises CorruptCheckpointError if files changed places.
+    """Raise CorruptCheckpointError if files were swapped.
 
-    Megatron notes the rank that writes a file, which grows along each axis. Tools that make such files note the same
-    one in all of them.
+    Megatron records the rank that wrote a file, which grows along each axis. Tools that create such
+    files record the same rank in all of them.
     """
     folders: dict[tuple[int, ...], str] = {(rank.tp, rank.pp, rank.ep): rank.folder for rank in ranks}
     noted = ((rank.tp, rank.pp, rank.ep, arguments(rank.model).get("rank")) for rank in ranks)
@@ -374,7 +376,8 @@ _READ = re.compile(r"model\d*|optimizer|(distrib_)?optim|rng_state")
 
 
 def _beside_legacy(contents: Contents) -> Iterator[str]:
-    """Yield the tensors that belong neither to a model nor to an optimizer, such as a program's own."""
+    """Yield the tensors that belong neither to a model nor to an optimizer, such as a program's
+    own tensors."""
     yield from (key for key in contents.tensors if not _READ.fullmatch(str(contents.path_of(key)[1])))
 
 

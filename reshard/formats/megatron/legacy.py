@@ -57,14 +57,14 @@ _FUSED = re.compile(r"(.*\.)?(query_key_value|key_value)\.(weight|bias)")
 
 
 def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
-    """The state under the names of the unsharded model.
+    """Return the state under the names of the unsharded model.
 
     Raises:
         CorruptCheckpointError: shards do not fit together.
-        FormatError: experts that are one matrix, spread over ranks, or rows in the order of old
-            programs.
-        NormalizationError: a parameter of an unknown name, or ids that cannot be named; the hint is
-            named.
+        FormatError: experts are one matrix that is sharded over ranks, or rows are in the order of
+            old versions.
+        NormalizationError: a parameter has an unknown name, or IDs have no names. The message names
+            the hint.
     """
     facts = contents.known(LegacyFacts)
     ranks = [RankModel(files, _chunks(files.model)) for files in facts.ranks]
@@ -91,7 +91,7 @@ def normalize(contents: Contents, hints: Hints, what: str) -> Canonical:
             _take(naming, rank, name_of, found, states, groups)
     tied = args.get("untie_embeddings_and_output_weights") is False
     if tied and len({rank.files.pp for rank in ranks}) > 1:
-        # the last stage has a copy of the embedding, which is the output layer of the whole model, too
+        # the last stage has a copy of the embedding, which is also the model's output layer
         parts.pop("output_layer.weight", None)
         states.pop("output_layer.weight", None)
         for group in groups:
@@ -191,7 +191,8 @@ def _take(
     states: dict[str, dict[int, Values]],
     groups: Groups,
 ) -> None:
-    """Add what one optimizer of a rank holds. Its parameters are given by chunk and name in the file."""
+    """Add the contents of one optimizer of a rank. Its parameters are identified by chunk and name
+    in the file."""
     for (chunk, name), values in found.items():
         fqn = naming(rank, chunk, name)
         states.setdefault(fqn, {}).setdefault(rank.files.tp, dict(values))
@@ -202,11 +203,12 @@ def _take(
 
 
 def _check_rows(rank: RankModel) -> None:
-    """Raises FormatError for fused matrices whose rows are in the order of old programs.
+    """Raise FormatError for fused matrices whose rows are in the order of old versions, by
+    `checkpoint_version`.
 
-    0: all queries of a rank, its keys, its values
-    1: of each element of a head, query, key and value
-    2: of each head, all of its query, of its key, of its value
+        0: all queries of a rank, all keys, all values
+        1: for each element of a head: query, key, value
+        2: for each head: its query, its key, its value
     """
     file = rank.files.model
     version = file.value.get("checkpoint_version", 0)
@@ -272,13 +274,12 @@ def _join_states(
     return out
 
 
-# The optimizers in one rank's file of Megatron's older checkpoints, with names for their ids or
-# flat buffers.
+# The optimizers in one rank's file of an older checkpoint, with names instead of ids or flat buffers.
 #
-# {state: {0: ...}, param_groups: [...]}                                  plain {optimizer: that,
-# fp32_from_fp16_params: [[...] of each group]}         with fp32 masters [that, that]
-# one of dense parameters, one of experts distrib_optim.pt: {0: {(dtype, dtype): {param, exp_avg,
-# exp_avg_sq}}}   flat buffers of the distributed optimizer
+#     {state: {0: ...}, param_groups: [...]}                              plain
+#     {optimizer: that, fp32_from_fp16_params: [[...] of each group]}     with fp32 masters
+#     [that, that]                                                        of dense parameters, and of experts
+#     distrib_optim.pt: {0: {(dtype, dtype): {param, exp_avg, ...}}}      flat buffers of the distributed optimizer
 
 
 Param = tuple[int, str]
@@ -314,7 +315,7 @@ def read_rank_optimizers(rank: RankModel, args: Mapping[str, Any], hints: Hints)
 
 
 def _as_list(saved: Any) -> list[dict[str, Any]]:
-    if isinstance(saved, list | tuple):  # None stands for an optimizer whose states are in another rank's file
+    if isinstance(saved, list | tuple):  # None: another rank's file has the optimizer's states
         return [one if isinstance(one, dict) else {} for one in saved]
     if not isinstance(saved, dict):
         return []
@@ -340,7 +341,7 @@ def _by_id(rank: RankModel, saved: Mapping[str, Any], params: Sequence[Param], h
         members = _members(rank, group, groups, params)
         if given is not None:
             members = [by_name[given[i]] for i in ids if given.get(i) in by_name]
-        if len(members) == len(ids) == len(set(members)):  # chunks may have parameters of the same names
+        if len(members) == len(ids) == len(set(members)):  # chunks may have parameters with the same names
             names.update(zip(ids, members))
         elif ids:
             members = []

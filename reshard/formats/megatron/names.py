@@ -14,12 +14,12 @@ from reshard.formats.canonical import Hints, Shapes, Tensors, find_scope
 from reshard.stored.tensor import StoredTensor
 from reshard.stored.views import concat, copies, narrow, unstack
 
-# decoder.layers.mlp.linear_fc2.weight [L, ...]
-# decoder.layers.<l>.mlp.linear_fc2.weight ...layers.mlp.experts.experts.linear_fc2.weight [L, E,
-# ...]  ...<l>.mlp.experts.local_experts.<e>.linear_fc2.weight
-# ...self_attention.linear_qkv.layer_norm_weight               ...input_layernorm.weight
-# ...mlp.linear_fc1.weight_w, weight_v                         ...mlp.linear_fc1.weight (gate, then
-# up)
+# Saved keys, and the canonical names of the parameters in them:
+#
+#     decoder.layers.mlp.linear_fc2.weight [L, ...]               decoder.layers.<l>.mlp.linear_fc2.weight
+#     ...experts.experts.linear_fc2.weight [L, E, ...]            ...experts.local_experts.<e>.linear_fc2.weight
+#     ...self_attention.linear_qkv.layer_norm_weight              ...input_layernorm.weight
+#     ...mlp.linear_fc1.weight_w, weight_v                        ...mlp.linear_fc1.weight (gate, then up)
 
 
 _STACKED = re.compile(r"(?P<head>(?:.*?\.)?layers)\.(?P<tail>(?!\d+\.).+)")
@@ -115,8 +115,7 @@ def is_vocabulary(name: str) -> bool:
     return _VOCABULARY.fullmatch(name) is not None
 
 
-# In which order Megatron's models register their parameters, and which of them a rank of the grid
-# has.
+# The order in which Megatron's models register parameters, and which parameters each rank has.
 
 
 LAYER = re.compile(r"(?P<head>(?:.*?\.)?layers)\.(?P<layer>\d+)\.(?P<tail>.+)")
@@ -140,7 +139,7 @@ _LOCAL = (
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
-"""Modules of a layer made of plain torch, in order."""
+"""Modules of a layer without TransformerEngine, in order."""
 
 
 @dataclass(frozen=True)
@@ -157,15 +156,15 @@ class Grid:
     """Number of layers of the first stage, if it differs."""
     last_layers: int | None = None
     starts: Mapping[int, int] | None = None
-    """The first layer of each stage, if a hint gives it."""
+    """The number of the first layer of each stage, if a hint gives it."""
     grouped: bool | None = None
     """Whether the experts of a layer are registered as two groups of matrices instead of one expert
     after another."""
 
     @classmethod
     def of(cls, args: Mapping[str, Any], *, groups: int, experts: bool | None, hints: Hints) -> Grid:
-        """Return the grid of a program's arguments. If they do not say, there are `groups` tensor
-        parallel ranks."""
+        """Return the grid for a program's arguments. If they do not define it, assume `groups`
+        tensor parallel ranks."""
         tp = int(args.get("tensor_model_parallel_size") or 0)
         pp = int(args.get("pipeline_model_parallel_size") or 1)
         ep = int(args.get("expert_model_parallel_size") or 1) if experts else 1
@@ -191,7 +190,7 @@ class Grid:
         return group % self.tp, group // self.tp % self.ep, group // (self.tp * self.ep)
 
     def layers(self, stage: int, chunk: int, chunks: int, count: int) -> range:
-        """Return the numbers of the layers in chunk `chunk` (of `chunks` per stage) of a stage, of
+        """Return the layer numbers of chunk `chunk` (of `chunks` per stage) of a stage. There are
         `count` layers in total.
 
         Raises NormalizationError if they cannot be divided evenly and no hint gives the division.
@@ -253,7 +252,7 @@ def chunk_names(keys: Sequence[str], grid: Grid, stage: int, chunk: int, chunks:
             if int(match["layer"]) in held:
                 layers.append(name)
         elif _is_embedding(name):
-            # a last stage of its own has a copy of embeddings that are the output layer, too
+            # a separate last stage has a copy of the embeddings as the output layer
             if first or (last and len(decoder) < layered):
                 begin.append(name)
             elif last and tied and name.endswith("word_embeddings.weight"):
@@ -275,8 +274,8 @@ def orders(names: Sequence[str], hints: Hints, grouped: bool | None = None) -> I
     """Yield the orders of registration to try: the hint's, the file's, and those of Megatron's two
     kinds of layers.
 
-    If `grouped` says how the layers' experts are registered, only orders that agree. Stacks in a
-    file do not show it.
+    If `grouped` is known, yields only orders that match it. Stacks in a file do not show how
+    experts were registered.
     """
     given = hints.get("param_order")
     if given is not None:
@@ -286,7 +285,7 @@ def orders(names: Sequence[str], hints: Hints, grouped: bool | None = None) -> I
         return
     if grouped is None or not any(map(is_expert, names)):
         yield list(names)
-    # a last stage has its copy of the embedding as the output layer
+    # a separate last stage has its copy of the embedding as the output layer
     late = names and not _is_embedding(names[0])
     for fused in (False, True):
         for by_expert in (False, True) if grouped is None else (not grouped,):
@@ -328,13 +327,13 @@ def _rank(name: str, fused: bool, by_expert: bool, copy_last: bool) -> tuple[int
     return (*start, module, *inner, norm_first, tail.endswith("bias"))
 
 
-# How Megatron shards parameters for tensor parallelism, by their names, and how the shards are joined
-# again.
+# How Megatron shards parameters for tensor parallelism, by name, and how the shards are joined.
 #
-# dim 0: linear_qkv, linear_fc1, vocabularies     rank 0   rank 1        dim 1: linear_proj,
-# linear_fc2
-#                                                 rows     rows          dim None: norms, routers, row biases
-# a gated linear_fc1 holds two halves, and each rank its rows of both:   gate_0 up_0 | gate_1 up_1
+#     dim 0        linear_qkv, linear_fc1, vocabularies     each rank has some rows
+#     dim 1        linear_proj, linear_fc2                  each rank has some columns
+#     dim None     norms, routers, row biases               each rank has all of it
+#
+# A gated linear_fc1 has two halves, and each rank has rows of both: gate_0 up_0 | gate_1 up_1
 
 
 _RULES: tuple[tuple[re.Pattern[str], int | None], ...] = tuple(
@@ -366,10 +365,10 @@ _FC2 = {"linear_fc1": "linear_fc2", "dense_h_to_4h": "dense_4h_to_h"}
 
 
 def tp_dim(name: str, hints: Hints, tp: int) -> int | None:
-    """Return the dim along which a parameter is sharded. None if every rank has all of it.
+    """Return the dim along which a parameter is sharded, or None if every rank has all of it.
 
-    Raises NormalizationError, asking for the hint "tp_dims", for an unknown name, if it matters,
-    and FormatError for a parameter that no such hint describes.
+    Raises NormalizationError, which requests the hint "tp_dims", if the name is unknown and the dim
+    matters. Raises FormatError for a parameter that no such hint can describe.
     """
     for pattern, dim in _hinted(name, hints).items():
         if dim is not None and (type(dim) is not int or dim < 0):
@@ -450,11 +449,10 @@ _DRIFT = 0.05
 def first_copy(name: str, full: str, tensors: Sequence[StoredTensor], hints: Hints) -> StoredTensor:
     """Return the first copy of a parameter, or of its state `full`.
 
-    A parameter is compared with the copies of other tensor parallel ranks when it is read, unless a
-    hint says None. States are not compared: ranks that do not share gradients have different
-    moments.
+    Reads compare a parameter with the copies of other tensor parallel ranks, unless a hint says
+    None. States are not compared: ranks that do not share gradients have different moments.
 
-    Raises CorruptCheckpointError if they have different shapes or dtypes.
+    Raises CorruptCheckpointError if copies have different shapes or dtypes.
     """
     _common_shape(full, tensors)
     if len(tensors) == 1 or full != name or None in [*_hinted(name, hints).values()][:1]:

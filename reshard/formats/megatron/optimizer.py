@@ -79,19 +79,18 @@ def _flat(key: str, file: TorchFile, ref: Any) -> StoredTensor:
 # The buckets of Megatron's distributed optimizer (`dp_reshardable`), split into parameters again.
 #
 # Each model parallel rank has a flat buffer per chunk of the model and dtype, divided into buckets.
-# Parameters are in it in reverse order of registration, each from a multiple of 64 elements on; no
-# names are stored:
+# Parameters are in reverse order of registration, and each begins at a multiple of 64 elements.
+# Names are not stored ("-" is padding):
 #
-#     bucket_idx_0:  | output_layer.weight      | final_layernorm.weight | - | ...linear_fc2.weight  | - |   (-:
-# padding)
+#     bucket_idx_0:  | output_layer.weight      | final_layernorm.weight | - | ...linear_fc2.weight  | - |
 #                    0                        768                      792 832                     1504
 #
-# So the order is rebuilt from the model: its keys in the order in which they were saved, or the
-# order of Megatron's own layers. An order is taken only if every parameter fits and the buckets
-# come out full; the hint "param_order" helps.
+# So the order is inferred from the model: from the order of its saved keys, or that of Megatron's own
+# layers. An order is accepted only if every parameter fits and fills the buckets. If none is, pass
+# the hint "param_order".
 #
 # Older versions (`dp_zero_gather_scatter`) joined the buckets of a buffer, without the padding at
-# their ends, into one flat tensor inside an object; see `gathered_buffers`.
+# their ends, into one flat tensor in an object: see `gathered_buffers`.
 
 
 _KEY = re.compile(
@@ -208,7 +207,7 @@ def _local_shape(name: str, shapes: Shapes, grid: Grid, hints: Hints) -> Shape:
 def _find_slots(buffer: _Buffer, names: Sequence[str], shapes: Shapes, grid: Grid, hints: Hints) -> list[BufferSlot]:
     """Return where the parameters `names` are, by the first order in which they fill the buckets exactly."""
     numels = {n: math.prod(_local_shape(n, shapes, grid, hints)) for n in names}
-    for grouped in dict.fromkeys((grid.grouped, None)):  # the experts may not be those that the options say
+    for grouped in dict.fromkeys((grid.grouped, None)):  # options may be wrong about the experts
         candidates = list(orders(names, hints, grouped))
         if fitting := _fitting(candidates, numels, buffer):
             break
@@ -220,19 +219,20 @@ def _find_slots(buffer: _Buffer, names: Sequence[str], shapes: Shapes, grid: Gri
             + (" (if stages have other layers than these, the hint 'layer_offsets' says it)" if grid.pp > 1 else ""),
             '["embedding.word_embeddings.weight", ...]',
         )
-    # chunks end where parameters end: the order whose parameters begin where chunks do is the right one
+    # chunks end where parameters end, so only the right order has parameters that begin where
+    # chunks do
     exact = [s for s in fitting if all(slot.start in buffer.starts(slot.bucket) for slot in s)] or fitting
     if len(exact) == 1 or "param_order" in hints:
         return exact[0]
     first, *others = exact
     differing = [a.name for other in others for a, b in zip(first, other) if a != b]
-    if grid.grouped is not None or not any(map(is_expert, differing)):  # stacks do not say how experts were registered
+    if grid.grouped is not None or not any(map(is_expert, differing)):  # stacks do not show how experts were registered
         if all(
             {(s.bucket, s.start, s.stop) for s in first} == {(s.bucket, s.start, s.stop) for s in o} for o in others
         ):
-            return first  # parameters of one size: the order of the file decides, which comes first
+            return first  # parameters of equal size: the file's order, which comes first, decides
         if candidates[0] in candidates[1:] and first == fitting[0] and first in _place(candidates[0], numels, buffer):
-            return first  # the file has its keys in the order in which one kind of Megatron's layers has them
+            return first  # the file's order is that of one kind of Megatron's layers
     raise NormalizationError(
         f"two orders of the parameters fill the optimizer's buckets, and differ from {differing[0]!r} on: give the "
         "right one by the hint 'param_order'"
@@ -276,12 +276,8 @@ def _join(
     return out
 
 
-# Where parameters are in the flat buffers of Megatron's optimizers, given their order and numbers
-# of elements.
-#
-# bucket_idx_0:  | output_layer.weight      | final_layernorm.weight | - | ...linear_fc2.weight  | -
-# |   (-: padding)
-#                0                        768                      792 832                     1504
+# Where parameters are in the flat buffers of Megatron's optimizers, given their order and numbers of
+# elements.
 
 
 ALIGNMENT = 64
@@ -342,7 +338,7 @@ def place_joined(params: Sequence[tuple[str, int]], total: int, limit: int) -> I
     found: list[list[BufferSlot]] = []
     for most, alone in ((total + 1, False), (limit, False), (total + 1, True), (limit, True)):
         slots: list[BufferSlot] = []
-        begin = end = 0  # of the bucket in the joined buffer, and of what it holds
+        begin = end = 0  # the bucket's range in the joined buffer, and the end of its parameters
         for name, numel in params:
             start = -(-end // ALIGNMENT) * ALIGNMENT
             end = start + numel
@@ -360,16 +356,14 @@ def bucket_limit(args: Mapping[str, Any]) -> int:
     return int(args.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * data_parallel))
 
 
-# Param groups of Megatron's optimizers: their settings are stored, their parameters are not, but
-# follow from rules.
-#
-# Biases and one-dimensional parameters have no weight decay (wd_mult 0); experts' own parameters
-# are in groups of their own under expert parallelism; embeddings and the output layer may have
-# their own learning rate (is_decoupled_lr).
+# Param groups of Megatron's optimizers. Their settings are stored. Their parameters follow from rules:
+# biases and one-dimensional parameters have no weight decay (wd_mult 0), experts have separate groups
+# under expert parallelism, and embeddings and the output layer may have a separate learning rate
+# (is_decoupled_lr).
 
 
 def decays(name: str, ndim: int) -> bool:
-    """Return True if Megatron's default rule gives weight decay to a parameter."""
+    """Return True if, by Megatron's default rule, a parameter has weight decay."""
     return not (name.endswith(".bias") or ndim == 1)
 
 
@@ -416,12 +410,12 @@ def assign_groups(result: Canonical, settings: Groups, own_rate: Any) -> None:
             if "step" not in result.state.get(fqn, {"step": 0}):
                 result.add_state(fqn, "step", step)
     if steps and steps[0] is not None and all(step == steps[0] for step in steps):
-        result.add_step(steps[0])  # to those of no known group, too
+        result.add_step(steps[0])  # also for parameters without a known group
 
 
 def _has_own_rate(group: Mapping[str, Any], own_rate: Any) -> bool:
-    """Return True if a group is that of embeddings and the output layer; newer versions only say
-    that it is no default."""
+    """Return True if a group has embeddings and the output layer. Newer versions only record that
+    it is not a default group."""
     told = own_rate is not None and group.get("default_config") is False and group.get("max_lr") == own_rate
     return bool(group.get("is_decoupled_lr")) or told
 
@@ -458,12 +452,12 @@ _KINDS = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 
 
 def groups_to_save(found: Canonical, own_experts: bool) -> tuple[Groups, list[str]]:
-    """The settings of Megatron's groups, and what is to be known of them.
+    """Return the settings of Megatron's groups, and notes about differences.
 
-    Groups of other programs are made by Megatron's rules: with and without weight decay, and with
-    `own_experts` those of experts by themselves.
+    Groups of other programs are divided by Megatron's rules: with and without weight decay and,
+    with `own_experts`, separately for experts.
 
-    Raises FormatError if parameters that Megatron has in one group have different settings.
+    Raises FormatError if parameters that Megatron puts into one group have different settings.
     """
     made: dict[tuple[Any, ...], tuple[int, dict[str, Any]]] = {}
     notes: list[str] = []

@@ -27,12 +27,11 @@ from reshard.stored.streaming import FilePart, FilePlan, FormatWriter, Publicati
 from reshard.stored.tensor import StoredTensor, read_value
 from reshard.stored.views import stack
 
-# latest_checkpointed_iteration.txt        names the folder, published last
-# iter_0000002/metadata.json, common.pt    which backend this is; everything that no tensor is
-# iter_0000002/.metadata, __0_*.distcp     a chunk for each layer and expert, as Megatron itself
-# shards them
+#     latest_checkpointed_iteration.txt        names the folder, published last
+#     iter_0000002/metadata.json, common.pt    the backend, and everything that is not a tensor
+#     iter_0000002/.metadata, __0_*.distcp     a chunk per layer and expert, as Megatron itself shards them
 #
-# Where the target's own name is that of such a folder, all files are in it, and nothing names it.
+# If the target's own name is that of such a folder, all files are in it, and no file names it.
 
 
 _ITERATION = re.compile(r"iter_\d{7,}|release")
@@ -77,7 +76,7 @@ class MegatronWriter(DcpWriter):
     def finish(self, out: Publication) -> None:
         """Publish what describes the files, then the file that names their folder."""
         out.check()
-        out.storage.delete(f"{self.folder}.metadata")  # for other arguments than the current ones
+        out.storage.delete(f"{self.folder}.metadata")  # an older one may be for other arguments
         out.publish(f"{self.folder}metadata.json", json.dumps({**_BACKEND, **_COMMON}).encode())
         out.publish(f"{self.folder}common.pt", object_to_bytes(dict(self.common)))
         self.publish(out, None, self.folder)
@@ -85,7 +84,7 @@ class MegatronWriter(DcpWriter):
             out.publish(LATEST, str(int(self.common["iteration"])).encode())
 
     def occupied(self, names: Listing) -> str | None:
-        """The file that is published last."""
+        """Return the name of the file that is published last."""
         wanted = LATEST if self.folder else ".metadata"
         return wanted if wanted in names else None
 
@@ -98,17 +97,14 @@ def _chunks(spec: TensorSpec) -> Iterator[FilePart]:
         yield FilePart(spec, Box((*at, *(0,) * len(rest)), (*(1,) * len(at), *rest)))
 
 
-# A canonical state as Megatron-core saves it (`torch_dist`, its optimizer fully reshardable): for
-# the format's writer.
+# A canonical state in the form of Megatron-core's `torch_dist` with a fully reshardable optimizer:
 #
-# model              <key>                                       whole layers in stacks, see
-# `stacks` optimizer          optimizer.state.{param, exp_avg, ...}.<key> masters and states in the
-# shape of the parameter common.pt          param groups, one number of steps, and what stood under
-# "common." beside a model before
+#     model         <key>                                         complete layers, stacked: see `Stacks`
+#     optimizer     optimizer.state.{param, exp_avg, ...}.<key>   masters and states with the parameter's shape
+#     common.pt     param groups, one number of steps, and what was saved under "common." beside a model
 #
-# What the three kinds of Megatron's optimizers ask for differs in where the groups are and what
-# masters are called. All of it is written, so that each finds its own: further names of a tensor
-# cost nothing, they are the same bytes.
+# Megatron's three kinds of optimizers look for groups in different places, and for masters under
+# different names. All of these are written. Further names of a tensor cost nothing: they share bytes.
 
 
 _MASTER = "fp32_param"
@@ -134,11 +130,11 @@ _NO_NAME = (
 def megatron_form(
     found: Canonical, contents: Contents, hints: Mapping[str, Any] | None, widen: Widen, what: str
 ) -> Contents:
-    """`contents`, which normalizes to `found`, with the keys, stacks and common state of Megatron's
-    format.
+    """Return `contents`, which normalizes to `found`, with the keys, stacks, and common state of
+    Megatron's format.
 
-    Raises FormatError if it cannot hold the state: layers that are missing, an optimizer without
-    param groups, steps that differ.
+    Raises FormatError if the format cannot store the state: layers are missing, the optimizer has
+    no param groups, or steps differ.
     """
     if not found.model:
         raise FormatError(
@@ -248,7 +244,7 @@ def _states(found: Canonical, stacks: Stacks, tied: Mapping[str, str], widen: Wi
         more, further = stacks.put(of, _PARAM if name == _MASTER else f"optimizer.state.{name}.")
         tensors.update(more)
         aliases.update(further)
-    for key in {key for fqn in narrow for key in stacks.keys(fqn)}:  # what other optimizers call them
+    for key in {key for fqn in narrow for key in stacks.keys(fqn)}:  # the names that other optimizers use
         aliases[f"optimizer.state.{_MASTER}.{key}"] = aliases.get(_PARAM + key, _PARAM + key)
     return tensors, {**aliases, **same}
 
@@ -271,22 +267,20 @@ def _optimizer(groups: Groups, step: float | None, own_experts: bool, scaler: An
     return {number: one(of) for number, of in enumerate(parts)}
 
 
-# Parameters of the unsharded model under the keys that Megatron-core asks for: the inverse of
-# `names.expand`.
+# Parameters of the unsharded model under Megatron-core's keys: the inverse of `names.expand`.
 #
-# decoder.layers.<l>.mlp.linear_fc2.weight                 decoder.layers.mlp.linear_fc2.weight [L,
-# ...] ...<l>.mlp.experts.local_experts.<e>.linear_fc2.weight
-# ...layers.mlp.experts.experts.linear_fc2.weight [L, E, ...] ...input_layernorm.weight
-# ...self_attention.linear_qkv.layer_norm_weight
+#     decoder.layers.<l>.mlp.linear_fc2.weight            decoder.layers.mlp.linear_fc2.weight [L, ...]
+#     ...experts.local_experts.<e>.linear_fc2.weight      ...experts.experts.linear_fc2.weight [L, E, ...]
+#     ...input_layernorm.weight                           ...self_attention.linear_qkv.layer_norm_weight
 #
-# Layers that differ are no stack: then their numbers stay in the keys, as Megatron itself has it
-# for such models. Which norms are kept within the projection that follows depends on what the
-# layers are made of. Where that is not known here, the same bytes have both names.
+# Layers that differ are not stacked: keys then contain their numbers, as Megatron itself does for such
+# models. Which norms are saved within the following projection depends on the layers' modules. If
+# these are unknown, the same bytes are saved under both names.
 
 
 _EXPERT = re.compile(r"(?P<front>.*\bexperts)\.local_experts\.(?P<expert>\d+)\.(?P<tail>.+)")
 _NUMBERED = re.compile(r"(?:.*\.)?mtp\.layers")
-"""Layers that are never stacked, such as those for multi-token prediction."""
+"""Layers that are never stacked, such as multi-token prediction layers."""
 _NORMS = (
     ("input_layernorm", "self_attention.linear_qkv", True),
     ("input_layernorm", "self_attention.in_proj", False),
@@ -321,13 +315,13 @@ class _ParameterSite:
 
     @property
     def inner(self) -> str:
-        """The name within the layer, with an expert's number removed."""
+        """The name within the layer, without an expert's number."""
         return f"{self.front}.experts.{self.tail}" if self.front else self.tail
 
 
 @dataclass
 class Stacks:
-    """The keys of a model's parameters, and what is stacked under them. States have the same keys."""
+    """The keys of a model's parameters, and which parameters each key stacks. States have the same keys."""
 
     layers: dict[str, int] = field(default_factory=dict)
     """Layers of each block that is a stack."""
@@ -367,7 +361,7 @@ class Stacks:
         return self.layers.get(_ParameterSite.of(name).block, 0)
 
     def keys(self, name: str) -> tuple[str, ...]:
-        """Return the key that holds a parameter, and other keys under which it may be requested."""
+        """Return the key that contains a parameter, and other keys under which Megatron may look for it."""
         site = _ParameterSite.of(name)
         front = "" if site.layer < 0 else f"{site.block}." if self._depth(name) else f"{site.block}.{site.layer}."
         return tuple(front + inner for inner in self._inner_names(site, name.removesuffix(site.tail)))
@@ -384,14 +378,15 @@ class Stacks:
             latent = f"{front}{match['before']}self_attention.linear_kv_down_proj.weight" in self.shapes
             if held and sure and not latent:
                 return (within,)
-            if held or norm == "pre_mlp_layernorm":  # in front of experts, each kind of layer has another name for it
+            if held or norm == "pre_mlp_layernorm":  # before experts, each kind of layer has another name for it
                 return (site.tail, within)
         return (site.inner,)
 
     def put(self, tensors: Tensors, front: str = "") -> tuple[Tensors, dict[str, str]]:
-        """Return the tensors by key, each with the prefix `front`, and the other keys of each.
+        """Return the tensors by key, each key with the prefix `front`, and the other keys of each
+        tensor.
 
-        Raises FormatError if a layer or an expert of a stack lacks what the others have.
+        Raises FormatError if a layer or expert of a stack lacks a tensor that the others have.
         """
         members: dict[str, dict[tuple[int, int], StoredTensor]] = {}
         sizes: dict[str, tuple[int, int]] = {}
@@ -437,13 +432,13 @@ def extra_state_keys(stacks: Stacks, names: Iterable[str]) -> list[str]:
     """Return the keys under which modules request optional state of fp8 recipes. It does not exist here."""
     found: dict[str, None] = {}
     for name in names:
-        module, _, kind = name.removesuffix(".query").rpartition(".")  # linear attention has it in parts
+        module, _, kind = name.removesuffix(".query").rpartition(".")  # linear attention saves it in parts
         if kind != "weight" or _STATELESS.fullmatch(module.rpartition(".")[2]) or name == "output_layer.weight":
             continue
         site = _ParameterSite.of(name)
         places = [stacks.keys(name)[0].removesuffix(".query").rpartition(".")[0]]
         if "layer_norm_" in stacks.keys(name)[0]:
-            places = []  # the projection has it
+            places = []  # the projection contains the norm
         if site.tail.endswith("self_attention.linear_proj.weight"):
             places.append(places[0].replace("linear_proj", "core_attention"))
         of = [

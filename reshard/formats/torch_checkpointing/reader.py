@@ -44,7 +44,7 @@ def open(files: Files) -> Contents:
     sections = _sections(files, items, world)
     contents = open_sections("torch_checkpointing", files, sections)
     held = {*contents.tensors, *contents.objects}
-    held |= {re.sub(r"\.rank_\d+$|[][]", "", name) for name in held}  # in the list, 0 is like "0"
+    held |= {re.sub(r"\.rank_\d+$|[][]", "", name) for name in held}  # the list has 0 where the file has "0"
     lost = [name for name in _listed(items, source.label) if name not in held]
     if lost and not files.checking.lost:
         count = format_count(len(lost), "tensor")
@@ -66,8 +66,9 @@ def _list_of_items(source: Source) -> tuple[dict[Any, Any], int]:
 
 
 def files_of_items(files: Files, more: Collection[str]) -> list[str]:
-    """Return the files of the items in the list and in `more`, and those that open without being
-    listed, such as items without tensors. An unreadable list counts as that of one rank."""
+    """Return the files of the items in the list and in `more`, and files that can be opened though
+    they are not listed, such as items without tensors. An unreadable list counts as that of one
+    rank."""
     items, world = dict[Any, Any](), 1
     with suppress(ReshardError):
         items, world = _list_of_items(files[METADATA])

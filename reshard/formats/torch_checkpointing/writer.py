@@ -44,8 +44,8 @@ class TorchCheckpointingWriter(NestsWriter):
         )
 
     def _held(self, keys: Iterable[str]) -> dict[str, str]:
-        """Return each tensor of an item, and the tensor that holds its elements there: itself, or a
-        tied one."""
+        """Return each tensor of an item, with the tensor whose elements it stores: itself, or the
+        one that it is tied to."""
         aliases, first = self.contents.aliases, dict[str, str]()
         tensors = [key for key in sorted(keys, key=aliases.__contains__) if key not in self.contents.objects]
         return {key: first.setdefault(aliases.get(key, key), key) for key in tensors}

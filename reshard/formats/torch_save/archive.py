@@ -16,11 +16,13 @@ from reshard.stored.record_checksums import RecordChecksums, crc32
 from reshard.stored.source import FileSource, Source
 from reshard.stored.tensor import Extent, read_place
 
-# archive/data.pkl     the structure, as a pickle      Records are stored, never compressed. An
-# archive may be a file, archive/byteorder    "little"                        or an item in the
-# middle of one; offsets inside it count from archive/data/0       raw bytes of storage "0"
-# its own start. Local headers do not say sizes, the central central directory    names, sizes,
-# header offsets    directory at the end does.
+#     archive/data.pkl     the structure, as a pickle
+#     archive/byteorder    "little"
+#     archive/data/0       raw bytes of storage "0"
+#     central directory    names, sizes, header offsets
+#
+# Records are stored uncompressed. An archive can be a file, or an item within a file: its offsets
+# count from its own start. Local headers lack the sizes, which are in the central directory at the end.
 
 
 ZIP_MAGIC = b"PK\x03\x04"
@@ -110,7 +112,7 @@ class TorchArchive:
         if found is None:
             raise self._damaged("its zip64 end is malformed")
         count, size, offset, end = found
-        if offset + size != end:  # of two archives in a row, the end of one may fit the other
+        if offset + size != end:  # the end of one of two consecutive archives may fit the other
             raise self._damaged(
                 f"its directory ends at byte {offset + size}, not {end}: bytes are missing, or there are several"
             )
@@ -127,7 +129,7 @@ class TorchArchive:
         if (found := _record_start(head, written)) is None:
             raise self._damaged(f"the header of record {name!r} is not where its directory says")
         at = header + found
-        # records are apart: bytes of another one, which have its checksum, are not this one's
+        # records are disjoint: the bytes of another record, with its checksum, are not this one's
         if at + size > self._ends[bisect_right(self._ends, header)]:
             raise self._damaged(f"record {name!r} of {size} bytes ends behind the archive, or in the next one")
         return self.start + at, size
@@ -159,8 +161,8 @@ class TorchArchive:
 
 
 _REPEATED_BYTES, _MOST_REPEATS = 256 << 20, 64
-"""A tensor whose elements overlap, as `expand` makes them, may have this many bytes in any case,
-and this multiple of the bytes of its storage: work is bounded by what is stored."""
+"""A tensor with overlapping elements, as `expand` makes them, may always have this many bytes, or
+else this multiple of its storage's size. This bounds work by what is stored."""
 
 
 def add_record(source: Source, start: int, nbytes: int, crc: Callable[[], int | None]) -> None:
@@ -174,8 +176,8 @@ def add_record(source: Source, start: int, nbytes: int, crc: Callable[[], int | 
 
 
 def written_beside(source: Source, at: int, nbytes: int) -> int | None:
-    """Return the CRC-32 after a record of `nbytes` bytes at `at`. None if there is none. torch
-    writes 0 if its CRC-32 is switched off."""
+    """Return the CRC-32 after a record of `nbytes` bytes at `at`, or None if there is none. torch
+    writes 0 if its CRC-32 is off."""
     for form in _DESCRIPTORS:
         if at + form.size <= source.nbytes:
             mark, crc, *sizes = form.unpack(source.raw(at, form.size))
@@ -185,11 +187,10 @@ def written_beside(source: Source, at: int, nbytes: int) -> int | None:
 
 
 def make_place(source: Source, ref: TensorRef, storage_at: int, *, is_record: bool = False) -> Extent:
-    """Return where a tensor's elements are if its storage begins at byte `storage_at` of `source`,
-    as a record of a zip archive or otherwise.
+    """Return where a tensor's elements are. Its storage begins at byte `storage_at` of `source`;
+    `is_record`: as a record of a zip archive.
 
-    Raises FormatError for what is not supported, such as a few bytes that stand for far more
-    elements than they are.
+    Raises FormatError for unsupported tensors, such as a few bytes that are repeated far too often.
     """
     window, nbytes = ref.window(storage_at), ref.storage.nbytes
     if window.nbytes > max(_REPEATED_BYTES, _MOST_REPEATS * nbytes):
@@ -203,9 +204,9 @@ def make_place(source: Source, ref: TensorRef, storage_at: int, *, is_record: bo
 
 
 def _read_end(read: Callable[[int, int], bytes | memoryview], at: int) -> tuple[int, int, int, int] | None:
-    """Return, from the end of an archive at `at`, the number of entries of its directory, its
-    bytes, where it says that it begins, and where it ends. None if the zip64 end before it is
-    incomplete."""
+    """Parse the end of an archive, at `at`. Return the number of entries of its directory, the
+    directory's size in bytes, its recorded position, and its actual end. Returns None if the zip64
+    end before it is incomplete."""
     _, _, _, _, count, size, offset, _ = _END.unpack(read(at, _END.size))
     locator_at, end = at - _LOCATOR64.size, at - _LOCATOR64.size - _END64.size
     if end < 0 or bytes(read(locator_at, 4)) != b"PK\x06\x07":
@@ -215,10 +216,10 @@ def _read_end(read: Callable[[int, int], bytes | memoryview], at: int) -> tuple[
 
 
 def _record_start(head: bytes | memoryview, name: bytes) -> int | None:
-    """Return where data begins behind the local header in `head`. None if it is not this record's
+    """Return where data begins after the local header in `head`, or None if it is not this record's
     header.
 
-    torch aligns data by a last field, "FB", whose own length leads to the same place.
+    torch aligns data with a last field, "FB". Its length leads to the same position.
     """
     if len(head) < _LOCAL.size + len(name):
         return None
@@ -250,7 +251,7 @@ def _zip64_sizes(extra: bytes, size: int, header: int) -> tuple[int, int]:
             wide = [v for (v,) in struct.iter_unpack("<Q", extra[at + 4 : at + 4 + length // 8 * 8])]
             if size == 0xFFFFFFFF and wide:
                 size = wide.pop(0)
-                wide = wide[1:]  # the compressed size, which is the same
+                wide = wide[1:]  # the compressed size, which is equal
             if header == 0xFFFFFFFF and wide:
                 header = wide[0]
         at += 4 + length
@@ -266,7 +267,7 @@ def read_head(source: Source, start: int, length: int) -> bytes:
 def locate_item(source: Source, start: int, length: int, head: bytes) -> tuple[Extent, str]:
     """Return where the only tensor of an archive at [start, start + length) is, and its dtype.
 
-    Its first bytes are usually enough: the pickle comes first, and headers say where records begin.
+    The first bytes usually suffice: the pickle comes first, and headers say where records begin.
 
     Raises CorruptCheckpointError or FormatError if the archive is not that of one plain tensor.
     """
@@ -277,14 +278,14 @@ def locate_item(source: Source, start: int, length: int, head: bytes) -> tuple[E
         return archive.place(ref), ref.dtype
     where = f"{source.label}, item at byte {start}"
     pickle_at, pickled, crc, data_at = found
-    if isinstance(source, FileSource) and crc and source.checking.enabled:  # at once, since it is read already
+    if isinstance(source, FileSource) and crc and source.checking.enabled:  # now, because it was already read
         source.checking.add(compared=len(pickled))
         if crc32(pickled) != crc:
             source.refuse_changed([(start + pickle_at, start + pickle_at + len(pickled))])
     ref = _one_tensor(_parse_cached(pickled), where)
     if ref.storage.key != "0":
         raise CorruptCheckpointError(f"{where}: no storage {ref.storage.key!r}")
-    # behind the storage come its descriptor, more records and the directory, so at least 100 bytes
+    # at least 100 bytes follow the storage: its descriptor, more records, and the directory
     at, nbytes = start + data_at, ref.storage.nbytes
     if data_at + nbytes + 100 > length:
         raise CorruptCheckpointError(
@@ -336,12 +337,11 @@ def _one_tensor(value: Any, where: str) -> TensorRef:
     return value
 
 
-# The checksums that `torch.save` writes and torch never reads: a CRC-32 of every record of its zip
-# archives.
+# The checksums that `torch.save` writes, and that torch never compares: a CRC-32 of every record.
 #
-# A `.distcp` file is one archive after another. Each ends with its directory, whose end says how
-# large it is and where it begins counting; so archives are found from the end of a file towards its
-# front, with no other metadata:
+# A `.distcp` file consists of archives. Each ends with its central directory, whose last record says how
+# large the directory is, and at which offset it begins. So archives can be found from the end of a
+# file, without other metadata:
 #
 #     [archive of item 0 | directory] [archive of item 1 | directory] [archive of item 2 | directory]
 #     <------------------------------ <------------------------------ <------------------------------ end of file
@@ -356,8 +356,8 @@ def is_archive(source: FileSource) -> bool:
 
 
 def changed_records(files: Iterable[FileSource]) -> Iterator[tuple[str, int, int]]:
-    """Return, for each record of the archives in `files` whose bytes have another CRC-32 than the
-    stored one, a message, its first byte, and one past the last; 0 and 0 if these are not known.
+    """Yield a message, the first byte, and one past the last byte for each record whose bytes do
+    not match its CRC-32. The bytes are 0 and 0 if unknown.
 
     Files that do not begin like zip archives are skipped.
     """

@@ -94,11 +94,11 @@ class TensorRef:
 
 
 def plain(value: Any, tensor: Callable[[TensorRef], Any] | None = None) -> Any:
-    """The value with records of well-known data classes (numpy arrays and numbers, paths,
-    namespaces) made plain.
+    """Return the value, with records of well-known data classes (numpy arrays and numbers, paths,
+    namespaces) converted to plain data.
 
-    Others stay records. Containers are new. `tensor` returns a replacement for each tensor; None
-    keeps the references. Raises CorruptCheckpointError for a container that contains itself.
+    Other records stay. Containers are new. `tensor` returns a replacement for each tensor. Without
+    it, references stay. Raises CorruptCheckpointError for a container that contains itself.
     """
     try:
         return _plain(value, tensor, {}, set())
@@ -158,7 +158,7 @@ def _plain_record(record: Record, go: Any) -> Any:
         text = ":".join(str(part) for part in record.args)
         try:
             return torch.device(text)
-        except RuntimeError:  # of a backend that is not installed
+        except RuntimeError:  # the backend is not installed
             return text
     if record.path.endswith(("multiarray.scalar", "multiarray._reconstruct")) and record.path.startswith("numpy."):
         return _numpy(record)
@@ -186,14 +186,13 @@ def _numpy(record: Record) -> Any:
     return array[()] if record.path.endswith("scalar") else array
 
 
-# A reader of pickles that runs nothing: plain data, tensors as references to bytes, and inert
-# records for the rest.
+# A pickle reader that runs no code: it returns plain data, references to tensors' bytes, and inert
+# records for everything else.
 #
-# A pickle is a program, so it is treated as one: first every opcode is checked (`check_opcodes`),
-# then CPython's unpickler runs it with nothing to call but the few functions below, none of which
-# does more than build a value. A class that is not known becomes a `Record`: its name, its
-# arguments and its state. A name from the standard library that is not on the list (`os.system`,
-# `builtins.eval`, ...) is refused at once: no checkpoint needs it.
+# A pickle is a program. First, every opcode is checked (`check_opcodes`). Then CPython's unpickler
+# runs it, and can call only the few functions below, which only create values. An unknown class
+# becomes a `Record` of its name, arguments, and state. A name from the standard library that is not
+# on the list (such as `os.system` or `builtins.eval`) is rejected at once: no checkpoint needs it.
 
 
 def load_pickle(data: bytes | memoryview, *, where: str) -> Any:
@@ -355,7 +354,7 @@ class _Function:
 
 
 class PlainDict(dict[Any, Any]):
-    """A dict that ignores attributes set on it, such as the `_metadata` that a module's state dict carries."""
+    """A dict that ignores attributes set on it, such as the `_metadata` of a module's state dict."""
 
     __slots__ = ()
 
@@ -452,7 +451,7 @@ _OBJECT = make_record_type("builtins", "object")
 _NEGATIVE = make_record_type("torch._utils", "_rebuild_tensor_v2")
 
 _KNOWN: dict[str, Any] = {
-    # the types of C are immutable, so a pickle can do no more than call them
+    # types implemented in C are immutable, so a pickle can only call them
     "builtins.set": set,
     "builtins.frozenset": frozenset,
     "builtins.complex": complex,
@@ -518,17 +517,17 @@ _INERT = frozenset(
 """Classes of the standard library that are mere data, and occur in checkpoints: they become records."""
 
 
-# Walks over the opcodes of a pickle without running any: where it ends, and whether a checkpoint
-# may have them.
+# Scans the opcodes of a pickle without running any: where it ends, and whether a checkpoint may
+# contain them.
 #
-# CPython's unpickler believes a pickle's own numbers: it allocates the number of memo slots that an
-# index says. So indexes and lengths are compared with the size of the pickle first, at the speed of
-# the regular expressions that do the walking.
+# CPython's unpickler trusts a pickle's numbers: it allocates the number of memo slots that an index
+# requires. So indexes and lengths are first compared with the size of the pickle, by regular
+# expressions, which are fast.
 
 
-# Opcodes of fixed length that may run as they are: no argument, one byte, two, four, eight. PUT
-# with a four-byte index only while small, because the unpickler allocates as many slots as the
-# index says.
+# Opcodes of fixed length that need no check, with an argument of zero, one, two, four, or eight
+# bytes. PUT with a four-byte index is included only for small indexes, because the unpickler
+# allocates that number of slots.
 RUN = re.compile(
     rb"(?:[(012NQRabdel}\])stu\x81\x85-\x89\x8f-\x94]|[Khq\x80].|M..|[Jj]....|r..\x00\x00|[G\x95]........)*+", re.DOTALL
 )
@@ -543,7 +542,7 @@ _FORBIDDEN = {
     b"i"[0]: "INST",
     b"o"[0]: "OBJ",
     b"P"[0]: "PERSID",
-    0x82: "EXT1",  # codes of the extension registry stand for objects without naming them
+    0x82: "EXT1",  # codes of the extension registry refer to objects without naming them
     0x83: "EXT2",
     0x84: "EXT4",
     0x97: "NEXT_BUFFER",
@@ -555,7 +554,7 @@ def check_opcodes(data: bytes | memoryview, start: int, where: str) -> int:
     """Return one past the STOP of the pickle at `start`. Walks over all opcodes without running them."""
     at, end = start, len(data)
     while True:
-        match = RUN.match(data, at) if at < end else None  # it matches the empty text, too
+        match = RUN.match(data, at) if at < end else None  # it also matches an empty text
         at = end if match is None else match.end()
         if at >= end:
             raise CorruptCheckpointError(f"{where}: the pickle is truncated after {end - start} bytes")
@@ -594,11 +593,10 @@ def _skip_lines(data: bytes | memoryview, at: int, where: str) -> int:
     return stop
 
 
-# DTensors in pickles: the records of a `DTensor`, its mesh and placements as a layout, without the
-# classes of torch.
+# DTensors in pickles: the mesh and placements of a `DTensor` record as a layout, without torch's
+# classes.
 #
-# What these classes pickle to changes between torch versions; the three forms of a mesh that exist
-# are read here.
+# How torch pickles these classes changes between versions. All three forms of a mesh are supported.
 
 
 @dataclass(frozen=True)
@@ -689,8 +687,8 @@ def _flat(value: Any) -> list[int]:
 
 
 def _submesh(axes: list[list[tuple[int, int]]], rank_map: np.ndarray[Any, Any], rank: int) -> np.ndarray[Any, Any]:
-    """Return the ranks of the copy of a (sub)mesh that contains `rank`. `axes` gives positions in
-    `rank_map` from a start."""
+    """Return the ranks of the (sub)mesh that contains `rank`. `axes` give positions in `rank_map`,
+    relative to a start."""
     shape = [math.prod(size for size, _ in axis) for axis in axes]
     steps = (range(0, size * stride, stride) for axis in axes for size, stride in axis)
     offsets = np.array([sum(combo) for combo in itertools.product(*steps)], dtype=np.int64)
@@ -699,7 +697,7 @@ def _submesh(axes: list[list[tuple[int, int]]], rank_map: np.ndarray[Any, Any], 
         raise ValueError(f"a mesh of {offsets.size} ranks in a world of {flat.size}, without rank {rank}")
     at = int(np.flatnonzero(flat == rank)[0])
     free = np.ones(flat.size, dtype=bool)
-    while free.any():  # copies start at the first position that no copy has taken yet
+    while free.any():  # a mesh starts at the first position that no other mesh contains
         members = int(np.flatnonzero(free)[0]) + offsets
         if members.max(initial=0) >= flat.size:
             raise ValueError("a mesh that does not tile its world")

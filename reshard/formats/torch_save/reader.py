@@ -28,7 +28,7 @@ from reshard.stored.contents import NO_FACTS, Contents, ContentsBuilder, Facts, 
 from reshard.stored.source import Files, Source
 from reshard.stored.tensor import Extent, StoredChunk, StoredTensor, read_place
 
-# The older form (before torch 1.6) is five things in a row:
+# The older form (before torch 1.6) is a sequence of five things:
 #
 #     pickle: magic number | pickle: protocol | pickle: sys info | pickle: what was saved | pickle: keys of storages
 #     and then for each key: 8 bytes: number of elements, and the elements
@@ -53,11 +53,11 @@ class TorchFile:
 
     @property
     def entries(self) -> dict[Any, Any]:
-        """The value if it is a dict, and otherwise an empty dict."""
+        """The value if it is a dict, else an empty dict."""
         return self.value if isinstance(self.value, dict) else {}
 
     def crc(self, ref: TensorRef) -> int | None:
-        """Return the CRC-32 that was written with the storage of a tensor. None if there is none."""
+        """Return the CRC-32 that was written with a tensor's storage, or None if there is none."""
         return self.sums.get(f"data/{ref.storage.key}") or None
 
     def read(self, ref: TensorRef) -> Any:
@@ -83,16 +83,16 @@ _UNREADABLE: dict[str, Any] = {}
 
 
 def read_torch_file(source: Source, *, numbered: bool = True, others: Collection[str] = ()) -> TorchFile:
-    """Read the contents of a file, without its tensors. For a damaged file that is only listed,
-    this is an empty dict.
+    """Read the contents of a file, without its tensors. For a damaged file that is only listed as
+    lost, returns an empty dict.
 
     `numbered`: numbers in the file's name identify its contents. `others`: names, without suffix,
     of files with other contents.
 
     Raises:
-        CorruptCheckpointError: it is truncated or not what it seems.
-        FormatError: it is not a file of `torch.save`.
-        UnsafeDataError: its pickle asks for something that could run code.
+        CorruptCheckpointError: the file is truncated, or is another file under this name.
+        FormatError: not a file of `torch.save`.
+        UnsafeDataError: its pickle names something that could run code.
     """
     try:
         return _read_torch_file(source, numbered, others)
@@ -106,7 +106,7 @@ def _read_torch_file(source: Source, numbered: bool, others: Collection[str]) ->
     if head.startswith(ZIP_MAGIC):
         archive = TorchArchive(source)
         now, before = (re.split(r"0*(\d+)", name) for name in (PurePath(source.label).stem, archive.folder))
-        is_other = archive.folder in others or (numbered and now[::2] == before[::2])  # with another number
+        is_other = archive.folder in others or (numbered and now[::2] == before[::2])  # another number
         if now != before and is_other:
             raise CorruptCheckpointError(
                 f"{source.label}: torch.save wrote it as {archive.folder}. If it was renamed, rename it back; "
@@ -205,14 +205,14 @@ def flat_leaves(file: TorchFile, prefix: KeyPath = ()) -> Flat:
 
 
 def _is_leaf(value: Any, memo: dict[int, bool]) -> bool:
-    """Return True if a container is one value: an empty one, or a sequence of plain values, such as
-    `betas`."""
+    """Return True if a container is kept as one value: it is empty, or a sequence of plain values,
+    such as `betas`."""
     if isinstance(value, dict):
         return not value
     if type(value) not in (list, tuple):
         return False
     if id(value) not in memo:
-        memo[id(value)] = True  # for a list that contains itself
+        memo[id(value)] = True  # in case a list contains itself
         memo[id(value)] = all(
             not isinstance(item, (dict, TensorRef, Record))
             and (type(item) not in (list, tuple) or _is_leaf(item, memo))
@@ -233,7 +233,7 @@ def contents_of(name: str, files: Mapping[KeyPath, TorchFile], facts: Facts = NO
     Raises FormatError for a file that is a pickled module or other object rather than a state.
     """
     found = ContentsBuilder(", ".join(file.source.label for file in files.values()))
-    unknown: dict[str, list[str]] = {}  # keys of the objects that stay records, by class
+    unknown: dict[str, list[str]] = {}  # class -> keys of objects that stay records
     for prefix, file in files.items():
         if isinstance(file.value, Record):
             raise FormatError(
@@ -280,20 +280,20 @@ _ONE_OF_SEVERAL = re.compile(r"-\d+-of-(?!0*1\.)\d+\.bin$")
 
 
 def detect(storage: Storage, names: Listing) -> bool:
-    """Return True if the top folder holds files of torch.save, by their suffix; a single file also
+    """Return True if top-level files have suffixes of torch.save. A single file is also recognized
     by its first bytes."""
     if at_top(names, _SUFFIXES) or indexes_in(names, _INDEX):
         return True
-    if len(names) != 1 or has_dcp(names):  # leftover files of DCP are a damaged checkpoint in DCP's format
+    if len(names) != 1 or has_dcp(names):  # leftover DCP files are a damaged DCP checkpoint
         return False
     ((only, nbytes),) = names.items()
     return "/" not in only and looks_like_torch_file(bytes(storage.read(only, 0, min(nbytes, 20))))
 
 
 def open(files: Files) -> Contents:
-    """Return the checkpoint in the only file, or in those of the index.
+    """Return the checkpoint in the only file, or in the files of the index.
 
-    Raises FormatError if there are several files, and nothing says that they belong together.
+    Raises FormatError if there are several files and no index.
     """
     storage, names = files.storage, files.listed
     if (indexed := read_index(files, _INDEX)) is not None:
@@ -331,7 +331,7 @@ def stored_or_plain(key: str, value: Any, file: TorchFile, rank: int = 0) -> Any
 
 
 def stored_values(key: str, values: Mapping[Any, Any], file: TorchFile, rank: int = 0) -> dict[str, Any]:
-    """Return `stored_or_plain` for each value, such as the states of a parameter."""
+    """Return `stored_or_plain` for each value, such as a parameter's states."""
     return {str(name): stored_or_plain(f"{key}.{name}", value, file, rank) for name, value in values.items()}
 
 
@@ -340,8 +340,8 @@ def saved_groups(saved: Mapping[str, Any], file: TorchFile) -> list[dict[str, An
     return [dict(file.plain(group)) for group in saved.get("param_groups", ())]
 
 
-# ShardedTensors in pickles: each rank's file has its shards and says where they are; all together
-# are the full tensor.
+# ShardedTensors in pickles: each rank's file has the rank's shards and their positions. Together,
+# they are the full tensor.
 
 
 def is_sharded_tensor(value: object) -> bool:
@@ -388,7 +388,7 @@ def join_sharded(name: str, values: Mapping[int, Any], files: FilesOfRanks) -> S
 
 
 def sharded_ranks(name: str, record: Record, file: TorchFile) -> list[int]:
-    """Return the ranks that hold shards of a ShardedTensor, according to one rank's record.
+    """Return the ranks with shards of a ShardedTensor, according to one rank's record.
 
     Raises CorruptCheckpointError if the record is malformed.
     """

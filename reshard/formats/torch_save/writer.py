@@ -113,9 +113,9 @@ _PLAIN = frozenset([bool, dict, float, int, list, str, tuple, type(None)])
 
 
 def needs_code(objects: Mapping[str, Any]) -> list[str]:
-    """Return the keys of objects that `torch.load(weights_only=True)` refuses in a new process,
+    """Return the keys of objects that `torch.load(weights_only=True)` rejects in a new process,
     such as NumPy's."""
-    known = torch.serialization.get_safe_globals()  # by other libraries, in this process
+    known = torch.serialization.get_safe_globals()  # other libraries in this process may have added some
     allowed_here = {it[1] if isinstance(it, tuple) else f"{it.__module__}.{it.__qualname__}" for it in known}
     out: list[str] = []
     for key, value in objects.items():
@@ -137,7 +137,7 @@ def needs_code(objects: Mapping[str, Any]) -> list[str]:
 
 
 def with_sums(regions: Iterable[Region]) -> list[tuple[Region, int | None]]:
-    """Return each region and the CRC-32 that is stored with it. If there is none, the threads that
+    """Return each region with the CRC-32 that is stored with it. If there is none, the threads that
     read the region compute it."""
     known = ((region, written_crc(region)) for region in regions)
     return [(replace(region, digest=crc32) if crc is None else region, crc) for region, crc in known]
@@ -158,16 +158,15 @@ def tensor_record(archive: ArchiveWriter, name: str, out: HashingWriter, summed:
     archive.end(lambda: crc)
 
 
-# Writes the zip archives of `torch.save`, tensor by tensor, from a stream: the inverse of
-# `archive`.
+# Writes the zip archives of `torch.save`, tensor by tensor, as a stream: the inverse of `archive`.
 #
 #     archive = ArchiveWriter(out.write)
 #     archive.record("data.pkl", len(pickled), [pickled])
 #     archive.record("data/0", nbytes, pieces)
 #     archive.close()
 #
-# Nothing is ever sought or held: sizes are known beforehand, and checksums follow the data they are
-# of. Records begin at multiples of 64 bytes of the archive, so that `torch.load(mmap=True)` finds
+# It neither seeks nor keeps data: sizes are known beforehand, and checksums follow their data.
+# Records begin at multiples of 64 bytes of the archive, so that `torch.load(mmap=True)` finds
 # aligned tensors.
 
 
@@ -226,12 +225,12 @@ class ArchiveWriter:
         write_later: Callable[[int, Callable[[], bytes]], Any] | None = None,
         path: str = "",
     ) -> None:
-        """`write` appends bytes. `write_later` appends this number of bytes, which are made after
-        everything before them was read. Without it, everything is read when it is appended."""
+        """`write` appends bytes. `write_later` appends bytes that are created once everything
+        before them was read. Without it, each tensor is read when it is appended."""
         self._write = write
         self._write_later = write_later or (lambda nbytes, make: write(make()))
         name = PurePath(path).stem
-        self._folder = name if name.isascii() and name else "archive"  # as torch.save calls it
+        self._folder = name if name.isascii() and name else "archive"  # the names that torch.save uses
         self._entries: list[_ArchiveEntry] = []
         self._record = b"", 0, 0
         """The record that was begun last: name, position, and length."""
@@ -263,7 +262,7 @@ class ArchiveWriter:
         full, at = f"{self._folder}/{name}".encode(), self.nbytes
         self._record = full, at, nbytes
         big = nbytes >= LIMIT32
-        # the extra fields: sizes of 64 bits where needed, then padding up to the alignment of the data
+        # extra fields: 64-bit sizes if necessary, then padding to align the data
         wide = struct.pack("<HHQQ", 1, 16, 0, 0) if big else b""
         fill = -(at + 30 + len(full) + len(wide) + 4) % _ALIGNMENT
         extra = wide + struct.pack("<HH", 0x4246, fill) + b"Z" * fill
@@ -349,8 +348,7 @@ class _StubStorage:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles stubs as `torch.save` pickles the tensors that they stand for, and tensors within
-    objects as stubs that are numbered from `first`."""
+    """Pickles stubs as `torch.save` pickles tensors. Tensors in objects become stubs, numbered from `first`."""
 
     def __init__(self, file: io.BytesIO, first: int) -> None:
         super().__init__(file, protocol=2)
@@ -380,7 +378,7 @@ class _Pickler(pickle.Pickler):
             storage = _StubStorage(getattr(torch, name), obj.number, spec.numel)
         hooks: OrderedDict[str, Any] = OrderedDict()
         args = (storage, 0, spec.shape, tuple(reversed(steps)), False, hooks)
-        # torch itself says by which function a tensor of this dtype is made again
+        # torch says which function rebuilds a tensor of this dtype
         like: Any = torch.empty(0, dtype=dtype_from_name(spec.dtype), device="cpu")
         rebuild = like.__reduce_ex__(2)[0]
         return rebuild, args if name else (*args, dtype_from_name(spec.dtype))
@@ -395,8 +393,8 @@ def pickled_state(value: Any) -> bytes:
 
 
 def pickled_with_tensors(value: Any, first: int) -> tuple[bytes, list[torch.Tensor]]:
-    """Return the same of a nest with tensors in places that only objects have, such as the key 1.5 of a
-    dict: they are the records from `data/<first>` on."""
+    """Like `pickled_state`, for tensors in places that only objects can have, such as the key 1.5
+    of a dict. They become the records from `data/<first>` on."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, first)
     try:
@@ -439,8 +437,8 @@ def refused_objects(objects: Mapping[str, Any]) -> dict[str, str]:
     return out
 
 
-# CRC-32 of records without taking it of their bytes: behind each record of a zip archive stands the
-# CRC that was written with it, and a tensor that is put together from such records takes theirs along.
+# CRC-32 of records without hashing: each record of a zip archive is followed by its CRC, and the
+# CRC of a tensor that consists of such records is combined from theirs.
 
 
 def written_crc(region: Region) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import sys
 from collections import OrderedDict, deque
 from dataclasses import replace
 from enum import IntEnum, StrEnum
@@ -152,6 +153,15 @@ def test_integers_are_not_rounded_before_their_distance_from_a_float_is(x: int, 
         assert not report.ok
         assert report.measures is not None
         assert report.measures["w"].largest == distance
+
+
+def test_a_measure_is_a_number_where_squares_overflow() -> None:
+    """Once the page of differences had a NaN, which is not JSON."""
+    a, b = ({"w": torch.tensor([side], dtype=torch.float64)} for side in (1.7e308, -1.7e308))
+    report = reshard.compare(a, b, measure=True)
+    assert report.measures is not None
+    assert report.measures["w"].relative == sys.float_info.max
+    assert "NaN," not in report.to_html()
 
 
 @pytest.mark.parametrize("odd", [float("inf"), -float("inf"), float("nan")])

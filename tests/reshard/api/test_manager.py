@@ -484,7 +484,7 @@ def test_pruning_a_managed_run_says_that_it_does_not_know_the_policy(
     assert reshard.prune(tmp_path / "run", keep_last=3) == []
     assert "prune" not in caplog.text
     would = reshard.prune(tmp_path / "run", keep_last=1, dry_run=True)
-    ignores = "prune ignores the keep rules of this run's CheckpointManager: it"
+    ignores = "prune does not apply the Keep rules of this run's CheckpointManager: it"
     assert f"{ignores} would delete step-1, step-2" in caplog.text
     assert reshard.prune(tmp_path / "run", keep_last=1) == would
     assert f"{ignores} deleted step-1, step-2" in caplog.text

@@ -259,7 +259,7 @@ def test_nothing_is_there(tmp_path: Path) -> None:
         with pytest.raises(CheckpointNotFoundError, match="no such file or folder"):
             open_checkpoint(path)
     (tmp_path / "step-1000").mkdir()
-    with pytest.raises(CheckpointNotFoundError, match=r"step-1000 is an empty folder: it holds no checkpoint$"):
+    with pytest.raises(CheckpointNotFoundError, match=r"step-1000 is empty: there is no checkpoint in it$"):
         open_checkpoint(tmp_path / "step-1000")
     with pytest.raises(CheckpointNotFoundError, match=rf"step-100': did you mean '{tmp_path}/step-1000'"):
         open_checkpoint(tmp_path / "step-100")

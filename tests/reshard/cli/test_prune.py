@@ -84,7 +84,7 @@ def test_it_lists_what_killed_saves_left(say, run) -> None:
 
 def test_it_says_that_it_ignores_what_a_manager_keeps(say, run, caplog) -> None:
     (run / run_folder.LEDGER).write_text("{}")
-    note = "prune ignores the keep rules of this run's CheckpointManager: it"
+    note = "prune does not apply the Keep rules of this run's CheckpointManager: it"
     for words, done in ((["--dry-run"], "would delete"), ([], "deleted")):
         say("prune", run, "--keep-last", 2, *words)
         assert caplog.messages[-1] == f"{note} {done} step-0, step-1"

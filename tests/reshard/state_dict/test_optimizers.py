@@ -461,16 +461,50 @@ def test_raw_dict_of_integer_ids_fits_the_one_optimizer() -> None:
         set_optimizer_state_dict(model, [optimizer, torch.optim.SGD([torch.ones(1)])], optimizer.state_dict())
 
 
-def test_ids_whose_names_are_there_are_set_by_name() -> None:
-    """By position, the state of one parameter would be that of another."""
+@pytest.mark.parametrize("front", ["", "module.", "_orig_mod.", "module._orig_mod."])
+def test_ids_whose_names_are_there_are_set_by_name(front: str) -> None:
+    """By position, the state of one parameter would be that of another. Names may be those of a wrapped model."""
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    named = list(model.named_parameters())
+    named = [(front + name, parameter) for name, parameter in model.named_parameters()]
     source, target = torch.optim.AdamW(named), torch.optim.AdamW(named[::-1])
     model(torch.ones(1, 2)).square().sum().backward()
     source.step()
     set_optimizer_state_dict(model, target, source.state_dict())
     found, wanted = (get_optimizer_state_dict(model, each)["state"] for each in (target, source))
     assert_same(dict(sorted(found.items())), wanted)
+
+
+@pytest.mark.parametrize(
+    ("names", "kind", "words"),
+    [
+        (["0.weight", "0.weight"], NormalizationError, "'0.weight' is in two groups"),
+        (["1.weight", "2.weight"], KeyMismatchError, "2.weight"),
+        (["module.1.weight", "module.2.weight"], KeyMismatchError, "2.weight"),
+    ],
+)
+def test_names_of_another_model_are_not_set_by_position(names: list[str], kind: type[Exception], words: str) -> None:
+    """The second parameter of this model would get the state of a parameter that it does not have."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    source, target = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).square().sum().backward()
+    source.step()
+    given = source.state_dict()
+    given["param_groups"][0]["param_names"] = names
+    with pytest.raises(kind, match=words):
+        set_optimizer_state_dict(model, target, given)
+    assert not target.state
+
+
+@pytest.mark.parametrize("names", [None, ["a", "b"]])
+def test_names_that_are_not_those_of_the_live_parameters_do_not_count(names: list[str] | None) -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    source, target = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).square().sum().backward()
+    source.step()
+    given = source.state_dict()
+    given["param_groups"][0]["param_names"] = names
+    set_optimizer_state_dict(model, target, given)
+    assert_same(*(get_optimizer_state_dict(model, each)["state"] for each in (target, source)))
 
 
 def test_optimizers_with_their_own_load_are_asked() -> None:
