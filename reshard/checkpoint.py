@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from planners.reports.checkpoint_pages import Histogram, SavedStep
 
 __all__ = [
-    "Checkpoint", "CheckpointSource", "LazyTensor", "NormalizedState", "chosen", "log_skipped", "log_unchecked",
-    "objects_of", "open", "open_among", "open_damaged", "ranks_that_saved", "readable", "refuse_replaced", "save_of",
-    "stored_layout", "unless_replaced",
+    "Checkpoint", "CheckpointSource", "LazyTensor", "NormalizedState", "all_names", "chosen", "log_skipped",
+    "log_unchecked", "objects_of", "open", "open_among", "open_damaged", "ranks_that_saved", "readable",
+    "refuse_replaced", "save_of", "stored_layout", "unless_replaced",
 ]  # fmt: skip
 
 
@@ -200,8 +200,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def nested(self) -> Any:
         """Return the state, nested as it was saved. Leaves are `LazyTensor`s and plain objects. A
         tied tensor appears under each of its keys."""
-        leaves: dict[str, Any] = {name: self[name] for name in dict.fromkeys((*self, *self.aliases))}
-        leaves.update(self.objects)
+        leaves: dict[str, Any] = {**all_names(self), **self.objects}
         paths = self.contents.paths_in_order()
         return unflatten({path: leaves[key] for key, path in paths.items()}, self.contents.containers)
 
@@ -426,6 +425,11 @@ def log_skipped(checkpoint: Checkpoint) -> None:
     """Log a warning for each newer step of the run that is not complete."""
     for text in checkpoint.contents.skipped.values():
         _log.warning("%s was opened: %s", checkpoint.url, text)
+
+
+def all_names(checkpoint: Checkpoint) -> dict[str, LazyTensor]:
+    """Return every tensor under each of its names, aliases last."""
+    return {name: checkpoint[name] for name in dict.fromkeys((*checkpoint, *checkpoint.aliases))}
 
 
 def stored_layout(stored: StoredTensor) -> TensorLayout:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import add, le, sub
 from typing import NamedTuple
 
@@ -174,6 +174,11 @@ class Box(_BoxFields):
 
     def __repr__(self) -> str:
         return f"Box[{', '.join(f'{o}:{o + s}' for o, s in zip(self.offsets, self.sizes))}]"
+
+
+def upper_corner(boxes: Iterable[Box]) -> Shape:
+    """Return the largest stop in each dim: the shape of a tensor that the boxes fill."""
+    return tuple(map(max, zip(*(box.stops for box in boxes))))
 
 
 def flat_boxes(shape: Shape, start: int, stop: int) -> list[Box]:

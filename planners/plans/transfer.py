@@ -12,7 +12,7 @@ import numpy as np
 from planners.errors import CoverageError, LayoutMismatchError, PlanError
 from planners.findings import Finding
 from planners.geometry.arrays import Ints, ints, zeros
-from planners.geometry.box import Box, Shape
+from planners.geometry.box import Box, Shape, upper_corner
 from planners.geometry.layout import BoxesForm, Form, Part, ProductGeometry, StateLayout, check_rank, local_boxes
 from planners.geometry.overlap import Sweep
 from planners.plans.plan import (
@@ -561,5 +561,4 @@ def _hull(form: Form, shape: Shape) -> Box | None:
     if not boxes:
         return None
     low = tuple(map(min, zip(*(box.offsets for box in boxes))))
-    high = tuple(map(max, zip(*(box.stops for box in boxes))))
-    return Box.of(low, tuple(b - a for a, b in zip(low, high)))
+    return Box.of(low, tuple(b - a for a, b in zip(low, upper_corner(boxes))))

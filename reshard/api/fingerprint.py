@@ -21,7 +21,7 @@ from reshard.api.stateful_objects import saved_state
 from reshard.api.task_shares import Opening, Share, shares
 from reshard.api.tasks import check_executor, run_tasks
 from reshard.arguments import check_options, renamed
-from reshard.checkpoint import Checkpoint, open as open_checkpoint, unless_replaced
+from reshard.checkpoint import Checkpoint, all_names, open as open_checkpoint, unless_replaced
 from reshard.errors import FormatError, LayoutError, OptionError
 from reshard.live.fingerprint_arithmetic import PUBLIC, Key
 from reshard.live.fingerprints import Fingerprinter, Holding, Partial, add_holdings, conclude, partials, sum_up
@@ -134,7 +134,7 @@ class FingerprintWork:
 
 
 def _of_checkpoint(checkpoint: Checkpoint, key: Key, executor: Executor | None) -> dict[str, str]:
-    tensors = {name: checkpoint[name] for name in dict.fromkeys((*checkpoint, *checkpoint.aliases))}
+    tensors = all_names(checkpoint)
     totals = dict.fromkeys(tensors, Partial())
 
     def on_done(share: Share, sums: list[bytes]) -> None:

@@ -24,7 +24,15 @@ from reshard.api.options import DtypePolicy, LoadOptions, Mode, ReadOnce
 from reshard.api.overlapping_targets import filled_once, refuse_overlaps
 from reshard.api.reports import CheckedReport, FilledReport
 from reshard.arguments import check_arguments, renamed
-from reshard.checkpoint import Checkpoint, CheckpointSource, log_skipped, open_among, refuse_replaced, stored_layout
+from reshard.checkpoint import (
+    Checkpoint,
+    CheckpointSource,
+    all_names,
+    log_skipped,
+    open_among,
+    refuse_replaced,
+    stored_layout,
+)  # fmt: skip
 from reshard.errors import CorruptCheckpointError, KeyMismatchError, OptionError, format_names
 from reshard.execute.fetch import Fetch
 from reshard.execute.reading import Copy, Staged, Workspace, find_copies
@@ -195,7 +203,7 @@ def _mapped(checkpoint: Checkpoint, mapping: StateMapping) -> Checkpoint:
 def saved_in(checkpoint: Checkpoint) -> Iterator[Saved]:
     """Yield what a checkpoint has: tensors, other names of tensors, and objects."""
     path_of = checkpoint.contents.path_of
-    tensors = {key: checkpoint[key] for key in dict.fromkeys((*checkpoint, *checkpoint.aliases))}
+    tensors = all_names(checkpoint)
     stored = {key: tensor.stored for key, tensor in tensors.items()}
     meshes = {key: one.layout.mesh if one.layout is not None else None for key, one in stored.items()}
     on_mesh = {key: mesh is not None and mesh.names != UNSHARDED for key, mesh in meshes.items()}

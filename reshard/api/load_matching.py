@@ -516,8 +516,9 @@ class _MismatchVote(msgspec.Struct, frozen=True, array_like=True):
     def join(votes: list[_MismatchVote]) -> _MismatchVote:
         """Combine several votes."""
         used: dict[bytes, bytes] = {}
-        for source, bits in ((source, bits) for vote in votes for source, bits in vote.used.items()):
-            used[source] = either([used.get(source, bits), bits])
+        for vote in votes:
+            for source, bits in vote.used.items():
+                used[source] = either([used.get(source, bits), bits])
         saves = dict.fromkeys(save for vote in votes for save in vote.saves)
         fits, ambiguous = all(vote.fits for vote in votes), any(vote.ambiguous for vote in votes)
         return _MismatchVote(used, list(saves), fits, ambiguous)

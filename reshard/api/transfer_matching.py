@@ -537,7 +537,7 @@ class Values:
         Raises ReplicaDriftError, on every rank, for a value that differs between ranks.
         """
         held = self._held()
-        merged = agree_on_values({}, held, group, {}, check_replicas=True)
+        merged = agree_on_values({}, held, group, {})
         mine = {key: name for key, name in self._pairs.items() if key in self._target.paths}
         return {key: self._made(key, decode_plain(merged[name])) for key, name in mine.items() if name in merged}
 
@@ -597,4 +597,4 @@ def check_replicas(source: TransferSide, before: StateLayout, group: Group, *, o
     copied = {key for key, layout in before.items() if int(layout.numels().sum()) > layout.spec.numel}
     mine = {k: t for k, t in source.state.tensors.items() if k in copied}
     if copied:
-        agree_on_values(mine, {}, group, before, check_replicas=True, on_device=on_device)
+        agree_on_values(mine, {}, group, before, on_device=on_device)

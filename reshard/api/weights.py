@@ -22,7 +22,7 @@ from reshard.live.dtypes import dtype_from_name, dtype_name, raw_elements, refus
 from reshard.live.state import take_apart
 from reshard.live.tensors import resolved_bytes, state_instead_of
 from reshard.mapping.mapping import Mapping as StateMapping
-from reshard.ranks.global_state import take_global_state
+from reshard.ranks.global_state import LocalState, global_state_of
 from reshard.ranks.group import DEADLINE_S, Group
 
 T = TypeVar("T")
@@ -210,7 +210,8 @@ class WeightSource:
         with group.together("weights"):
             _check_options(state, bucket_bytes, dtype)
             self._live = take_apart(state)
-            layout = take_global_state(self._live, group, check_replicas=False).tensors
+            mine = LocalState.of(self._live)
+            layout = global_state_of(mine, group, group.distinct_answers(mine.description)).tensors
             if not layout:
                 raise KeyMismatchError("no rank has a tensor to send: pass the model's state dict on each rank")
             self._views = (mapping or StateMapping()).views(layout.specs)

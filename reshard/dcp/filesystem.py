@@ -40,7 +40,6 @@ from reshard.checkpoint import Checkpoint, log_unchecked
 from reshard.dcp.engine.states import on_the_cpu
 from reshard.errors import (
     CheckpointExistsError,
-    CheckpointNotFoundError,
     CorruptCheckpointError,
     FormatError,
     LayoutError,
@@ -190,7 +189,7 @@ class FileSystemWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of this rank."""
         storage, prefix = self.storage, plan.storage_data
-        if _is_there(storage, f"{prefix}0.distcp"):  # the planner reused a plan of an earlier save
+        if storage.has(f"{prefix}0.distcp"):  # the planner reused a plan of an earlier save
             prefix = f"{prefix}{uuid.uuid4().hex[:12]}_"
         files = self._files(plan.items)
         callers = of_caller()
@@ -250,14 +249,6 @@ class FileSystemWriter(StorageWriter):
 
 def _stored_at(name: str, start: int, nbytes: int, transforms: Sequence[str]) -> _StorageInfo:
     return _StorageInfo(name, start, nbytes, *([transforms] if transforms else []))
-
-
-def _is_there(storage: Storage, name: str) -> bool:
-    try:
-        storage.size(name)
-    except CheckpointNotFoundError:
-        return False
-    return True
 
 
 class FileSystemReader(StorageReader):
@@ -320,9 +311,9 @@ class FileSystemReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return torch's metadata of the checkpoint, whatever its format."""
         checkpoint = self.checkpoint
-        table: dict[str, Any] = {}
-        for name, tensor in checkpoint.items():
-            table[name] = tensor_metadata(tensor.stored.spec, tensor.stored.boxes)
+        table: dict[str, Any] = {
+            name: tensor_metadata(tensor.stored.spec, tensor.stored.boxes) for name, tensor in checkpoint.items()
+        }
         table.update({key: BytesStorageMetadata() for key in checkpoint.objects})
         planner_data = paths_of(table, checkpoint.contents.paths)
         facts = checkpoint.contents.details(DcpFacts)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
+from planners.geometry.arrays import grouped
 from reshard.errors import CorruptCheckpointError, FormatError, UnsafeDataError
 from reshard.formats import rank_files, safetensors
 from reshard.formats.dcp import reader as dcp
@@ -132,10 +133,7 @@ def _whole(source: FileSource, key: str) -> tuple[str, Contents]:
 def _weights(files: Files) -> list[tuple[str, Contents]]:
     storage, names = files.storage, files.listed
     found = [m for file in sorted(names) if (m := _WEIGHTS.fullmatch(file))]
-    kinds: dict[str, set[str]] = {}
-    for match in found:
-        kinds.setdefault(match[2], set()).add(match[1] + match[3])
-    for several in kinds.values():
+    for several in map(set, grouped((match[2], match[1] + match[3]) for match in found).values()):
         if len(several) > 1:
             raise FormatError(
                 f"{storage.url} has the weights twice, in {' and '.join(sorted(several))}: open one by its path, or "

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from planners.geometry.box import Box, Shape
+from planners.geometry.box import Box, Shape, upper_corner
 from planners.geometry.layout import TensorSpec
 from planners.units import format_some
 from reshard.errors import CorruptCheckpointError, FormatError
@@ -203,9 +203,8 @@ def _tensor(key: str, parts: list[tuple[str, Header, Shape]]) -> StoredTensor:
             f"tensor {key!r} is stored twice, in {' and '.join(file for file, _, _ in parts)}; the checkpoint "
             "does not say which one is right"
         )
-    shape = tuple(map(max, zip(*(box.stops for box in boxes))))
     stored = [StoredChunk(box, header.place(key), _owner(file)) for box, (file, header, _) in zip(boxes, parts)]
-    return StoredTensor(TensorSpec(key, shape, dtypes[0]), tuple(stored))
+    return StoredTensor(TensorSpec(key, upper_corner(boxes), dtypes[0]), tuple(stored))
 
 
 def _owner(file: str) -> int | str:

@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from planners.errors import PlanError
-from planners.geometry.box import Box
+from planners.geometry.box import Box, upper_corner
 from planners.geometry.byte_ranges import Window
 from planners.geometry.layout import ITEM_SIZES, TensorSpec, itemsize
 from planners.units import format_some
@@ -243,8 +243,7 @@ class _Snapshot:
                 f"{self.label}: the shards of {key!r} have the dtypes {sorted(dtypes)} and the boxes {list(chunks)[:4]}"
             )
         self.inferred.append(key)
-        shape = tuple(map(max, zip(*(box.stops for box in chunks))))
-        return StoredTensor(TensorSpec(key, shape, dtypes.pop()), tuple(chunks.values()))
+        return StoredTensor(TensorSpec(key, upper_corner(chunks), dtypes.pop()), tuple(chunks.values()))
 
     def _chunk(self, key: str, piece: _Entry, rank: int, own: str = "") -> StoredChunk:
         """Return a box of a tensor, and where its elements are."""

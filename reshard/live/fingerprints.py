@@ -323,9 +323,7 @@ def _product(boxes: Sequence[Box], local: Shape) -> Part | None:
     local shape."""
     if len({box.ndim for box in boxes}) != 1:
         raise LayoutError(f"boxes of one tensor must have the same dims, got {list(boxes[:8])}")
-    dims = []
-    for d in range(boxes[0].ndim):
-        dims.append(tuple(dict.fromkeys((box.offsets[d], box.stops[d]) for box in boxes)))
+    dims = [tuple(dict.fromkeys((box.offsets[d], box.stops[d]) for box in boxes)) for d in range(boxes[0].ndim)]
     part = Part(tuple(dims))
     if part.sizes != local or math.prod(map(len, dims)) != len(boxes):
         return None

@@ -529,7 +529,7 @@ def compare_ranges(facts: NativeFacts, spans: Mapping[FileSource, Sequence[Range
             continue
         fresh = FileSource(source.storage, source.name)
         sums = fresh.checksums = facts.uncompared(source.name)
-        blocks = dict.fromkeys(block for start, stop in ranges for block in sums.pending(start, stop))
-        fresh.compare_blocks(list(blocks))
+        blocks = sums.pending_among(ranges)
+        fresh.compare_blocks(blocks)
         compared += sum(stop - start for start, stop in blocks)
     return compared

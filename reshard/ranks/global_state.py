@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -121,32 +121,10 @@ class LocalState:
         return cls(state, objects, said, msgspec.json.encode(said))
 
 
-def take_global_state(state: LiveState, group: Group, *, check_replicas: bool) -> GlobalState:
-    """Collective: the census of what the ranks of `group` hold.
-
-    Raises, on every rank:
-        LayoutError: ranks disagree about a tensor's shape, dtype or placement.
-        ReplicaDriftError: a tensor or object differs between ranks under one key (unless
-            `check_replicas` is off, which trusts the lowest rank).
-    Raises FormatError for an object that is no plain data, naming its key.
-    """
-    holdings = LocalState.of(state)
-    census = global_state_of(holdings, group, group.distinct_answers(holdings.description))
-    objects = agree_on_values(
-        state.tensors,
-        holdings.objects,
-        group,
-        census.tensors,
-        check_replicas=check_replicas,
-        on_device=census.on_device,
-    )
-    return replace(census, objects=objects)
-
-
 def global_state_of(holdings: LocalState, group: Group, answers: Iterable[tuple[bytes, Sequence[int]]]) -> GlobalState:
     """The census, without objects, out of the descriptions of all ranks; collective where any has
     values of its own. Whether values are equal is not known yet: see `agree_on_values`. Raises
-    LayoutError as `take_global_state` does."""
+    LayoutError, on every rank, if ranks disagree about a tensor's shape, dtype, or placement."""
     parties = [
         (holdings.said, holdings.state, ranks) if data == holdings.description else (*_decoded(data), ranks)
         for data, ranks in answers
@@ -214,7 +192,6 @@ def agree_on_values(
     group: Group,
     layout: Mapping[str, TensorLayout],
     *,
-    check_replicas: bool,
     on_device: bool = False,
 ) -> dict[str, Any]:
     """Collective: all objects of all ranks, as JSON data, once it is sure that no key has two
@@ -223,11 +200,11 @@ def agree_on_values(
     `layout`: of what all ranks hold; `on_device`: whether a tensor of any rank is on a device.
 
     Raises ReplicaDriftError, on every rank, for a tensor or object that differs between ranks under
-    one key (unless `check_replicas` is off, which trusts the lowest rank).
+    one key.
     """
     if group.world_size == 1:
         return objects
-    table = DigestTable.of(tensors, objects, group, layout, check_replicas=check_replicas, on_device=on_device)
+    table = DigestTable.of(tensors, objects, group, layout, on_device=on_device)
     told = group.merge(table.told, ValueDigests.join, "the comparison of values")
     return objects if table.raise_on_mismatch(told, group) else joined_objects(objects, group)
 
@@ -333,11 +310,12 @@ class DigestTable:
         group: Group,
         layout: Mapping[str, TensorLayout],
         *,
-        check_replicas: bool,
+        check_replicas: bool = True,
         on_device: bool = False,
     ) -> DigestTable:
-        """Arguments as for `agree_on_values`. If a tensor of any rank is on a device, all compare
-        fingerprints, which devices compute where the elements are, instead of hashes of the bytes.
+        """Arguments as for `agree_on_values`. Without `check_replicas`, the lowest rank is trusted. If
+        a tensor of any rank is on a device, all compare fingerprints, which devices compute where
+        the elements are, instead of hashes of the bytes.
         """
         hashed = {key: xxhash.xxh3_128_digest(msgspec.json.encode(data)) for key, data in objects.items()}
         sharded = {key for key, tensor in tensors.items() if tensor.is_sharded or _is_sharded(layout.get(key))}

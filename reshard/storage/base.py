@@ -82,6 +82,14 @@ class Storage(ABC):
     def size(self, name: str) -> int:
         """Return the size of an object in bytes. Raises `CheckpointNotFoundError` if it does not exist."""
 
+    def has(self, name: str) -> bool:
+        """Return whether there is an object of this name."""
+        try:
+            self.size(name)
+        except CheckpointNotFoundError:
+            return False
+        return True
+
     @abstractmethod
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
         """Fill all of the writable, contiguous `buffer` with the bytes from `start`. Raises an

@@ -221,7 +221,7 @@ class ObjectStorage(Storage):
 
     def create(self, name: str) -> Writer:
         check_name(name, self.url)
-        if self._exists(name):
+        if self.has(name):
             raise exists_already(name, self.url)
         return ObjectWriter(self, name)
 
@@ -260,16 +260,9 @@ class ObjectStorage(Storage):
     def link(self, name: str, other: str) -> bool:
         """The store copies the object itself, so no bytes are transferred to this machine."""
         check_name(other, self.url)
-        if not self._exists(name):
+        if not self.has(name):
             raise not_found(name, self.url)
         self._call("copy", name, self._api.copy, other)
-        return True
-
-    def _exists(self, name: str) -> bool:
-        try:
-            self.size(name)
-        except CheckpointNotFoundError:
-            return False
         return True
 
     def _no_bucket(self, verb: str, name: str) -> StorageError:

@@ -161,6 +161,10 @@ class Checksums(ABC):
     def pending(self, start: int, stop: int) -> list[Range]:
         """Return the blocks that overlap [start, stop) and were not verified yet, in order."""
 
+    def pending_among(self, ranges: Iterable[Range]) -> list[Range]:
+        """Return the blocks that overlap any of the ranges and were not verified yet, each once."""
+        return list(dict.fromkeys(block for start, stop in ranges for block in self.pending(start, stop)))
+
     def are_pending(self, blocks: Ints) -> Flags:
         """Return which of the blocks, as (n, 2) starts and stops, were not verified yet."""
         return np.array([bool(self.pending(start, stop)) for start, stop in blocks.tolist()], np.bool_)
@@ -187,7 +191,7 @@ class Checksums(ABC):
     def defer(self, ranges: Iterable[Range], nbytes: int) -> None:
         """Record that `nbytes` bytes of elements within these ranges were read without a check of
         their blocks."""
-        blocks = tuple(dict.fromkeys(block for start, stop in ranges for block in self.pending(start, stop)))
+        blocks = tuple(self.pending_among(ranges))
         if blocks:
             with self._lock:
                 self._owed[blocks] = self._owed.get(blocks, 0) + nbytes

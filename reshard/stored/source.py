@@ -255,7 +255,7 @@ class FileSource(Source):
         if sums is None or not self.checking.enabled:
             self.checking.add(unchecked=wanted)
             return
-        blocks = list(dict.fromkeys(block for start, stop in ranges for block in sums.pending(start, stop)))
+        blocks = sums.pending_among(ranges)
         if sum(stop - start for start, stop in blocks) > most_to_check(wanted):
             self._defer(sums, ranges, wanted)
             return

@@ -387,8 +387,7 @@ def _cut(
         settings = groups[g] if g < len(groups) else {}
         ids = list(settings.get("params", (g,)))
         values: Values = {MASTER: flat, **(state.get(ids[0], {}) if ids else {})}
-        for name, states in _pieces(g, names, values, shapes).items():
-            out.state[name] = states
+        out.state.update(_pieces(g, names, values, shapes))
         out.groups.append({**settings_of(settings), "params": list(names)})
     return out
 
