@@ -33,7 +33,7 @@ LONG_FUNCTIONS = {"reshard.api.convert.convert"}
 """They document many options. Remove a function from here when it is short again."""
 
 MOST = {
-    "tokens": 513_076,
+    "tokens": 513_200,
     "header %": 8.0,
     "mean line": 53.1,
     "lines over 100 %": 9.7,

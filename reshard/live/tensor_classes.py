@@ -258,6 +258,11 @@ class SavedPart(NamedTuple):
     read: Callable[[], torch.Tensor]
 
 
+def is_imported(name: str) -> bool:
+    """Return True if the program has imported the module of the class with this full name."""
+    return name.rpartition(".")[0] in sys.modules
+
+
 def made_of_parts(name: str, saved: Mapping[str, SavedPart], parameter: torch.Tensor) -> torch.Tensor | None:
     """Return uninitialized state of the class with this name, placed like its parameter. None if
     the class is not registered with a way to make it, or the program has not imported it.

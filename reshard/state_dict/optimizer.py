@@ -20,6 +20,7 @@ from reshard.live.dtypes import lacks_memory
 from reshard.live.fsdp1 import split_state
 from reshard.live.optimizer_state import SCALARS, PartialState, is_nested, listed_in, settings_of
 from reshard.live.state import same_value
+from reshard.live.tensor_classes import is_imported, registered_classes
 from reshard.live.tensors import dtype_of, global_shape, identity_of, inner_names, is_dtensor, is_sharded, tensor_class
 from reshard.live.tree import copy_containers, leaves_of, map_leaves
 from reshard.live.wrappers import has_torchs_setstate
@@ -317,12 +318,16 @@ def _new_keys(live: LiveOptimizers, saved: SavedOptimizer) -> list[Any]:
 def _apart(state: list[Entry], live: LiveOptimizers) -> list[str]:
     """Return names of unusable state: dicts instead of tensors of a class, such as the parts of a
     quantized tensor, and quantized tensors for one of torch's own optimizers."""
-    dicts = [(one, key) for one, values in state for key, value in (values or {}).items() if type(value) is dict]
+    dicts = [(one, *item) for one, values in state for item in (values or {}).items() if type(item[1]) is dict]
     made: dict[tuple[int, Any], str] = {}
     for k, optimizer in enumerate(live.optimizers if dicts else ()):
         for own in optimizer.state.values():
             if isinstance(own, dict):
                 made |= {(k, key): name for key, value in own.items() if (name := tensor_class(value))}
+    known = [(of.parts.keys(), name) for name, of in registered_classes.items() if of.make and is_imported(name)]
+    for one, key, value in dicts:
+        if not live.optimizers[one.optimizer].state:
+            made.update(((one.optimizer, key), name) for parts, name in known if parts <= value.keys())
     is_torchs = [type(optimizer).__module__.startswith("torch.optim.") for optimizer in live.optimizers]
     quantized = [
         (one, key, value)
@@ -336,9 +341,9 @@ def _apart(state: list[Entry], live: LiveOptimizers) -> list[str]:
         "keeps plain tensors: set reshard.dequantized(state)"
         for one, key, value in quantized
     ] + [
-        f"{one.name}: its {key!r} is a dict, where optimizer {one.optimizer} has a {made[one.optimizer, key]}: load "
-        "into the state dict of the optimizer as it is, whose tensors are filled in place"
-        for one, key in dicts
+        f"{one.name}: its {key!r} is a dict, where optimizer {one.optimizer} has a {made[one.optimizer, key]}: step "
+        "the optimizer if it has no state, then load into its own state dict, whose tensors are filled in place"
+        for one, key, _ in dicts
         if (one.optimizer, key) in made
     ]
 

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 import reshard
 from reshard.errors import KeyMismatchError, LayoutError
+from reshard.live import tensor_classes
 from reshard.live.state import Targets
 from reshard.live.tensors import holder
 from tests import gloo
@@ -122,6 +123,21 @@ def resumed(folder, flat):
     reshard.save({"optim": reshard.get_optimizer_state_dict(model, optimizer, options=options)}, folder)
     state = {"optim": reshard.optimizer_destinations(fresh, other, folder)}
     return fresh, other, state, reshard.load(state, folder)
+
+
+def test_parts_of_a_class_that_is_not_recorded_are_refused(monkeypatch):
+    """As from a format without classes: a step of an optimizer without state could not use the dict."""
+    made = tensor_classes._TensorClass({"scale": "flat"}, make=lambda cls, parts, like: quantized(2))
+    monkeypatch.setitem(tensor_classes.registered_classes, f"{__name__}.Quantized", made)
+    model = torch.nn.Linear(3, 4, bias=False)
+    groups = [{"lr": 0.1, "params": ["weight"]}]
+    parts = {"data": torch.zeros(4, 3, dtype=torch.int8), "scale": torch.ones(4)}
+    saved = {"state": {"weight": {"moment": parts}}, "param_groups": groups}
+    with pytest.raises(KeyMismatchError, match=r"weight: its 'moment' is a dict, .*Quantized: step the optimizer"):
+        reshard.set_optimizer_state_dict(model, Coarse(model.parameters()), saved)
+    other = {"state": {"weight": {"moment": {"data": torch.zeros(4)}}}, "param_groups": groups}  # a dict of its own
+    reshard.set_optimizer_state_dict(model, optimizer := Coarse(model.parameters()), other)
+    assert type(optimizer.state[model.weight]["moment"]) is dict
 
 
 @pytest.mark.parametrize("flat", [False, True])
