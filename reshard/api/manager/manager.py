@@ -460,8 +460,7 @@ class CheckpointManager:
         differ from those of the save. Returns None if there is no complete step, as on the first start: `state` is
         unchanged then. With `strict=True`, optimizer state that is not in the checkpoint is removed. `skipped` lists
         steps that are damaged, or that this manager does not read. If the step was saved with `select`, a warning names
-        keys of the state that it excludes. Param groups may be split or joined: each gets what was saved for its
-        parameters.
+        keys that it excludes. Param groups may be split or joined: each gets what was saved for its parameters.
 
         Args:
             state: has the structure that you pass to `save`, and is filled in place.
