@@ -570,7 +570,7 @@ def topology_of(text: str, rules: Mapping[str, str] | None = None, saved: StateL
             problem = f"has the checkpoint's axis {name!r} beside {others}, which the checkpoint does not record."
         raise PlanError(
             f"the topology {text!r} {problem} Write {WORDS}{of_checkpoint}. "
-            "Axes of your own need rules such as {'*': 'S(0)'}"
+            "Other axes, such as ep, need rules such as {'*': 'S(0)'}"
         )
     numbers = {name: [int(size) for size in of if re.fullmatch(r"\d+", size)] for name, of in sizes.items()}
     for name, of in sizes.items():

@@ -271,7 +271,7 @@ class LiveObjects:
         if not found:
             raise NormalizationError(
                 f"{key!r} is an optimizer whose model is not in the state: optimizer state has the names of the "
-                "model's parameters, so add the model"
+                "model's parameters. Add the model: {'model': model, 'optim': optimizer}"
             )
         return found
 

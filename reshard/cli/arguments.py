@@ -80,9 +80,7 @@ Select = Annotated[
 Step = Annotated[int | None, Option("--step", metavar="N", min=0, help="Use this step of a run. Default: the newest.")]
 Workers = Annotated[
     int,
-    Option(
-        "--workers", metavar="N", min=1, help="Number of parallel processes. convert uses at most one per output file."
-    ),
+    Option("--workers", metavar="N", min=1, help="Number of parallel processes."),
 ]
 Normalized = Annotated[bool, Option("--normalized", help="Use canonical names and layouts.")]
 Model = Annotated[bool, Option("--model", help="Use only the model. Its names are FQNs, without a prefix.")]

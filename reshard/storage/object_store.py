@@ -269,7 +269,7 @@ class ObjectStorage(Storage):
         return StorageError(f"cannot {verb} {name} in {self.url}: there is no such bucket or container")
 
     def _forbidden(self, verb: str, name: str, error: BaseException) -> StorageError:
-        why = "permission denied; check the credentials in the environment and the bucket's policy"
+        why = "permission denied, or no credentials; check those in the environment and the bucket's policy"
         return StorageError(f"cannot {verb} {name} in {self.url}: {why} ({_first_line(error)})")
 
     def put_new(self, name: str, data: bytes) -> None:

@@ -422,7 +422,7 @@ def _normalize(index: Any, shape: torch.Size, name: str) -> tuple[list[SteppedRa
             continue
         if isinstance(item, bool) or not hasattr(item, "__index__") or isinstance(item, torch.Tensor | np.ndarray):
             words = f"index it by ints, slices, and Ellipsis, not by {type(item).__name__}"
-            raise TypeError(f"tensor {name!r}: {words}; or read a slice, then index that: tensor[1:3][[0, 1]]")
+            raise TypeError(f"tensor {name!r}: {words}; or read all of it, then index that: tensor[...][[0, 2]]")
         i = operator.index(item)
         if not -size <= i < size:
             raise IndexError(f"tensor {name!r}: index {i} is out of bounds for dim {d} of size {size}")

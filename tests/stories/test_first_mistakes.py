@@ -370,7 +370,7 @@ def test_other_libraries_words_have_an_answer() -> None:
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'minutes': it takes steps, seconds$"):
         reshard.Every(minutes=5)  # type: ignore[call-arg]
     layout = reshard.layout_of({"w": torch.zeros(4)})
-    with pytest.raises(PlanError, match=r"pp=2,fsdp=4'. Axes of your own"):  # and no axis `world`, which nobody named
+    with pytest.raises(PlanError, match=r"pp=2,fsdp=4'. Other axes"):  # and no axis `world`, which nobody named
         reshard.plan(layout, "dp=4")
 
 

@@ -150,7 +150,7 @@ def test_version(say) -> None:
         (
             ["plan", "ep=2", "."],
             2,
-            "Write 'fsdp=3', 'tp=2', 'fsdp=4,tp=2', 'hsdp=2x4', 'ddp=8', or 'pp=2,fsdp=4'. Axes of",
+            "Write 'fsdp=3', 'tp=2', 'fsdp=4,tp=2', 'hsdp=2x4', 'ddp=8', or 'pp=2,fsdp=4'. Other axes",
         ),
         (["plan", ".", "FSDP=2"], 2, "has the unknown axis 'FSDP': did you mean 'fsdp'? Write"),
         (["plan", ".", "fsdp=9876543210"], 2, "may have at most 16,777,216 ranks, got 9,876,543,210 for {'fsdp': 98"),
@@ -160,7 +160,7 @@ def test_version(say) -> None:
             "cannot write the format 'DCP': did you mean 'dcp'? Known formats: native, ",
         ),
         (["plan", "pp=4", "."], 2, "3 layers do not fill the 4 stages of 4 ranks"),
-        (["plan", "dp=2", "."], 2, "Axes of your own need rules such as --rule '*=S(0)'"),
+        (["plan", "dp=2", "."], 2, "Other axes, such as ep, need rules such as --rule '*=S(0)'"),
         (["plan", "cp=2,tp=2", ".", "--rule", "*=tpp: S(0)"], 2, "has ['cp', 'tp']: did you mean 'tp'?"),
         (["normalize", ".", "--hint", "heads"], 2, "write --hint KEY=JSON"),
         (["normalize", ".", "--hint", "prefx=0"], 2, "no hint 'prefx': did you mean 'prefix'? Known: param_names, "),
