@@ -169,7 +169,7 @@ REFUSED: dict[str, tuple[dict[str, str], str]] = {
     "empty steps": ({"step-10": "empty", "step-20": "empty"}, r"no checkpoint of the run .* can be opened"),
     "empty steps, best.pt beside": ({"step-10": "empty", "best.pt": "file"}, r"no checkpoint of the run .*best\.pt"),
     "torn steps, best.pt beside": ({"step-10": "torn dcp", "best.pt": "file"}, r"no checkpoint of the run .*step-10"),
-    "nothing": ({}, r"is an empty folder|folder: 'memory:"),
+    "nothing": ({}, r"is empty|folder: 'memory:"),
 }
 
 
