@@ -186,8 +186,8 @@ def lacks_memory(local: torch.Tensor) -> bool:
         return type(local).__name__ == "FakeTensor"
     if local.layout is not torch.strided or local.is_meta or not local.numel():
         return False
-    try:  # a part of freed memory still has an address, and a functional tensor has a size but no address
-        return not (local.untyped_storage().nbytes() and local.data_ptr())
+    try:  # a part of freed memory still has an address; a functional tensor has a size but no address, as on XLA
+        return not local.untyped_storage().nbytes() or not (local.device.type == "xla" or local.data_ptr())
     except NotImplementedError:  # within torch.func.vmap and the like
         return True
 
