@@ -668,9 +668,12 @@ class CheckpointManager:
         try:
             self._settle()
         finally:
-            self._signals.release()
-            if self._claim is not None:
-                self._claim.release()
+            try:
+                self._settle()  # the other save, if one has failed
+            finally:
+                self._signals.release()
+                if self._claim is not None:
+                    self._claim.release()
 
     def __enter__(self) -> Self:
         return self

@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 import time
+from concurrent.futures import Future
 from copy import deepcopy
 from functools import partial
 from inspect import signature
@@ -1471,3 +1472,27 @@ def test_a_manager_that_only_reads_tells_of_damaged_steps(tmp_path: Path, caplog
 
     told = [record for record in caplog.records if "skipped step 2" in record.getMessage()]
     assert [record.levelname for record in told] == ["WARNING"]
+
+
+class _Fails(Future[Any]):
+    """Runs until somebody waits for it, and fails then."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        raise OSError("the memory is lost")
+
+
+class _LosesMemory(reshard.elastic.Tier):
+    def async_save(self, *_: Any, **__: Any) -> Any:
+        return _Fails()
+
+
+def test_closing_waits_for_a_save_to_storage_although_one_to_memory_has_failed(tmp_path: Path) -> None:
+    """The claim on the root was released while the save was still running."""
+    tier = _LosesMemory(tmp_path / "memory", copies=0)
+    manager = reshard.CheckpointManager(tmp_path / "run", every=4, memory=tier, memory_every=3)
+    state = {"w": torch.ones(1 << 25)}
+    manager.save(3, state)
+    manager.save(4, state)
+    with pytest.raises(OSError, match="the memory is lost"):
+        manager.close()
+    assert reshard.latest_complete(tmp_path / "run") == str(tmp_path / "run" / "step-4")
