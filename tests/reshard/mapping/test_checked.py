@@ -21,7 +21,7 @@ TRANSFORMERS = (
     "transformers 5.24 saved a tiny model of each. A round trip returned all its tensors bit by bit, with the names "
     "that transformers uses in memory"
 )
-SHARED = "Not tried separately. It has the code and names of DeepSeek-V3, so the same rules apply"
+SHARED = "Not tested separately. It has the same code and names as DeepSeek-V3, so the same rules apply"
 SEEN_BY_HAND = "Checked like the first list, but by hand, because its vision tower needs timm"
 MEGATRON = (
     "Megatron-core 0.16 loaded and saved a tiny model of each. Its logits were within 2e-6 of those of transformers"
