@@ -260,9 +260,9 @@ def test_what_is_around_an_object_does_not_replace_it(saved: Any, words: str, tm
 def test_what_cannot_be_saved_says_what_to_write(tmp_path: Path) -> None:
     state = training(0)
     for wrong, error, words in (
-        ({"optim": state["optim"]}, NormalizationError, "add the model"),
+        ({"optim": state["optim"]}, NormalizationError, "Add the model"),
         (state["model"], OptionError, r"Write: reshard.save\({'model': model}, path\)"),
-        ({"in": {"optim": state["optim"]}}, NormalizationError, "'in.optim' is an optimizer .* add the model"),
+        ({"in": {"optim": state["optim"]}}, NormalizationError, "'in.optim' is an optimizer .* Add the model"),
         ({"in": (1, state["model"])}, FormatError, "'in' is a tuple that contains a model .* use a dict or a list"),
         ({"in": {state["model"]}}, FormatError, "make the model a value of a dict"),
     ):
