@@ -176,8 +176,9 @@ def of_caller() -> CopyStreams:
 # To devices: what the host reads goes into a ring of pinned memory, and on while the next piece is
 # read.
 #
-# read 0 -> slot 0 ... copy to the device ... strided kernel read 1 -> slot 1      ... copy to the
-# device ... strided kernel read 2 ....................... waits until slot 0 has arrived, -> slot 0
+#     read 0 -> slot 0 ... copy to the device ... strided kernel
+#     read 1 -> slot 1      ... copy to the device ... strided kernel
+#     read 2 ....................... waits until slot 0 has arrived, -> slot 0
 
 
 @dataclass
@@ -264,8 +265,8 @@ def _send(elements: torch.Tensor, target: torch.Tensor, lane: CopyStream) -> Str
 # From devices: elements one after another in pinned memory, one piece of it being filled while
 # another is written.
 #
-# lane   slot 0 filled ......... slot 1 filled ......... slot 0 filled host                  slot 0
-# written ......... slot 1 written
+#     lane   slot 0 filled ......... slot 1 filled ......... slot 0 filled
+#     host                  slot 0 written ......... slot 1 written
 
 
 T = TypeVar("T")

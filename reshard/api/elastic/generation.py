@@ -220,8 +220,7 @@ def lost_boxes(native: NativeFacts, held: Mapping[str, Sequence[Held]]) -> dict[
 
 # An incarnation of a job, and the file that says which one kept a generation.
 #
-# 00000007-step-100-0192f3c1a8ab-5d2e.../lineage.json        published before anything else of the
-# generation
+# 00000007-step-100-0192f3c1a8ab-5d2e.../lineage.json        published first of the generation
 #     {"id":"0192f3c0ffee-77ab...","first":4,"earlier":{"0192f3b00a1e-90cd...":3},"digest":"..."}
 
 
