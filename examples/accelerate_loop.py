@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/accelerate_loop.py --folder ckpt                    # resumes on two processes
     python examples/accelerate_loop.py --folder new --old state_of_accelerate                # from `save_state`
 
-`save` and `load` replace `Accelerator.save_state` and `load_state`. Pass the model as accelerate wrapped it (DDP,
-FSDP2, compiled or not): names do not contain wrappers. Pass the optimizer inside accelerate's wrapper.
+`reshard.integrations.accelerate` has `save_state` and `load_state`, which replace the methods of `Accelerator`, and
+`state_of`, which a `reshard.CheckpointManager` saves. Names do not contain wrappers (DDP, FSDP2, compiled or not).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from torch import nn
 
 import reshard
+from reshard.integrations.accelerate import load_state, save_state, state_of
 
 
 def build(accelerator: Accelerator) -> tuple[nn.Module, Any, Any]:
@@ -30,58 +31,28 @@ def build(accelerator: Accelerator) -> tuple[nn.Module, Any, Any]:
     return accelerator.prepare(model, optimizer, schedule)
 
 
-def save(folder: Path, model: nn.Module, optimizer: Any, schedule: Any, step: int) -> None:
-    """All processes must call this."""
-    model_state, optim_state = reshard.get_state_dict(model, optimizer.optimizer)
-    state = {"model": model_state, "optim": optim_state, "schedule": schedule.state_dict(), "step": step}
-    state["rng"] = reshard.PerRank(torch.get_rng_state(), on_change="keep")
-    reshard.save(state, folder / f"step-{step}")
-
-
-def load(folder: Path, model: nn.Module, optimizer: Any, schedule: Any) -> int:
-    """Fill them from the newest complete checkpoint. Return the number of finished steps."""
-    newest = reshard.latest_complete(folder)
-    if newest is None:
-        return 0
-    model_state, optim_state = reshard.get_state_dict(model, optimizer.optimizer)
-    state = {"model": model_state, "optim": optim_state, "schedule": schedule.state_dict(), "step": 0}
-    state["rng"] = reshard.PerRank(torch.get_rng_state(), on_change="keep")
-    reshard.load(state, newest)
-    reshard.set_state_dict(model, optimizer.optimizer, model_state_dict=model_state, optim_state_dict=optim_state)
-    schedule.load_state_dict(state["schedule"])
-    torch.set_rng_state(state["rng"].value)
-    return int(state["step"])
-
-
-def read_old(path: Path, model: nn.Module, optimizer: Any) -> None:
+def read_old(path: Path, accelerator: Accelerator, converted: Path) -> None:
     """Load the model and optimizer that `Accelerator.save_state` wrote on any number of processes.
 
-    accelerate stores the optimizer by integer ids; the live one knows which parameters these are.
+    accelerate stores optimizer state under numbers. The live optimizer knows whose they are.
     """
-    order = reshard.fqn_map(model, optimizer.optimizer).parameter_order()
-    saved = reshard.open(path).normalized(hints={"param_names": order})
-    reshard.set_state_dict(
-        model,
-        optimizer.optimizer,
-        model_state_dict=whole(saved["model"]),
-        optim_state_dict=whole(saved["optim"]),
-    )
-
-
-def whole(value: Any) -> Any:
-    """Read the lazy tensors."""
-    if isinstance(value, dict):
-        return {name: whole(inner) for name, inner in value.items()}
-    return value[...] if hasattr(value, "stored") else value
+    state = state_of(accelerator)
+    names = reshard.fqn_map(state["model"], state["optim"][0]).parameter_order()
+    if accelerator.is_main_process:
+        reshard.convert(path, converted, normalized=True, hints={"param_names": names})
+    accelerator.wait_for_everyone()
+    reshard.load({"model": state["model"], "optim": state["optim"][0]}, converted, strict="subset")  # without the rest
 
 
 def train(folder: Path, steps: int, old: Path | None = None) -> tuple[int, nn.Module, Any, Accelerator]:
     """Train up to `steps`. Return the first step and the final state."""
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
     model, optimizer, schedule = build(accelerator)
-    first = load(folder, model, optimizer, schedule)
-    if first == 0 and old is not None:
-        read_old(old, model, optimizer)
+    first = 0
+    if reshard.latest_complete(folder) is not None:
+        first = load_state(accelerator, folder)["step"]
+    elif old is not None:
+        read_old(old, accelerator, folder.with_name(f"{folder.name}-converted"))
     for step in range(first, steps):
         batch = torch.sin(torch.arange(32.0).reshape(4, 8) * (step + 1)).to(accelerator.device)
         accelerator.backward(model(batch).square().mean())
@@ -89,7 +60,7 @@ def train(folder: Path, steps: int, old: Path | None = None) -> tuple[int, nn.Mo
         schedule.step()
         optimizer.zero_grad()
         if (step + 1) % 5 == 0:
-            save(folder, model, optimizer, schedule, step + 1)
+            save_state(accelerator, folder / f"step-{step + 1}", {"step": step + 1})
     return first, model, optimizer, accelerator
 
 

@@ -1,17 +1,16 @@
-"""A training loop like torchtitan's: FSDP2, saves in the background, and resuming on any number of ranks.
+"""A training loop with FSDP2 that saves in the background and resumes on any number of ranks.
 
-    torchrun --nproc-per-node 4 examples/training_loop.py --folder ckpt --steps 20
-    torchrun --nproc-per-node 3 examples/training_loop.py --folder ckpt --steps 40     # resumes on three ranks
+    torchrun --nproc-per-node 4 examples/training_loop.py --folder run --steps 20
+    torchrun --nproc-per-node 3 examples/training_loop.py --folder run --steps 40     # resumes on three ranks
 
-It saves the parameters, the optimizer, the schedule, the step, and the random state of each rank as `PerRank`. It keeps
-the last three complete checkpoints. A run that is killed at any moment resumes from the newest one.
+The state holds the model, the optimizer, the schedule, the step, and each rank's random state. The manager keeps the
+last three complete checkpoints. A run that is killed at any moment resumes from the newest one.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.
     """A sharded model with its optimizer and schedule."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(48, 48), nn.Tanh()) for _ in range(4)), nn.Linear(48, 1))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))  # on GPUs: "cuda"
     for block in model:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -34,55 +33,26 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.
     return model, optimizer, torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, step: int) -> dict[str, Any]:
-    """Everything that is needed to resume."""
-    model_state, optim_state = reshard.get_state_dict(model, optimizer)
-    return {
-        "model": model_state,
-        "optim": optim_state,
-        "schedule": schedule.state_dict(),
-        "step": step,
-        "rng": reshard.PerRank(torch.get_rng_state(), on_change="keep"),
-    }
-
-
-def resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any) -> int:
-    """Load the newest complete checkpoint, if there is one. Return the step to resume from."""
-    newest = reshard.latest_complete(folder)
-    if newest is None:
-        return 0
-    state = state_of(model, optimizer, schedule, 0)
-    reshard.load(state, newest)
-    reshard.set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    schedule.load_state_dict(state["schedule"])
-    torch.set_rng_state(state["rng"].value)
-    return int(state["step"])
-
-
 def train(folder: Path, steps: int, every: int) -> list[float]:
     """Train up to `steps`, and save at regular intervals. Return the losses of this run."""
     model, optimizer, schedule = build()
-    torch.manual_seed(100 + dist.get_rank())
-    first = resume(folder, model, optimizer, schedule)
+    torch.manual_seed(100 + dist.get_rank())  # each rank has its own batches
+    state = {"model": model, "optim": optimizer, "sched": schedule, "rng": torch.default_generator, "step": 0}
     losses: list[float] = []
-    pending = None
-    for step in range(first, steps):
-        batch = torch.randn(16, 48)
-        loss = (model(batch).squeeze(-1) - batch[:, 0]).square().mean()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        if (step + 1) % every == 0:
-            if pending is not None:
-                pending.result()
-            pending = reshard.async_save(state_of(model, optimizer, schedule, step + 1), folder / f"step-{step + 1}")
-    if pending is not None:
-        pending.result()
-    if dist.get_rank() == 0 and folder.exists():
-        reshard.prune(folder, keep_last=3)
-    dist.barrier()
+    with reshard.CheckpointManager(folder, every=every, keep=reshard.Keep(last=3)) as manager:
+        manager.restore(state)  # the newest complete checkpoint, if there is one
+        while state["step"] < steps:
+            batch = torch.randn(16, 48)
+            loss = (model(batch).squeeze(-1) - batch[:, 0]).square().mean()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            state["step"] += 1
+            if manager.save(state["step"], state).preempted:  # saved after SIGTERM: end the job
+                return losses
+        manager.save(state["step"], state, force=True)  # the last step, even if it is not due
     return losses
 
 
@@ -92,7 +62,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--every", type=int, default=5)
     options = parser.parse_args()
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo")  # on GPUs: "nccl"
     losses = train(options.folder, options.steps, options.every)
     if dist.get_rank() == 0:
         done = options.steps - len(losses)

@@ -76,8 +76,9 @@ def test_what_accelerate_saved_before_is_read(tmp_path: Path) -> None:
     _, model, optimizer, accelerator = loop.train(tmp_path / "any", 3)
     accelerator.save_state(str(tmp_path / "old"))
 
+    accelerator.free_memory()  # as in a new job: it has prepared nothing
     fresh, fresh_optimizer, _ = loop.build(accelerator)
-    loop.read_old(tmp_path / "old", fresh, fresh_optimizer)
+    loop.read_old(tmp_path / "old", accelerator, tmp_path / "converted")
 
     assert same(state_of(model, optimizer), state_of(fresh, fresh_optimizer))
     with pytest.raises(NormalizationError, match="param_names"):  # it cannot know, and says what it wants to be told
