@@ -333,7 +333,7 @@ def test_a_difference_is_seen_as_a_map(width: int, browser: Browser, saved: Path
     legend = page.ask("document.querySelector('.legend').innerText").split("\n")
     assert [*map(str.strip, legend)] == ["the same", "00.333 (linear scale)", "NaN or infinite on one side"]
     page.press("ArrowDown" if page.ask("map.rows[0][0].endsWith('.b')") else "ArrowUp")
-    assert page.ask("document.activeElement.words").startswith("model.layers.*.w, 7: relative 0.333, largest 1.")
+    assert page.ask("document.activeElement.words").startswith("model.layers.*.w, 7: relative norm 0.333, largest 1.")
     assert page.ask("document.querySelector('#worst [aria-sort]').textContent") == "relative norm"
     assert page.ask("document.querySelector('#worst tbody td.number').textContent") == "not finite"
     page.ask("document.querySelector('th button').click()")
