@@ -40,8 +40,8 @@ _MOST_LISTED = 3
 
 
 _LOST = re.compile(
-    r"(?:chunk Box\[.*?\]: )?(there is no .*|(?!was not read).* (?:has \d+ of its \d+ bytes|is missing): .*?)"
-    r"(?:\. Tensors there: .*)?"
+    r"(?:chunk Box\[.*?\]: )?(there is no .*|(?!was not read).* (?:has \d+ of its \d+ bytes|is missing): .*?"
+    r"|.* was changed since it was written.*?)(?:\. (?:Tensors there:|This tensor has bytes) .*)?"
 )
 
 
@@ -49,7 +49,7 @@ def in_groups(findings: Iterable[Finding]) -> list[str]:
     """The findings as text.
 
     Equal ones of many names are one: `"optim.state.*: 52 names, such as 'x': only in a"`.
-    So is a file that is not there, whatever was in it.
+    So are a missing file and a changed block, whatever was in them.
     """
     groups: dict[tuple[object, ...], list[Finding]] = {}
     for it in findings:
@@ -65,7 +65,7 @@ def in_groups(findings: Iterable[Finding]) -> list[str]:
             its = [it for it in its if it.fqn is not None] or its
             one = f"{front}: {len(its)} names, such as {its[0].fqn!r}"
             some = f"{format_count(len(its), 'name')} ({format_some([repr(it.fqn) for it in its], _MOST_LISTED)})"
-            texts.append(f"{one if front else some}: {re.sub('^was ', 'were ', whole)}")
+            texts.append(f"{one if front else some}: {re.sub('^was ', 'were ', whole).partition('. This tensor')[0]}")
     return texts
 
 

@@ -23,7 +23,7 @@ from reshard.api.task_shares import SHARE_BYTES, Opening, Share, absolute, is_ab
 from reshard.api.tasks import check_executor, engine, run_tasks
 from reshard.arguments import check_options, renamed
 from reshard.checkpoint import Checkpoint, CheckpointSource, open as open_checkpoint, open_damaged, unless_replaced
-from reshard.errors import CheckpointError, CorruptCheckpointError, LayoutError, VerificationError
+from reshard.errors import RESTORE, CheckpointError, CorruptCheckpointError, LayoutError, VerificationError
 from reshard.formats.torch_save.archive import changed_records, is_archive
 from reshard.live.fingerprints import Partial, comparable, partials
 from reshard.live.garbage_collection import gc_paused
@@ -376,9 +376,9 @@ def _on_tensors(checkpoint: Checkpoint, problems: list[tuple[str, _Problem]]) ->
             among = "" if changed or len(inside) < 2 else f" (one or more of the {len(inside)} tensors there)"
             for fqn in changed or inside:
                 low, high = inside[fqn]
-                yield Finding(f"{text}{among}; this tensor has bytes [{low}, {high}) of the file", fqn)
+                yield Finding(f"{text}{among}: {RESTORE}. This tensor has bytes [{low}, {high}) of the file", fqn)
             if not inside:
-                yield Finding(text)
+                yield Finding(f"{text}: {RESTORE}")
 
 
 def _places(checkpoint: Checkpoint, names: Collection[str]) -> dict[str, list[_FileRange]]:

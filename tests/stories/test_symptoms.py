@@ -408,7 +408,7 @@ def test_verify_names_the_tensor_that_was_changed(tmp_path: Path) -> None:
     (finding,) = reshard.verify(tmp_path / "c").findings
 
     assert finding.fqn == "model.2.weight"
-    assert f"this tensor has bytes [{at}, {at + 64}) of the file" in finding.message
+    assert f"This tensor has bytes [{at}, {at + 64}) of the file" in finding.message
     assert file.name in finding.message
 
 

@@ -343,6 +343,20 @@ def test_a_lost_file_is_one_cause_for_all_its_tensors(say, tmp_path) -> None:
     assert {it["fqn"] for it in told} == {None, *state}, "each by itself for programs"
 
 
+def test_a_changed_block_is_one_cause_for_all_its_tensors(say, tmp_path) -> None:
+    state = {f"layers.{i}.w": torch.ones(3) for i in range(9)}
+    reshard.save(state, tmp_path / "c", fingerprints=False)
+    file = _flip(tmp_path / "c")
+    said = say("verify", tmp_path / "c").out
+
+    names = "9 names ('layers.0.w', 'layers.1.w', 'layers.2.w' and 6 more)"
+    assert f"·  {names}: {file}: the block of bytes [0, " in said
+    assert said.endswith(f" was changed since it was written (one or more of the 9 tensors there): {RESTORE}\n")
+    told = json.loads(say("verify", tmp_path / "c", "--json").out)["findings"]
+    assert [it["fqn"] for it in told] == list(state)
+    assert all("This tensor has bytes [" in it["message"] for it in told), "each by itself for programs"
+
+
 def test_an_error_of_usage_is_all_that_is_printed(say, tmp_path) -> None:
     reshard.save({"a": torch.ones(3)}, tmp_path / "run" / "step-3")
     for words in (("convert", tmp_path / "run", "out", "--hint", "x"), ("verify", tmp_path / "run", "--on", "x")):
