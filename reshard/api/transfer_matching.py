@@ -365,7 +365,11 @@ class Agreed:
         if isinstance(names, StateMapping):
             made = names.views(self.before.specs)
             taken = {spec.fqn for view in views.values() for spec in view.sources}
-            left = [k for k, view in made.items() if k not in self.after and not _all_in(taken, view)]
+            left = [
+                key
+                for key, view in made.items()
+                if not (key in self.after or (view.sources and taken.issuperset(spec.fqn for spec in view.sources)))
+            ]
             joined = [key for key in self._joined(names, made) if key not in views]
             views = {key: view for key, view in made.items() if key in self.after} | views
             names = {new: old for old, its in names.names(self.source_objects).items() for new in its}
@@ -395,10 +399,6 @@ class Agreed:
                     yield new
         of = [new for its in names.names(self.source_objects).values() for new in its]
         yield from {new for new in self.target_objects if of.count(new) > 1}
-
-
-def _all_in(taken: set[str], view: View) -> bool:
-    return bool(view.sources) and taken.issuperset(spec.fqn for spec in view.sources)
 
 
 def agree(

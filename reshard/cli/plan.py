@@ -218,9 +218,12 @@ def _print(made: LoadPlan, how: tuple[int, bool, bool], cluster: Cluster | None)
         f"{counted(len(made.wanted), 'tensor')}, {made.saved.world_size} -> {counted(made.world_size, 'rank')}, "
         f"{size(made.total_bytes)} to read in total",
     )
-    sides = [side.described(made.wanted, in_both_forms) for side in (made.saved, made.wanted)]
+    before, after = (side.described(made.wanted, in_both_forms) for side in (made.saved, made.wanted))
     nbytes = {name: layout.spec.nbytes for name, layout in made.wanted.items()}
-    kinds = {name: (f"from  {sides[0][name]}", f"to    {sides[1][name]}") for name in made.wanted}
+    kinds = {
+        name: (f"same  {new}",) if new == before[name] else (f"from  {before[name]}", f"to    {new}")
+        for name, new in after.items()
+    }
     print_totals("layouts", nbytes, kinds)
     print_text("reads", style="bold")
     for line in format_plan(made, limit=limit, width=console().width, items=items, bar="━").splitlines()[1:]:

@@ -78,26 +78,25 @@ def _bits(data: Bytes) -> Bytes:
 
 def _bit_planes(data: Bytes) -> Bytes:
     """Return eight rows: bit 0 of all bytes, bit 1 of all bytes, up to bit 7."""
-    planes: Bytes = data[:, None] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
-    return planes
+    return data[:, None] >> np.arange(8, dtype=np.uint8)[:, None] & np.uint8(1)
 
 
 def _q4_0(blocks: Bytes) -> Floats:
-    return _half(blocks[:, :2]) * (_nibbles(blocks[:, 2:]).astype(np.float32) - np.float32(8))
+    return _half(blocks[:, :2]) * (_nibbles(blocks[:, 2:]).astype(np.float32) - 8)
 
 
 def _q4_1(blocks: Bytes) -> Floats:
-    return _half(blocks[:, :2]) * _nibbles(blocks[:, 4:]).astype(np.float32) + _half(blocks[:, 2:4])
+    return _half(blocks[:, :2]) * _nibbles(blocks[:, 4:]) + _half(blocks[:, 2:4])
 
 
 def _q5_0(blocks: Bytes) -> Floats:
     five = _nibbles(blocks[:, 6:]) | _bits(blocks[:, 2:6]) << 4
-    return _half(blocks[:, :2]) * (five.astype(np.float32) - np.float32(16))
+    return _half(blocks[:, :2]) * (five.astype(np.float32) - 16)
 
 
 def _q5_1(blocks: Bytes) -> Floats:
     five = _nibbles(blocks[:, 8:]) | _bits(blocks[:, 4:8]) << 4
-    return _half(blocks[:, :2]) * five.astype(np.float32) + _half(blocks[:, 2:4])
+    return _half(blocks[:, :2]) * five + _half(blocks[:, 2:4])
 
 
 def _q8_0(blocks: Bytes) -> Floats:
@@ -108,10 +107,10 @@ def _scaled(blocks: Bytes, quants: Bytes) -> Floats:
     """Decode eight sub-blocks, each with a scale and an offset of 6 bits, 12 bytes in total: the
     upper two bits of the last four are stored above the first four."""
     low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
-    scales = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=1).astype(np.float32)
-    offsets = np.concatenate([middle & 63, high >> 4 | middle >> 6 << 4], axis=1).astype(np.float32)
+    scales = np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=1)
+    offsets = np.concatenate([middle & 63, high >> 4 | middle >> 6 << 4], axis=1)
     steps, starts = _half(blocks[:, :2]) * scales, _half(blocks[:, 2:4]) * offsets
-    values: Floats = steps[:, :, None] * quants.astype(np.float32) - starts[:, :, None]
+    values: Floats = steps[:, :, None] * quants - starts[:, :, None]
     return values
 
 
@@ -137,7 +136,7 @@ def _q6_k(blocks: Bytes) -> Floats:
     high = blocks[:, 128:192].reshape(len(blocks), 2, 1, 32)
     upper = high >> _TWO_BITS[:, None] & 3
     lower = np.concatenate([low & 15, low >> 4], axis=2).reshape(len(blocks), 2, 4, 32)
-    six = (lower | upper << 4).astype(np.float32) - np.float32(32)
+    six = (lower | upper << 4).astype(np.float32) - 32
     return _sixteens(blocks, _half(blocks[:, 208:]) * _half(blocks[:, 192:208], "i1"), six)
 
 
@@ -149,13 +148,13 @@ def _two_bit_numbers(data: Bytes) -> Bytes:
 
 def _sixteens(blocks: Bytes, steps: Floats, quants: Any) -> Floats:
     """Decode sixteen sub-blocks of 16 elements, each with its own step."""
-    values: Floats = steps[:, :, None] * quants.reshape(len(blocks), 16, 16).astype(np.float32)
+    values: Floats = steps[:, :, None] * quants.reshape(len(blocks), 16, 16)
     return values
 
 
 def _q2_k(blocks: Bytes) -> Floats:
-    steps = _half(blocks[:, 80:82]) * (blocks[:, :16] & 15).astype(np.float32)
-    starts = _half(blocks[:, 82:84]) * (blocks[:, :16] >> 4).astype(np.float32)
+    steps = _half(blocks[:, 80:82]) * (blocks[:, :16] & 15)
+    starts = _half(blocks[:, 82:84]) * (blocks[:, :16] >> 4)
     return _sixteens(blocks, steps, _two_bit_numbers(blocks[:, 16:80])) - starts[:, :, None]
 
 
@@ -165,7 +164,7 @@ def _q3_k(blocks: Bytes) -> Floats:
     third = _bit_planes(blocks[:, :32])
     low = _two_bit_numbers(blocks[:, 32:96]).reshape(len(blocks), 8, 32).astype(np.int8)
     upper = (blocks[:, None, 104:108] >> _TWO_BITS[:, None] & 3).reshape(-1, 16)
-    scales = (_nibbles(blocks[:, 96:104]) | upper << 4).astype(np.float32) - np.float32(32)
+    scales = (_nibbles(blocks[:, 96:104]) | upper << 4).astype(np.float32) - 32
     quants = low - ((third ^ 1) << 2).astype(np.int8)
     return _sixteens(blocks, _half(blocks[:, 108:]) * scales, quants)
 
@@ -182,17 +181,15 @@ def _iq4_xs(blocks: Bytes) -> Floats:
     """Decode eight sub-blocks. Their scales have 6 bits, whose upper two are stored together in two bytes."""
     upper = (blocks[:, 2:4, None] >> _TWO_BITS & 3).reshape(-1, 8)
     low = (blocks[:, 4:8, None] >> _TWO_BITS[::2] & 15).reshape(-1, 8)
-    steps = _half(blocks[:, :2]) * ((low | upper << 4).astype(np.float32) - np.float32(32))
+    steps = _half(blocks[:, :2]) * ((low | upper << 4).astype(np.float32) - 32)
     parts = blocks[:, 8:].reshape(-1, 16)
-    values: Floats = steps[:, :, None] * _IQ4[_nibbles(parts)].reshape(len(blocks), 8, 32)
-    return values
+    return steps[:, :, None] * _IQ4[_nibbles(parts)].reshape(len(blocks), 8, 32)
 
 
 def _mxfp4(blocks: Bytes) -> Floats:
     """Decode 4-bit floats. The scale is an exponent, 2 ** (e - 128), because elements are stored in halves."""
     steps = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 128).astype(np.float32)
-    values: Floats = steps * _FP4[_nibbles(blocks[:, 1:])]
-    return values
+    return steps * _FP4[_nibbles(blocks[:, 1:])]
 
 
 BLOCKS: dict[int, Block] = {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -190,6 +191,15 @@ def lacks_memory(local: torch.Tensor) -> bool:
         return not local.untyped_storage().nbytes() or not (local.device.type == "xla" or local.data_ptr())
     except NotImplementedError:  # within torch.func.vmap and the like
         return True
+
+
+def any_lacks_memory(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return True if one of these tensors lacks memory. Much faster than one by one if none does."""
+    with suppress(RuntimeError):  # there are tensors without a storage or an address
+        storages = map(torch.Tensor.untyped_storage, tensors)
+        if all(map(torch.UntypedStorage.nbytes, storages)) and all(map(torch.Tensor.data_ptr, tensors)):
+            return False
+    return any(map(lacks_memory, tensors))
 
 
 def is_resolved(tensor: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from planners.geometry.box import Shape
 from reshard.errors import NormalizationError
-from reshard.live.dtypes import dtype_from_name, lacks_memory
+from reshard.live.dtypes import any_lacks_memory, dtype_from_name
 from reshard.live.fsdp1 import remade_like
 from reshard.live.tensors import (
     LiveTensor,
@@ -381,7 +381,7 @@ def _fits(known: Any, shape: Shape, dtype: torch.dtype) -> bool:
         and global_shape(known) == shape
         and dtype_of(known) == dtype
         and not LiveTensor("", known).is_meta
-        and not any(map(lacks_memory, held_tensors(known)))
+        and not any_lacks_memory(held_tensors(known))
     )
 
 

@@ -19,7 +19,7 @@ from planners.geometry.box import Box, Shape
 from planners.geometry.layout import BoxesForm, Form, ProductForm, StateLayout, TensorLayout, TensorSpec
 from planners.geometry.mesh import Mesh, Placement, Replicate, Shard, StridedShard
 from reshard.errors import FormatError, LayoutError, OptionError
-from reshard.live.dtypes import NO_MEMORY, PLAIN, dtype_name, lacks_memory, resolved
+from reshard.live.dtypes import NO_MEMORY, PLAIN, any_lacks_memory, dtype_name, resolved
 from reshard.live.tree import class_name, flatten
 from reshard.state import KeyPath, cached_property, key_of
 
@@ -222,7 +222,7 @@ class LiveTensor:
             order = [tuple(shard.shard_offsets) for shard in shards if int(shard.placement.rank()) == here]
             at = {tuple(shard.metadata.shard_offsets): shard.tensor for shard in tensor._local_shards}
             held = [at[offsets] for offsets in order if offsets in at]
-        if any(map(lacks_memory, held)):
+        if any_lacks_memory(held):
             raise LayoutError(f"tensor {self.key!r} {NO_MEMORY}")
         return tuple([part.detach() for part in held])
 

@@ -183,16 +183,14 @@ class Group:
         """Combine the values of all ranks into one answer, which all ranks get.
 
         Args:
-            combine: combines several values, in rank order, into one. It is called on ranks'
-            values, and
-                then on its own results. The result should not grow with the number of ranks.
+            combine: combines several values, in rank order, into one. It is called on ranks' values, and then on
+                its own results. The result should not grow with the number of ranks.
             what: what is combined, for the message about ranks that do different things.
             kind: the type of the values, for msgspec. Default: the class of this value, which is
                 sufficient for bytes (sent unchanged), numbers, strings, and structs.
             in_phase: whether ranks may be in different phases.
             parcels: what to put into boxes, for the ranks that open them: see `Rounds.take`.
-            only: the place of the one rank that gets the answer. The others get their own value
-            back.
+            only: the place of the one rank that gets the answer. The others get their own value back.
         """
         if self._rounds is None:
             return combine([value])

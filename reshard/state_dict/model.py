@@ -17,7 +17,16 @@ from planners.geometry.box import Shape
 from planners.units import format_some
 from reshard.errors import KeyMismatchError, fix_lines, format_value, near_key, visible
 from reshard.live.deepspeed import HOW_TO_GET, HOW_TO_SET
-from reshard.live.dtypes import NO_MEMORY, PLAIN, is_resolved, lacks_memory, overflowing, refused_cast, refused_codes
+from reshard.live.dtypes import (
+    NO_MEMORY,
+    PLAIN,
+    any_lacks_memory,
+    is_resolved,
+    lacks_memory,
+    overflowing,
+    refused_cast,
+    refused_codes,
+)
 from reshard.live.state import AFTER_WRITES, same_memory, same_value
 from reshard.live.tensors import (
     LiveTensor,
@@ -222,19 +231,21 @@ class _ModelMatch:
         self.casts: list[Cast] = []
         self.reshaped: list[str] = []
         self.written: set[Any] = set()
+        tensors = [*given.values(), *(slot.value for slot in live.slots)]
+        self.some_lack_memory = any_lacks_memory([each for each in tensors if type(each) in PLAIN])
 
     def direct(self, slot: StateEntry) -> DirectWrite | None:
         """Return the write of this entry, or None if no value is given for it."""
         name = slot.name
         value = self.given.get(name)
-        if _is_plain_pair(slot, value) and name not in self.live.tied:
+        if self._is_plain_pair(slot, value) and name not in self.live.tied:
             self.used.add(name)
             self.written.add(id(slot.value))
             return DirectWrite(slot, value, True)
         found = self.take(slot)
         if found is None:
             return None
-        return DirectWrite(slot, self.given[found], _is_plain_pair(slot, self.given[found]))
+        return DirectWrite(slot, self.given[found], self._is_plain_pair(slot, self.given[found]))
 
     def take(self, slot: StateEntry) -> str | None:
         """Return the name under which `given` has this entry's value, after checking it. None if
@@ -327,8 +338,25 @@ class _ModelMatch:
             uninitialized=tuple(dict.fromkeys(s.name for s in untouched if s.value is not None and s.value.is_meta)),
         )
 
+    def _is_plain_pair(self, slot: StateEntry, value: Any) -> bool:
+        """Return True if a plain copy is enough, as is usual."""
+        target = slot.value
+        return (
+            type(value) is torch.Tensor
+            and target is not None
+            and type(target) in PLAIN
+            and slot.piece is None
+            and not (target.is_nested or value.is_nested)
+            and value.dtype is target.dtype
+            and value.layout is target.layout
+            and value.is_same_size(target)
+            and is_resolved(target)
+            and not (target.is_meta or value.is_meta or is_expanded(target))
+            and not (self.some_lack_memory and any_lacks_memory((target, value)))
+        )
+
     def _fit(self, name: str, value: Any, slot: StateEntry) -> None:
-        if _is_plain_pair(slot, value):
+        if self._is_plain_pair(slot, value):
             return
         target = slot.value
         assert target is not None
@@ -415,24 +443,6 @@ def listed(title: str, names: list[str], others: Collection[str] = (), limit: in
 def _address(value: Any) -> int:
     """Return the address of a tensor's elements on this rank, or 0 if it has no memory."""
     return _span(value)[0] if isinstance(value, torch.Tensor) else 0
-
-
-def _is_plain_pair(slot: StateEntry, value: Any) -> bool:
-    """Return True if a plain copy is enough, as is usual."""
-    target = slot.value
-    return (
-        type(value) is torch.Tensor
-        and target is not None
-        and type(target) in PLAIN
-        and slot.piece is None
-        and not (target.is_nested or value.is_nested)
-        and value.dtype is target.dtype
-        and value.layout is target.layout
-        and value.is_same_size(target)
-        and is_resolved(target)
-        and not (target.is_meta or value.is_meta or is_expanded(target))
-        and not (lacks_memory(target) or lacks_memory(value))
-    )
 
 
 def _is_strided_nested(value: Any) -> bool:

@@ -16,7 +16,7 @@ from planners.geometry.arrays import grouped
 from planners.units import format_some
 from reshard.errors import KeyMismatchError, NormalizationError, format_names
 from reshard.live.deepspeed import HOW_TO_SAVE
-from reshard.live.dtypes import lacks_memory
+from reshard.live.dtypes import any_lacks_memory
 from reshard.live.fsdp1 import split_state
 from reshard.live.optimizer_state import SCALARS, PartialState, is_nested, listed_in, settings_of
 from reshard.live.state import same_value
@@ -672,12 +672,12 @@ def places_of(live: LiveOptimizers, state: Sequence[tuple[OptimizedParameter, St
 
 def _alike(targets: Sequence[Any], values: Sequence[Any]) -> bool:
     """Return True if all are plain tensors, and each value has the dtype and shape of its target."""
+    both = [*targets, *values]
     return (
-        all_plain(targets)
-        and all_plain(values)
+        all_plain(both)
         and list(map(_DTYPE, targets)) == list(map(_DTYPE, values))
         and all(map(torch.Tensor.is_same_size, targets, values))
-        and not any(map(lacks_memory, (*targets, *values)))
+        and not any_lacks_memory(both)
         and (all(map(torch.Tensor.is_contiguous, targets)) or not any(map(is_expanded, targets)))
     )
 

@@ -13,7 +13,7 @@ from planners.geometry.arrays import grouped
 from planners.geometry.box import Shape
 from reshard.errors import NormalizationError
 from reshard.live.deepspeed import HOW_TO_SAVE, WHOSE_OPTIMIZERS
-from reshard.live.dtypes import NO_MEMORY, lacks_memory
+from reshard.live.dtypes import NO_MEMORY, any_lacks_memory
 from reshard.live.fsdp1 import FlatPiece, join_state
 from reshard.live.tensors import LiveTensor, global_shape, held_tensors, is_dtensor, is_sharded
 from reshard.live.wrappers import loads_itself
@@ -210,5 +210,5 @@ def without_memory(entries: Iterable[Entry]) -> Iterator[str]:
     """Yield a sentence for each state tensor whose memory was freed."""
     for one, values in entries:
         for key, value in (values or {}).items():
-            if isinstance(value, torch.Tensor) and any(map(lacks_memory, held_tensors(value))):
+            if isinstance(value, torch.Tensor) and any_lacks_memory(held_tensors(value)):
                 yield f"{one.name}: its {key!r} {NO_MEMORY}"

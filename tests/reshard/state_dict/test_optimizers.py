@@ -474,6 +474,17 @@ def test_ids_whose_names_are_there_are_set_by_name(front: str) -> None:
     assert_same(dict(sorted(found.items())), wanted)
 
 
+def _named(names: list[str] | None) -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.Optimizer, dict[str, Any]]:
+    """Return a model, an optimizer with state, a fresh one, and torch's state dict of the first with `param_names`."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    source, target = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).square().sum().backward()
+    source.step()
+    given = source.state_dict()
+    given["param_groups"][0]["param_names"] = names
+    return model, source, target, given
+
+
 @pytest.mark.parametrize(
     ("names", "kind", "words"),
     [
@@ -484,12 +495,7 @@ def test_ids_whose_names_are_there_are_set_by_name(front: str) -> None:
 )
 def test_names_of_another_model_are_not_set_by_position(names: list[str], kind: type[Exception], words: str) -> None:
     """The second parameter of this model would get the state of a parameter that it does not have."""
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    source, target = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 2)).square().sum().backward()
-    source.step()
-    given = source.state_dict()
-    given["param_groups"][0]["param_names"] = names
+    model, _, target, given = _named(names)
     with pytest.raises(kind, match=words):
         set_optimizer_state_dict(model, target, given)
     assert not target.state
@@ -497,12 +503,7 @@ def test_names_of_another_model_are_not_set_by_position(names: list[str], kind: 
 
 @pytest.mark.parametrize("names", [None, ["a", "b"]])
 def test_names_that_are_not_those_of_the_live_parameters_do_not_count(names: list[str] | None) -> None:
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    source, target = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 2)).square().sum().backward()
-    source.step()
-    given = source.state_dict()
-    given["param_groups"][0]["param_names"] = names
+    model, source, target, given = _named(names)
     set_optimizer_state_dict(model, target, given)
     assert_same(*(get_optimizer_state_dict(model, each)["state"] for each in (target, source)))
 
