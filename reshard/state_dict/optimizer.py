@@ -189,10 +189,10 @@ def plan_optimizers(
     match = _OptimizerMatch(live, saved)
     state = match.state
     places = Places() if outlines else places_of(live, state)
-    # entries in `places` have the right shapes
-    others = len(places.rows) < len(state)
-    shapes = misshapen(state, {id(one) for one, _, _ in places.rows}, live) if others else []
-    faults = [*match.faults, *shapes, *(without_memory(state) if others else ()), *_apart(state, live)]
+    faults = match.faults
+    if len(places.rows) < len(state):  # entries in `places` have the right classes and shapes
+        fitting = {id(one) for one, _, _ in places.rows}
+        faults = [*faults, *misshapen(state, fitting, live), *without_memory(state), *_apart(state, live)]
     if faults or any(match.refused(options)):
         raise KeyMismatchError(_message(live, match, faults, options))
     groups = [] if outlines else plan_groups(live, saved, strict=options.strict)

@@ -186,9 +186,9 @@ def _read_flat(given: Mapping[str, Any], live: LiveOptimizers) -> SavedOptimizer
     if not all(issubclass(kind, str) for kind in set(map(type, given))):
         raise NormalizationError("an optimizer state dict must have 'state' and 'param_groups', or names as keys")
     # torch saves names per group, and live groups may be split differently
-    kept = {k: v for k, v in given.items() if not (k.endswith(".param_names") and k.startswith("param_groups."))}
+    keys = [key for key in given if not (key.endswith(".param_names") and key.startswith("param_groups."))]
     flat = _FlatReader(live)
-    flat.read(list(kept), list(kept.values()))
+    flat.read(keys, [*map(given.__getitem__, keys)])
     for name in flat.singly[id(flat.state)]:
         values = flat.state[name]
         if not any(isinstance(value, dict) for value in values.values()):
