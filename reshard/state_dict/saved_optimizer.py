@@ -62,9 +62,8 @@ def elsewhere_of(live: LiveOptimizers, state: Mapping[str, Any], options: StateD
     """Return the arguments of `PartialState` for the state that this rank has."""
     pieces = {} if options.in_chunks else live.pieces
     found: dict[str, Any] = {name: piece for name, piece in pieces.items() if piece.lacks_ranks}
-    found |= {
-        name: None for name in state if (one := live.by_name.get(name)) and _is_beside(state[name], one.parameter)
-    }
+    sharded = [name for name in state if (one := live.by_name.get(name)) and is_dtensor(one.parameter)]
+    found |= {name: None for name in sharded if _has_unsharded(state[name])}
     for optimizer, own in zip(live.optimizers, live.parameters):
         if is_zero_redundancy(optimizer):
             zero: Any = optimizer
@@ -73,9 +72,9 @@ def elsewhere_of(live: LiveOptimizers, state: Mapping[str, Any], options: StateD
     return found
 
 
-def _is_beside(values: Any, parameter: torch.Tensor) -> bool:
-    """Return True if an optimizer keeps unsharded tensors although the parameter is a DTensor."""
-    kept = leaves_of(values).values() if is_dtensor(parameter) else ()
+def _has_unsharded(values: Any) -> bool:
+    """Return True if the state of a sharded parameter includes unsharded tensors that are not 0-d."""
+    kept = leaves_of(values).values()
     return any(isinstance(value, torch.Tensor) and value.dim() and not is_sharded(value) for value in kept)
 
 
