@@ -264,6 +264,34 @@ def test_the_recipe_for_adapters_runs_under_fsdp2(tmp_path: Path) -> None:
     gloo.run(_on_this_rank, 2, changed, str(tmp_path))
 
 
+DEEPSPEED_MODEL = """
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import reshard
+
+saved = reshard.open(SOURCE).normalized()
+
+
+def build():
+    model = nn.Module()
+    for name, tensor in saved["model"].items():
+        path, _, last = name.rpartition(".")
+        module = model
+        for part in path.split(".") if path else []:
+            if not hasattr(module, part):
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        value = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        if value.is_floating_point():
+            module.register_parameter(last, nn.Parameter(value))
+        else:
+            module.register_buffer(last, value)
+    return fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+"""
+
 DEEPSPEED_CHECK = """
 assert [g["weight_decay"] for g in optimizer.param_groups] == [g["weight_decay"] for g in groups]
 full = reshard.get_optimizer_state_dict(model, optimizer, options=reshard.StateDictOptions(full_state_dict=True))
@@ -272,14 +300,16 @@ assert reshard.compare({"it": full["state"]}, {"it": saved["optim"]["state"]}).o
 
 
 @pytest.mark.gloo
-def test_the_recipe_for_deepspeed_fills_fsdp2(tmp_path: Path) -> None:
-    (tmp_path / "tests").mkdir()
-    (tmp_path / "tests" / "data").symlink_to(ROOT / "tests" / "data")
+def test_the_recipe_for_deepspeed_fills_fsdp2_from_a_checkpoint_of_zero_3(tmp_path: Path) -> None:
+    """Unchanged, except for the model and the checkpoint."""
     [source] = [block.values[0] for block in BLOCKS if block.id == "from-deepspeed:0"]
+    recipe = source.partition("# convert once")[2].replace('"deepspeed"', "SOURCE")
+    assert recipe.count("SOURCE") == recipe.count("build()") == 1
 
-    gloo.run(_on_this_rank, 2, source + DEEPSPEED_CHECK, str(tmp_path))
+    path = f"SOURCE = {str(ROOT / 'tests' / 'data' / 'ds_z3_w2' / 'ckpt')!r}"
+    gloo.run(_on_this_rank, 2, f"{path}\n{DEEPSPEED_MODEL}\n#{recipe}{DEEPSPEED_CHECK}", str(tmp_path))
 
-    assert reshard.verify(tmp_path / "ours").ok
+    assert reshard.verify(tmp_path / "converted").ok
 
 
 ENGINE_CHECK = """
