@@ -171,7 +171,7 @@ _BOLD = re.compile(r"\*\*.*?\*\*")
 
 def with_figures(text: str, rows: Iterable[Row]) -> str:
     """Return a text with single figures of the page. A comment before a table or paragraph names its bold figures in
-    order, one per line, such as "load: DCP / ours of columns, s". The comment "end" follows.
+    order, such as "load: DCP / ours of columns, CPU s and s" for two of them. The comment "end" follows.
 
     Raises ValueError if a line names no row, or if there are more or fewer figures than lines.
     """
@@ -188,7 +188,9 @@ def with_figures(text: str, rows: Iterable[Row]) -> str:
         return _ratio(contestants[above], contestants[below]) if below else _figure(contestants[above])
 
     def block(found: re.Match[str]) -> str:
-        names, shown = found[2].splitlines(), _BOLD.findall(found[3])
+        lines = (line.rpartition(", ") for line in found[2].splitlines())
+        names = [front + comma + unit for front, comma, units in lines for unit in units.split(" and ")]
+        shown = _BOLD.findall(found[3])
         if len(names) != len(shown):
             raise ValueError(f"{len(names)} figures are named, and {len(shown)} are in bold: {', '.join(shown)}")
         figures = (f"**{figure(name)}**" for name in names)
